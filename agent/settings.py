@@ -6,8 +6,9 @@ import contextlib
 import fcntl
 import socket
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from testbed.wire.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
 
@@ -48,27 +49,22 @@ class Settings:
         missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
-        optional: dict[str, Address | int] = {}
-        for key in ("control", "data", "cast"):
-            name = f"TESTBED_{key.upper()}_ADDRESS"
+        read: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _bytes, "Address": address}
+        found = {}
+        for field in fields(Settings):
+            name = f"TESTBED_{field.name.upper()}" + ("_ADDRESS" if field.type == "Address" else "")
             if name in environment:
                 try:
-                    optional[key] = address(environment[name])
+                    found[field.name] = read[field.type](environment[name])
                 except ValueError as error:
                     raise SystemExit(f"agent: {name}: {error}") from error
-        for key in ("disk_limit", "message_limit", "body_limit", "inbox_limit", "event_limit"):
-            name = f"TESTBED_{key.upper()}"
-            if name in environment:
-                if not environment[name].isdecimal():
-                    raise SystemExit(f"agent: {name} is a number of bytes, not '{environment[name]}'")
-                optional[key] = int(environment[name])
-        return Settings(
-            disk=environment.get("TESTBED_DISK", Settings.disk),
-            run=environment["TESTBED_RUN"],
-            device=environment["TESTBED_DEVICE"],
-            token=environment["TESTBED_TOKEN"],
-            **optional,  # type: ignore[arg-type]
-        )
+        return Settings(**found)
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"is a number of bytes, not '{text}'")
+    return int(text)
 
 
 def control_address(settings: Settings) -> Address:

@@ -204,7 +204,8 @@ class Channel(Clock):
     def __init__(self, host: str, client: docker.DockerClient, keeper: str) -> None:
         """``keeper`` is the name of the keeper's container, which has to run. Raises HostError where none answers."""
         self.host = host
-        self._clock = HostClock()
+        self.clock = HostClock()
+        """What is known of the host's clock by now."""
         self._origins: dict[float, float] = {}
         self._heard = self._arrived = time.monotonic()
         self._over = threading.Event()
@@ -227,7 +228,7 @@ class Channel(Clock):
         for work in (self._loop.run_forever, self._read, self._write, self._exchange):
             threading.Thread(target=work, name=f"{host}-{work.__name__}", daemon=True).start()
         deadline = time.monotonic() + 4 * LOST_SECONDS
-        while len(self._clock) < FIRST_EXCHANGES:
+        while len(self.clock) < FIRST_EXCHANGES:
             if time.monotonic() > deadline or self._over.is_set():
                 raise HostError(f"{host}: its keeper does not answer: see 'docker --context {host} logs {keeper}'")
             time.sleep(0.01)
@@ -259,33 +260,29 @@ class Channel(Clock):
         """Return for how many seconds nothing was heard of the host."""
         return time.monotonic() - self._heard
 
-    def clock(self) -> HostClock:
-        """Return what is known of the host's clock by now."""
-        return self._clock
-
     def there(self, here: float) -> float:
         """Return what the clock there shows at an instant of this one; always the same of the same instant.
 
         The origin of a run is such an instant, and what a device keeps on its disk is kept under it.
         """
-        return self._origins.setdefault(here, self._clock.offset.there(here))
+        return self._origins.setdefault(here, self.clock.offset.there(here))
 
     def here(self, there: float) -> float:
         """Return what the clock here shows when the one there shows this."""
-        return self._clock.offset.here(there)
+        return self.clock.offset.here(there)
 
     def _exchange(self) -> None:
         # What is sent before the relay has started waits for it, and says little of the clocks.
         self._leaving.put(_NOW)
-        while not len(self._clock) and not self._over.wait(0.004):
+        while not len(self.clock) and not self._over.wait(0.004):
             pass
-        while not self._over.wait(0.004 if len(self._clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
+        while not self._over.wait(0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
             self._leaving.put(_NOW)
 
     def _note_times(self, times: bytes) -> None:
         self._heard = time.monotonic()
         sent, arrived, returned = TIMES.unpack(times)
-        self._clock.add(Sample(sent, arrived, returned, self._heard))
+        self.clock.add(Sample(sent, arrived, returned, self._heard))
 
     def rate(self, count: int) -> float:
         """Measure how many bit/s reach the host over the connection, by so many bytes that go to nobody."""
@@ -294,9 +291,9 @@ class Channel(Clock):
             self._streams.send(DATA, 0, bytes(PIECE))
         asked = time.monotonic()
         self._leaving.put(_NOW)
-        while self._clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:
+        while self.clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:
             time.sleep(0.001)
-        return count * 8 / (self._clock.last.back - began)
+        return count * 8 / (self.clock.last.back - began)
 
     # The bytes
 

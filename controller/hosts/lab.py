@@ -170,7 +170,7 @@ class HostsLab(RunLab):
         found = dict(zip(self.parts, self._each(lambda part: part.facts()), strict=True))
         for name, channel in self._channels.items():
             found[name] |= {"devices": self._state.hosts[name], "node": self._hosts[name].node}
-            found[name] |= {"clock": channel.clock().facts()}
+            found[name] |= {"clock": channel.clock.facts()}
         return {**next(iter(found.values())), "hosts": found}
 
     def agent(self, name: str) -> Agent:

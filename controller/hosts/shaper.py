@@ -214,7 +214,7 @@ class Shapers:
             opened = pool.map(lambda shaper: shaper.open_ends(run, pairs), hosts.values())
             ports = {name: port for found in opened for name, port in found.items()}
             begin = time.monotonic() + _AHEAD
-            offsets = {host: self._channels[host].clock().offset.there(begin) - begin for host in hosts}
+            offsets = {host: self._channels[host].clock.offset.there(begin) - begin for host in hosts}
             halves = pool.map(lambda host: hosts[host].probe_half(run, pairs, ports, begin + offsets[host]), hosts)
             found, moved = combined(asked, dict(zip(hosts, halves, strict=True)), self._host, offsets)
         self._align(begin, offsets, moved)
@@ -233,8 +233,8 @@ class Shapers:
                 difference, round_trip = moved[first, host]
                 # What the ways have themselves is no longer beside what is asked, and as little known to be equal.
                 round_trip += self._ways.get((first, host), 0.0) + self._ways.get((host, first), 0.0)
-                self._channels[host].clock().pin(at, offsets[first] + difference, round_trip + _LEAST)
-                self._channels[first].clock().pin(at, offsets[first], round_trip + _LEAST)
+                self._channels[host].clock.pin(at, offsets[first] + difference, round_trip + _LEAST)
+                self._channels[first].clock.pin(at, offsets[first], round_trip + _LEAST)
 
     def renew(self) -> None:
         """Let the containers live for another lease."""
@@ -263,7 +263,7 @@ class Shapers:
             **merged(self._each(lambda _host, shaper: shaper.statistics(reset))),
             "hosts": hosts,
             "ways": [[*way, delay] for way, delay in self._ways.items()],
-            "clocks": {host: channel.clock().offset.uncertainty for host, channel in self._channels.items()},
+            "clocks": {host: channel.clock.offset.uncertainty for host, channel in self._channels.items()},
         }
 
     def _is_at(self, pair: Pair, host: str) -> bool:

@@ -116,7 +116,7 @@ def _measured(host: Host, image: str) -> dict[str, float]:
     try:
         channel = Channel(host.name, host.client, make_keeper(host, state, image))
         try:
-            return {**channel.clock().facts(), "rate": channel.rate(_RATE_BYTES)}
+            return {**channel.clock.facts(), "rate": channel.rate(_RATE_BYTES)}
         finally:
             channel.close()
     finally:

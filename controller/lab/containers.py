@@ -128,21 +128,8 @@ def look(
     return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], url(found))
 
 
-def make_device(
-    client: docker.DockerClient,
-    state: RunState,
-    image: str,
-    spec: DeviceSpec,
-    addresses: Mapping[str, str],
-    url: ControlUrl = control_url,
-) -> DeviceContainer:
-    """Make and start a device's container at its address of the data network; it knows those of all devices."""
-    settings = device_settings(state, image, spec, addresses)
-    return make_container(client, state.run, spec.name, settings, addresses[spec.name], url)
-
-
 def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of a device's container, as the engine takes them."""
+    """Return the settings of a device's container, as the engine takes them; it knows the addresses of all devices."""
     memory = int(spec.memory)
     settings = container_settings(
         state,
@@ -174,15 +161,8 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
     return {**settings, "hostname": spec.name}
 
 
-def make_shaper(
-    client: docker.DockerClient, state: RunState, image: str, links: str, url: ControlUrl = control_url
-) -> DeviceContainer:
-    """Make and start the shaper's container; ``links`` is the backend: auto, netem or userspace."""
-    return make_container(client, state.run, SHAPER, shaper_settings(state, image, links), None, url)
-
-
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
-    """Return the settings of the shaper's container, as the engine takes them."""
+    """Return the settings of the shaper's container; ``links`` is the backend: auto, netem or userspace."""
     return container_settings(
         state,
         image,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import docker
+import requests
 from docker.errors import APIError, NotFound
+from urllib3.exceptions import HTTPError
 
 from controller.lab import runstate
 from controller.lab.clients import Agent, Clock, Shaper
@@ -24,12 +27,13 @@ from controller.lab.containers import (
     DeviceContainer,
     container_name,
     control_url,
+    device_settings,
     look,
-    make_device,
-    make_shaper,
+    make_container,
+    shaper_settings,
 )
 from controller.lab.engine import connect, ensure_engine, facts, is_local
-from controller.lab.health import ContainerChanges, Health
+from controller.lab.health import Health
 from controller.lab.images import ensure_images
 from controller.lab.networks import device_addresses, make_networks, subnet_of
 from controller.lab.programimages import device_images
@@ -53,6 +57,8 @@ MINIMAL_MEMORY = 32 * 2**20
 LEASE_SECONDS = 1800.0
 """How long a container of a run lives without its controller; so long that no busy host ends a living run."""
 RENEWAL_SECONDS = 60.0
+PAUSE = 0.2
+"""Seconds before the engine is asked again for its events, after it ended them."""
 
 LinkBackend = Literal["auto", "netem", "userspace"]
 """What shapes the links; auto takes netem where the kernel has it."""
@@ -240,8 +246,7 @@ class Lab(RunLab):
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
         """Return what follows the containers of the run, the shaper's too; see there."""
-        names = {**{name: device.address for name, device in self.devices.items()}, SHAPER: ""}
-        return ContainerChanges(self._client, self.run_id, names, self._note, on_return, self._url)
+        return ContainerChanges(self, on_return)
 
     # Breaking and mending
 
@@ -252,7 +257,7 @@ class Lab(RunLab):
             self._client.api.kill(device.id, "SIGKILL")
         with _unless(404):
             self._client.api.wait(device.id, timeout=30)
-        self._look(device)
+        self.look(name)
 
     def start(self, name: str) -> None:
         """Switch the device on again; it has no links before `admit`. Raises `TestbedError` where that fails."""
@@ -263,14 +268,14 @@ class Lab(RunLab):
             raise TestbedError(f"the container of {name} is gone: it cannot be started again") from None
         except APIError as error:
             raise HostError(f"{name} cannot be started: {error.explanation}") from error
-        self._look(device)
+        self.look(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
         """Return when the links of a device that was switched on are shaped and its agent is healthy.
 
         Its links are as they were last set, with whatever faults are in force; ``links`` changes them before.
         """
-        device = self._look(self._device(name))
+        device = self.look(self._device(name).name)
         self._attach([device], links or {})
         self.health.wait_for({name: device.control_url})
         self._note_targets()
@@ -300,14 +305,14 @@ class Lab(RunLab):
         device = self._device(name)
         with _unless(409):
             self._client.api.pause(device.id)
-        self._look(device)
+        self.look(name)
 
     def resume(self, name: str) -> None:
         """Let a paused device go on."""
         device = self._device(name)
         with _unless(409, 500):  # 500: 'is not paused', in older engines
             self._client.api.unpause(device.id)
-        self._look(device)
+        self.look(name)
 
     def down(self) -> bool:
         """Remove everything of the run, whatever is left of it.
@@ -334,15 +339,15 @@ class Lab(RunLab):
         except KeyError:
             raise InputError(f"there is no device '{name}' in {self.run_id}: {', '.join(self.devices)}") from None
 
-    def _look(self, device: DeviceContainer) -> DeviceContainer:
-        """Note what a device's container is doing now."""
-        found = look(self._client, self.run_id, device.name, device.address, self._url)
-        self._note(found)
+    def look(self, name: str) -> DeviceContainer:
+        """Note what a container is doing now, of a device or the shaper, and return it."""
+        found = look(self._client, self.run_id, name, self._addresses.get(name, ""), self._url)
+        if name in self.devices:
+            self.devices[name] = found
         return found
 
-    def _note(self, found: DeviceContainer) -> None:
-        if found.name in self.devices:
-            self.devices[found.name] = found
+    def _make(self, name: str, settings: dict[str, Any], address: str | None) -> DeviceContainer:
+        return make_container(self._client, self.run_id, name, settings, address, self._url)
 
     def populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
@@ -350,9 +355,14 @@ class Lab(RunLab):
         say(f"starting {len(specs)} devices and the shaper")
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            shaper = pool.submit(make_shaper, self._client, self._state, shaper_image, links, self._url)
+            shaper = pool.submit(self._make, SHAPER, shaper_settings(self._state, shaper_image, links), None)
             devices = [
-                pool.submit(make_device, self._client, self._state, images[spec.name], spec, self._addresses, self._url)
+                pool.submit(
+                    self._make,
+                    spec.name,
+                    device_settings(self._state, images[spec.name], spec, self._addresses),
+                    self._addresses[spec.name],
+                )
                 for spec in specs
             ]
             self._shaper_url = shaper.result().control_url
@@ -423,3 +433,59 @@ def _unless(*codes: int) -> Iterator[None]:
     except APIError as error:
         if error.status_code not in codes:
             raise HostError(f"the engine refuses: {error.explanation}") from error
+
+
+class ContainerChanges:
+    """Follows the containers of a run, the shaper's too, whoever does something to them.
+
+    An event of the engine says only that something changed; what the container is doing now is looked up. So nothing
+    is missed where the engine itself was away for a while: all containers are looked at again once it answers.
+    """
+
+    def __init__(self, lab: Lab, on_return: Callable[[float], None]) -> None:
+        """``on_return`` is called with the seconds for which the engine gave no events, once it does again."""
+        self._lab = lab
+        self._on_return = on_return
+        self._last: dict[str, tuple[str, int]] = {}
+        self._over = threading.Event()
+        self._stream: Any = None
+
+    def __iter__(self) -> Iterator[DeviceContainer]:
+        """Yield each container as it is at first, and again when its state or its process has changed.
+
+        Ends after `close`. Raises HostError where the engine does not answer any more.
+        """
+        lab = self._lab
+        names = {container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]}
+        filters = {
+            "type": "container",
+            "event": ["start", "die", "pause", "unpause", "destroy"],
+            "label": f"{RUN}={lab.run_id}",
+        }
+        left = None
+        while not self._over.is_set():
+            with contextlib.suppress(requests.RequestException, HTTPError, OSError):
+                self._stream = lab._client.events(decode=True, filters=filters)
+                if left is not None:
+                    self._on_return(time.monotonic() - left)
+                    left = None
+                for name in names.values():
+                    yield from self._looked(name)
+                for event in self._stream:
+                    if name := names.get(event["Actor"]["Attributes"]["name"], ""):
+                        yield from self._looked(name)
+            left = left or time.monotonic()
+            self._over.wait(PAUSE)
+
+    def close(self) -> None:
+        """Let whoever iterates come to an end."""
+        self._over.set()
+        if self._stream is not None:
+            with contextlib.suppress(OSError, AttributeError):  # it is over already
+                self._stream.close()
+
+    def _looked(self, name: str) -> Iterator[DeviceContainer]:
+        found = self._lab.look(name)
+        if self._last.get(name) != (found.state, found.pid) and not self._over.is_set():
+            self._last[name] = found.state, found.pid
+            yield found
