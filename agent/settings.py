@@ -57,7 +57,7 @@ class Settings:
                 try:
                     found[field.name] = read[field.type](environment[name])
                 except ValueError as error:
-                    raise SystemExit(f"agent: {name}: {error}") from error
+                    raise SystemExit(f"agent: {name}{':' * (field.type == 'Address')} {error}") from error
         return Settings(**found)
 
 
