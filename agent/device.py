@@ -17,6 +17,7 @@ from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed,
 from agent.receiving import Arrival, Inbox
 from agent.sending import Lane
 from agent.settings import Settings
+from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.trace.events import Event
 from testbed.wire.cast import CastForm
@@ -24,8 +25,6 @@ from testbed.wire.message import Message, encode
 from testbed.wire.tensors import without_values
 
 if TYPE_CHECKING:
-    import torch
-
     from agent.deployment import Deployment
 
 T = TypeVar("T")

@@ -20,13 +20,12 @@ from agent.pacing import Pace, WaitingTime, precise_sleep
 from agent.receiving import DataApplication
 from agent.settings import Settings
 from testbed.common.errors import TestbedError
+from testbed.common.lazy import torch
 from testbed.network.broadcast import heard, received
 from testbed.trace.events import Event
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from agent.casting import Hears
     from agent.deployment import Deployment
     from agent.device import RealDevice

@@ -1,16 +1,215 @@
-"""Reliable, ordered delivery to one peer: messages follow each other without waiting for acknowledgements."""
+"""Reliable, ordered delivery to one peer: messages follow each other without waiting for acknowledgements.
+
+They are HTTP requests on one connection that is kept, in the program's event loop; answers come back in their order.
+Neither ``requests`` nor ``socket.sendall`` will do between emulated devices: a time-out there limits a whole message,
+and a slow link must not be cut off while bytes still get through. Here the kernel is set to give up
+(``TCP_USER_TIMEOUT``) when nothing it sent was acknowledged for a while, however long the message takes as a whole.
+And a thread for each peer costs four wake-ups a message where this costs one, half a millisecond on a small host.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import struct
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from agent.connection import Answer, Connection, ConnectionLost
 from agent.settings import Address
 from testbed.wire.framing import WINDOW
+
+CONNECT_SECONDS = 1.5
+CONNECT_SECONDS_MOST = 3.0
+"""The kernel repeats a lost SYN after one second and again after two: a healed link is found within two seconds."""
+STALL_SECONDS = 2.0
+STALL_SECONDS_MOST = 30.0
+"""Grows when an established connection stalls, so that a link that a fault made very slow works in the end."""
+QUIET_SECONDS = 0.05
+"""Without an answer for so long after everything has left, the kernel is set to ask whether the peer is there."""
+UNSENT_BYTES = 128 << 10
+"""What the kernel takes beyond what the link lets it send: more would still leave after it was withdrawn."""
+_TCP_NOTSENT_LOWAT = 25
+_ANSWER_LIMIT = 1 << 16
+_MOST_PIECES = 256
+"""Pieces in one system call; the kernel takes up to 1024."""
+
+Answer = tuple[int, bytes]
+"""Status and text."""
+
+
+class ConnectionLost(Exception):  # noqa: N818 - a state of the link
+    """Nothing can be said about whether the unanswered messages arrived."""
+
+    def __init__(self, reason: str, stale: bool = False) -> None:
+        super().__init__(reason)
+        self.stale = stale
+        """A connection that has served before: worth trying again at once."""
+
+
+class Connection:
+    """Requests to one address. What is written and not answered when it breaks has to be written again."""
+
+    def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
+        """``slowness`` is what a few packets there and back take on this link, in seconds."""
+        self._address = address
+        self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
+        self._socket: socket.socket | None = None
+        self._used = False
+        """Whether it has brought an answer."""
+        self._asking = False
+        """Whether the kernel asks if the peer is there."""
+        self._received = b""
+        self._ready: asyncio.Future[bool] | None = None
+        """What `wait` waits for."""
+        self._slowness = slowness
+        self._connect_seconds = CONNECT_SECONDS + slowness
+        self._stall_seconds = STALL_SECONDS + slowness
+
+    async def open(self) -> None:
+        """Connect, unless there is a connection that the peer has kept.
+
+        Raises ConnectionLost when it could not be had, or was closed by the peer meanwhile.
+        """
+        if self._socket is None:
+            await self._connect()
+        with self._in_use() as link, contextlib.suppress(BlockingIOError):
+            link.recv(1, socket.MSG_PEEK)
+            raise ConnectionResetError("the peer had closed the connection")
+
+    def head(self, body: bytes) -> bytes:
+        """Return what comes before a body."""
+        return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
+
+    def write(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """Hand over as much as the kernel takes now; return how many bytes that were. Raises `ConnectionLost`."""
+        with self._in_use() as link, contextlib.suppress(BlockingIOError):
+            return link.sendmsg(pieces[:_MOST_PIECES])
+        return 0
+
+    async def wait(self, writing: bool) -> None:
+        """Wait for an answer, for `wake` or, when ``writing``, until the kernel takes more."""
+        assert self._socket is not None
+        loop, link = asyncio.get_running_loop(), self._socket
+        self._ready = loop.create_future()
+        timer = None if writing or self._asking else loop.call_later(QUIET_SECONDS, self._settle, False)
+        loop.add_reader(link, self._settle, True)
+        if writing:
+            loop.add_writer(link, self._settle, True)
+        try:
+            if not await self._ready:
+                # Nothing of ours is under way that could show that the peer is gone.
+                self._ask(True)
+        finally:
+            self._ready = None
+            if timer is not None:
+                timer.cancel()
+            loop.remove_reader(link)
+            if writing:
+                loop.remove_writer(link)
+
+    def wake(self) -> None:
+        """Let the waiting task look for something else to do."""
+        self._settle(True)
+
+    def _settle(self, value: bool) -> None:
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_result(value)
+
+    def read(self) -> list[Answer]:
+        """Return the answers that are there, in the order of the requests. Raises `ConnectionLost`."""
+        answers: list[Answer] = []
+        with self._in_use() as link:
+            with contextlib.suppress(BlockingIOError):
+                piece = link.recv(_ANSWER_LIMIT)
+                if not piece:
+                    raise ConnectionResetError("the peer closed the connection instead of answering")
+                self._received += piece
+            while (parsed := _parse(self._received)) is not None:
+                answer, self._received = parsed
+                answers.append(answer)
+            if len(self._received) > _ANSWER_LIMIT:
+                raise ConnectionResetError("the peer's answer has no end")
+        if answers:
+            self._used = True
+            self._stall_seconds = STALL_SECONDS + self._slowness
+            self._ask(False)
+        return answers
+
+    def close(self) -> None:
+        """Let go of the connection; the kernel still sends what it has."""
+        link, self._socket = self._socket, None
+        if link is not None:
+            link.close()
+
+    def abort(self) -> None:
+        """Break the connection off: the kernel drops what it has not sent, and notifies the peer."""
+        if self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[socket.socket]:
+        """Yield the socket; close it when the kernel reports an error of it."""
+        assert self._socket is not None
+        try:
+            yield self._socket
+        except OSError as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                self._stall_seconds = min(2 * self._stall_seconds, STALL_SECONDS_MOST + self._slowness)
+            raise ConnectionLost(f"lost the connection: {error!r}", stale=self._used) from error
+
+    async def _connect(self) -> None:
+        link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
+        for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+            link.setsockopt(socket.IPPROTO_TCP, option, value)
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                await asyncio.get_running_loop().sock_connect(link, self._address)
+        except OSError as error:
+            link.close()
+            if isinstance(error, TimeoutError):
+                self._connect_seconds = min(2 * self._connect_seconds, CONNECT_SECONDS_MOST + self._slowness)
+            raise ConnectionLost(f"cannot connect: {error!r}") from error
+        except BaseException:
+            link.close()
+            raise
+        self._connect_seconds = CONNECT_SECONDS + self._slowness
+        self._socket, self._received = link, b""
+        self._used = self._asking = False
+
+    def _ask(self, asking: bool) -> None:
+        """Have the kernel ask the peer, while nothing else is under way, whether it is there."""
+        if asking != self._asking and self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(asking))
+            self._asking = asking
+
+
+def _parse(received: bytes) -> tuple[Answer, bytes] | None:
+    """Return the first answer and what comes after it, or None while something of it is missing.
+
+    Reads what the agent's own server writes: a known length, no chunks.
+    """
+    head, separator, text = received.partition(b"\r\n\r\n")
+    if not separator:
+        return None
+    status, *lines = head.split(b"\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    try:
+        length, number = int(headers.get(b"content-length", b"0")), int(status.split()[1])
+    except (ValueError, IndexError):
+        raise ConnectionResetError("the peer answered something that is not HTTP") from None
+    if len(text) < length:
+        return None
+    return (number, text[:length]), text[length:]
+
 
 BACKOFF_SECONDS = 0.01
 BACKOFF_SECONDS_MOST = 0.25

@@ -180,9 +180,9 @@ def emulate(
 ) -> Result:
     """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`."""
     from controller.hosts.lab import struck
-    from controller.hosts.labfile import read
+    from controller.hosts.placement import read_lab
 
-    where = read(None if lab is None else Path(lab), tuple(hosts), place)
+    where = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
     options = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
     strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
     return _one(scenario, "emulate", out, strike, callbacks=callbacks, **options)

@@ -24,7 +24,7 @@ from testbed.simulation.world import rare_collection
 if TYPE_CHECKING:
     from queue import Queue
 
-    from controller.hosts.labfile import LabPart
+    from controller.hosts.placement import LabPart
     from controller.results.run import Run
     from controller.results.streams import Callback
     from controller.running.inputs import InitialWeights

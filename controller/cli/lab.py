@@ -25,7 +25,7 @@ from testbed.common.errors import HostError, InputError, TestbedError
 if TYPE_CHECKING:
     from docker import DockerClient
 
-    from controller.hosts.labfile import LabPart
+    from controller.hosts.placement import LabPart
     from controller.lab.lab import LinkBackend
 
 

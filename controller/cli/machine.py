@@ -18,7 +18,7 @@ from testbed.common import formats
 from testbed.common.errors import HostError
 
 if TYPE_CHECKING:
-    from controller.hosts.labfile import LabPart
+    from controller.hosts.placement import LabPart
 
 
 @click.command()

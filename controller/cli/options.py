@@ -72,9 +72,9 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def found(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
-        from controller.hosts.labfile import read
+        from controller.hosts.placement import read_lab
 
-        command(where=read(lab_file, tuple(hosts), place), **given)
+        command(where=read_lab(lab_file, tuple(hosts), place), **given)
 
     return _hosts(_place(_lab(found)))
 

@@ -26,7 +26,7 @@ COLUMNS = 44
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from controller.hosts.labfile import LabPart
+    from controller.hosts.placement import LabPart
     from testbed.method import Problem
     from testbed.network.radio import Position
     from testbed.plan import Piece

@@ -27,7 +27,7 @@ WEIGHTS = "weights.safetensors"
 """What a run leaves in its results."""
 
 if TYPE_CHECKING:
-    from controller.hosts.labfile import LabPart
+    from controller.hosts.placement import LabPart
     from testbed.scenario.schema import Scenario
 
 

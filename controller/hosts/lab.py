@@ -21,8 +21,7 @@ from docker.errors import DockerException
 
 from controller.hosts.channel import LOST_SECONDS, Channel
 from controller.hosts.contexts import Host, manager, reach, reach_all
-from controller.hosts.labfile import LabPart
-from controller.hosts.placement import Capacity, place
+from controller.hosts.placement import Capacity, LabPart, place
 from controller.hosts.provision import KEEPER, MTU, bring, make_keeper, make_overlay
 from controller.hosts.removal import remove_everywhere
 from controller.hosts.shaper import NothingPasses, Shapers

@@ -11,14 +11,13 @@ import requests
 
 from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.common.lazy import torch
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from testbed.data.dataset import Dataset
 
 

@@ -14,13 +14,12 @@ from controller.lab.lab import LinkBackend
 from controller.running.execution import Execution
 from controller.running.fidelity import since, verified
 from testbed.common.errors import HostError
+from testbed.common.lazy import torch
 from testbed.prepare import Prepared
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
-    import torch
-
     from testbed.data.dataset import Dataset
 
 

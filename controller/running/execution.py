@@ -26,6 +26,7 @@ from controller.running import control
 from controller.running.fidelity import HostMonitor
 from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
+from testbed.common.lazy import torch
 from testbed.faults.conditions import Changed
 from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
@@ -36,8 +37,6 @@ from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome, Status, ended, without_lead
 
 if TYPE_CHECKING:
-    import torch
-
     from testbed.data.dataset import Dataset
 
 

@@ -8,13 +8,12 @@ from rich.console import Console
 
 from controller.running.live import LiveProgress
 from testbed.common.errors import Diagnostic, InputError, TestbedError
+from testbed.common.lazy import torch
 from testbed.prepare import Prepared, batches
 from testbed.validation import batch_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import torch
 
     from testbed.data.dataset import Dataset
     from testbed.models.chain import Model

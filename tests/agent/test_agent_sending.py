@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from agent.connection import Connection
 from agent.http import serve
 from agent.receiving import Arrival, DataApplication, Inbox
-from agent.sending import Delivery, Lane, Rejected
+from agent.sending import Connection, Delivery, Lane, Rejected
 from agent.settings import Address, Settings
 from testbed.wire.framing import HTTP_HEADERS, WINDOW
 from testbed.wire.message import Message, encode

@@ -7,7 +7,7 @@ import re
 import pytest
 from click.testing import CliRunner, Result
 
-from controller.cli import fault as command
+from controller.cli import changes as command
 from controller.lab.lab import Lab
 from testbed.common.errors import InputError
 from tests.helpers.remembered import RememberedLab

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
-from controller.cli import link as command
+from controller.cli import changes as command
 from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.machines import Containers

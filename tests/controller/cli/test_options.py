@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from controller.cli.options import CommandGroup, on_hosts, sentence
-from controller.hosts.labfile import LabPart
+from controller.hosts.placement import LabPart
 
 
 def given(*arguments: str) -> object:

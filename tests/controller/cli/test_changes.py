@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import Field
 
-from controller.cli.partoptions import options_of, part_of
+from controller.cli.changes import options_of, part_of
 from testbed.common.errors import InputError
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
