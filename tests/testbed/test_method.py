@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from testbed.methods import METHODS
-from testbed.methods.edgepipe import EdgePipeOptions
+from testbed.methods.edgepipe.planner import EdgePipeOptions
 from testbed.methods.versatile.planner import VersatileOptions
 from tests.helpers.runs import problem_of, scenario
 

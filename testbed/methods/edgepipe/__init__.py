@@ -8,57 +8,15 @@ both from 1. Of its baselines, `EdgePipeOptions.baselines`, one is missing: Naiv
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
 
 from testbed.device import Device
-from testbed.kits.slots.arrangement import Allocation, Arrangement, partition
 from testbed.kits.slots.figures import DECLARED, details_of
-from testbed.kits.slots.planner import Divide, SlotDetails, SlotMethod, SlotOptions, neurons_of, plan
-from testbed.method import Baselines, Job, Problem
+from testbed.kits.slots.planner import SlotDetails, SlotMethod, plan
+from testbed.method import Job, Problem
+from testbed.methods.edgepipe.planner import INFORMING, EdgePipeOptions
 from testbed.plan import Plan
 from testbed.trace.figures import Figure
 from testbed.trace.record import Record
-
-INFORMING = ("needs_arrangement", "arrangement")
-"""Messages before the first timeslot, see `EdgePipeOptions.informs`."""
-Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
-
-
-class EdgePipeOptions(SlotOptions):
-    """Options of `EdgePipe`."""
-
-    baselines: ClassVar[Baselines] = {
-        "model": {"pipelined": False},
-        "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
-        "pipedream": {"allocation": "vertical"},
-        "random": {"mapping": "random"},
-    }
-    allocation: Allocation = "hybrid"
-    """Groups of layers: one layer each, by equation (1), or all layers in one."""
-    micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
-    """More than one: GPipe, for the vertical division; `devices`: as many as there are of these. All parts of a batch
-    go forward, then all back, one a slot."""
-    learns: Learns = "what_arrived"
-    """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is
-    continued" (Section V-B). With all results: the output layer of a batch whose results are all there. With all
-    transmissions: each layer also of a batch whose outputs before it were all there, since "the gradient computation
-    would likely fail upon any single transmission loss" (Section VI)."""
-    informs: bool = False
-    """Whether the device that coordinates sends each other what it is to hold before the first timeslot, as Algorithm 1
-    has it, and nobody begins before. Else each knows it by itself."""
-
-    @property
-    def divide(self) -> Divide:
-        """How layers are divided."""
-        return partial(partition, allocation=self.layers or self.allocation)
-
-
-def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> Arrangement:
-    """Return who holds what by a plan."""
-    return problem.options.divide(neurons_of(problem), plan.details.devices)
 
 
 def _learned(record: Record) -> float | None:

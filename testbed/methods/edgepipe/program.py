@@ -17,7 +17,7 @@ from testbed.kits.slots.planner import SlotDetails
 from testbed.kits.slots.program import KINDS, Fixed, SlotProgram, transmit_of
 from testbed.kits.slots.weights import Needs, ask, given_weights
 from testbed.method import Job
-from testbed.methods.edgepipe import INFORMING, EdgePipeOptions, Learns, arrangement
+from testbed.methods.edgepipe.planner import INFORMING, EdgePipeOptions, Learns, arrangement
 
 
 class NeedsArrangement(Needs, kind=INFORMING[0]):

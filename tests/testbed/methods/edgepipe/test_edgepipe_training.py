@@ -12,7 +12,8 @@ from torch.nn import functional
 from testbed.common.errors import InputError
 from testbed.data.batches import batch
 from testbed.kits.slots.planner import timetable_of
-from testbed.methods.edgepipe import EdgePipe, arrangement
+from testbed.methods.edgepipe import EdgePipe
+from testbed.methods.edgepipe.planner import arrangement
 from testbed.network.broadcast import heard, received
 from testbed.plan import Details
 from testbed.scenario.expand import trials
