@@ -119,7 +119,7 @@ class RealDevice:
         """Wait on the wall clock."""
         end = self._time.now() + seconds
         await asyncio.sleep(end - time.monotonic())
-        self._time.hear(end)
+        self._time.advance_to(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do the work in a processor's thread, and return its result when the device would have it."""
@@ -150,7 +150,7 @@ class RealDevice:
                 )
             self._from_thread(self._settle, future, result, failure, ended)
 
-        self.processors.put(work, self._charge(cost), begin, end, self._time.heard)
+        self.processors.put(work, self._charge(cost), begin, end, self._time.latest)
         return await future
 
     def _charge(self, cost: Cost) -> Charge:
@@ -160,12 +160,12 @@ class RealDevice:
 
     def on_timer(self, instant: float) -> None:
         """Note that a timer of the program's loop goes off, which was set to this monotonic instant."""
-        self._time.hear(instant)
+        self._time.advance_to(instant)
 
     def _settle(self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float) -> None:
         if future.done():
             return
-        self._time.hear(instant)
+        self._time.advance_to(instant)
         if failure is None:
             future.set_result(result)
         else:
@@ -188,7 +188,7 @@ class RealDevice:
             known = self._peers[peer]
             self.lanes[peer] = Lane(peer, known.address, known.sent, known.slowness)
         delivery = await self.lanes[peer].deliver(body, not_before=called)
-        self._time.hear(delivery.ended)
+        self._time.advance_to(delivery.ended)
         self.totals.sent(len(body))
         self.record(
             "send",
@@ -212,7 +212,7 @@ class RealDevice:
             await asyncio.sleep(called - time.monotonic())
             start = time.monotonic()
             size, left = await asyncio.to_thread(self._caster.send, body, self._incarnation, number)
-        self._time.hear(left)
+        self._time.advance_to(left)
         self.totals.sent(size)
         self._record_at(
             left,
@@ -252,7 +252,7 @@ class RealDevice:
         self._from_thread(self._take, arrival)
 
     def _take(self, arrival: Arrival) -> None:
-        self._time.hear(arrival.start + arrival.duration)
+        self._time.advance_to(arrival.start + arrival.duration)
         self._arrivals.put_nowait(arrival)
 
     def _from_thread(self, call: Callable[..., object], *arguments: object) -> None:

@@ -118,18 +118,18 @@ class DeviceTime:
     """The instant that a program lives in; used from its loop only."""
 
     def __init__(self, origin: float) -> None:
-        self.heard = origin
+        self.latest = origin
         """Monotonic instant of the latest thing the program has heard of: a message's last byte, the end of a piece of
         work (which may be a moment ahead), an acknowledgement, the end of a sleep. What it does next, it does then.
         """
 
-    def hear(self, instant: float) -> None:
+    def advance_to(self, instant: float) -> None:
         """Note that the program is about to hear of something."""
-        self.heard = max(self.heard, instant)
+        self.latest = max(self.latest, instant)
 
     def now(self) -> float:
         """Return the monotonic instant as the program sees it."""
-        return max(self.heard, time.monotonic())
+        return max(self.latest, time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Runner:
             raise Refused(409, "the program ignores its cancellation; kill the device")
 
     def leave(self) -> None:
-        """Tell the program that the device leaves; the controller switches it off once the program has returned."""
+        """Notify the program that the device leaves; the controller switches it off once the program has returned."""
         with self._lock:
             if self.device is not None:
                 self.device.leaving = True

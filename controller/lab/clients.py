@@ -196,7 +196,7 @@ class Agent:
         self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
     def leave(self) -> None:
-        """Tell the program that the device leaves."""
+        """Notify the program that the device leaves."""
         self._request("POST", "/leave", seconds=CONNECT_SECONDS)
 
     def renew(self) -> None:

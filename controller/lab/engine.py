@@ -144,7 +144,7 @@ def facts(client: docker.DockerClient) -> EngineFacts:
 
 
 def is_local(host: str | None = None) -> bool:
-    """Tell whether ports that the engine publishes on its loopback can be reached from here."""
+    """Return whether ports that the engine publishes on its loopback can be reached from here."""
     host = os.environ.get("DOCKER_HOST", "") if host is None else host
     if not host or host.startswith(("unix://", "/")):
         return True

@@ -111,17 +111,17 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
         return wanted
     with one_at_a_time():
         for kind, files in code.items():
-            _have(client, kind, files, say)
+            _ensure_image(client, kind, files, say)
         remove_images(client, keep=wanted, spare=SPARE)
     return wanted
 
 
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
     """Return the tag of the image of the agent alone, which `images/program.Dockerfile` puts beside a user's."""
-    return _have(client, "agent", _code_files("agent"), say)
+    return _ensure_image(client, "agent", _code_files("agent"), say)
 
 
-def _have(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], say: Say) -> str:
+def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], say: Say) -> str:
     """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
     tag, runtime, base = _code_name(kind, code), _runtime_name(kind), _base_name()
     if exists(client, tag):

@@ -70,7 +70,7 @@ def load_figures(folder: Path) -> Run:
 
 
 def is_written(folder: Path) -> bool:
-    """Tell whether a run was written to its end, with its figures."""
+    """Return whether a run was written to its end, with its figures."""
     return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
 
 

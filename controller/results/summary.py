@@ -85,7 +85,7 @@ def all_figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a figure is a number, which truth is not."""
+    """Return whether a figure is a number, which truth is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

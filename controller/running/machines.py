@@ -110,7 +110,7 @@ class Containers:
         self.inform(device)
 
     def retire(self, device: str) -> None:
-        """Tell a device to leave, wait until its program has returned, and switch it off.
+        """Ask a device to leave, wait until its program has returned, and switch it off.
 
         Raises `TestbedError` where the program goes on.
         """
@@ -120,7 +120,7 @@ class Containers:
                 end = time.monotonic() + RETIRE_SECONDS
                 while agent.health()["state"] == "running":
                     if time.monotonic() > end:
-                        raise TestbedError(f"{device} was told to leave and still runs after {RETIRE_SECONDS:g} s")
+                        raise TestbedError(f"{device} was asked to leave and still runs after {RETIRE_SECONDS:g} s")
                     time.sleep(RETIRE_INTERVAL)
         self.kill(device)
 
@@ -148,7 +148,7 @@ class Containers:
             self._send_speeds({name: now.factor(name)})
 
     def _send_losses(self, links: Mapping[Pair, Link]) -> None:
-        """Tell the receivers which fraction of casts they lose whole: the one thing of a link that agents do."""
+        """Send the receivers which fraction of casts they lose whole: the one thing of a link that agents do."""
         by_receiver: dict[str, dict[str, float]] = {}
         for (source, destination), link in links.items():
             by_receiver.setdefault(destination, {})[source] = link.message_loss

@@ -40,7 +40,7 @@ matter; its content where that is not what the kernel holds."""
 _COPY = b"+"
 
 
-class _Line:
+class _DelayQueue:
     """One queue: the packets on their way over one link."""
 
     def __init__(self, queue: int, link: Link, seed: str) -> None:
@@ -76,8 +76,8 @@ class _Port:
         self.socket = opened
         self.injector = injector
         """A packet socket on the namespace's loopback: what is sent there is received."""
-        self.lines: dict[int, _Line] = {}
-        self.downlink: Bottleneck[tuple[_Line, bytearray | bytes, bytes | None]] | None = None
+        self.lines: dict[int, _DelayQueue] = {}
+        self.downlink: Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None = None
         """Once there it stays, since packets may wait in it; without a rate it lets all pass."""
         self.downlink_listed = math.inf
         self.verdicts: list[bytes | bytearray] = []
@@ -94,7 +94,7 @@ class Loop:
         self._epoll.register(control.fileno(), select.EPOLLIN)
         self._ports: dict[str, _Port] = {}
         self._by_descriptor: dict[int, _Port] = {}
-        self._due: list[tuple[float, int, _Port, _Line | None]] = []
+        self._due: list[tuple[float, int, _Port, _DelayQueue | None]] = []
         """When to look at a line, or (None) at a port's downlink; void when that has another time by now."""
         self._ties = 0
         self._buffer = bytearray(1 << 17)
@@ -174,7 +174,7 @@ class Loop:
             self._hold(port, line, arrived, (identity, 0, None))
 
     def _arrive_with_content(
-        self, port: _Port, line: _Line, identity: bytearray, packet: bytes, arrived: float
+        self, port: _Port, line: _DelayQueue, identity: bytearray, packet: bytes, arrived: float
     ) -> None:
         size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
         copies = 1
@@ -195,7 +195,7 @@ class Loop:
                 port.verdicts += (line.drop, identity)
 
     def _hold(
-        self, port: _Port, line: _Line, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
+        self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
     ) -> None:
         """Keep a packet, or a copy of one, until its delay is over."""
         due = arrived + (line.constant if line.delay is None else line.delay())
@@ -208,7 +208,7 @@ class Loop:
             line.listed = due
             self._list(port, line, due)
 
-    def _list(self, port: _Port, line: _Line | None, when: float) -> None:
+    def _list(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
         """Note when to look at a line or a downlink; an older note about the same one is void from now on."""
         self._ties += 1
         heapq.heappush(self._due, (when, self._ties, port, line))
@@ -247,7 +247,7 @@ class Loop:
         for port in touched:
             self._send(port)
 
-    def _ripen(self, port: _Port, line: _Line, ripe: float) -> int:
+    def _ripen(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
         """Take what is due off a line, towards the device or into its downlink; return how much that was."""
         heap = line.heap
         count = 0
@@ -279,12 +279,12 @@ class Loop:
             self._list(port, None, due)
         return count
 
-    def _let_go(self, port: _Port, line: _Line, identity: bytearray | bytes, content: bytes | None) -> None:
+    def _let_go(self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None) -> None:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY:
             self._send(port)
-            self._tell(port, nfqueue.accept_altered(line.queue, identity, content))
+            self._send_messages(port, nfqueue.accept_altered(line.queue, identity, content))
         else:
             try:
                 port.injector.send(_LOOPBACK_FRAME + content)
@@ -292,13 +292,13 @@ class Loop:
                 port.refused += 1
 
     def _send(self, port: _Port) -> None:
-        """Tell the kernel what was decided for a device's packets."""
+        """Send the kernel what was decided for a device's packets."""
         while port.verdicts:
             some, port.verdicts = port.verdicts[:256], port.verdicts[256:]
-            self._tell(port, b"".join(some))
+            self._send_messages(port, b"".join(some))
 
     @staticmethod
-    def _tell(port: _Port, messages: bytes) -> None:
+    def _send_messages(port: _Port, messages: bytes) -> None:
         try:
             port.socket.send(messages)
         except OSError:
@@ -350,7 +350,7 @@ class Loop:
             if queue in port.lines:
                 port.lines[queue].alter(link, seed)
             else:
-                port.lines[queue] = _Line(queue, link, seed)
+                port.lines[queue] = _DelayQueue(queue, link, seed)
                 self._acknowledged(port, nfqueue.bind(queue, self._sequence + 1))
             self._acknowledged(port, nfqueue.configure(queue, each["limit"], content, self._sequence + 1))
         shortest = min((line.constant for each in self._ports.values() for line in each.lines.values()), default=0.0)

@@ -30,7 +30,7 @@ def problem(link: Link, access: Access | None) -> str | None:
     """Say what of a link netem cannot do, and what can; None where it can do all."""
     if link.up and link.jitter_correlation:
         # It folds a correlated number down to its lowest bits, in which no correlation is left.
-        return "netem does not correlate successive delays, whatever it is told: use --links userspace"
+        return "netem does not correlate successive delays, whatever it is given: use --links userspace"
     if link.up and link.duplicate and access is not None:
         return "netem cannot duplicate before a downlink: use --links userspace, or leave the downlink or that out"
     return None

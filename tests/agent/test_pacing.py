@@ -124,10 +124,10 @@ def test_work_is_charged_from_what_set_it_off(clock: Clock) -> None:
 
 def test_a_program_lives_at_the_latest_instant_it_heard_of(clock: Clock) -> None:
     time = DeviceTime(99.0)
-    time.hear(98.0)
-    assert time.heard == 99.0
+    time.advance_to(98.0)
+    assert time.latest == 99.0
     assert time.now() == 100.0
-    time.hear(100.5)
+    time.advance_to(100.5)
     assert time.now() == 100.5
 
 
