@@ -8,17 +8,16 @@ import os
 import platform
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import docker
-from docker.errors import APIError, DockerException
+from docker.errors import APIError
 
 from controller.lab import capability
-from controller.lab.engine import connect, facts, is_local
+from controller.lab.engine import connect, facts, is_local, refusal_within
 from controller.lab.images import REGISTRY_BASE, exists, names
 from controller.shaping.backends import MODULES, MODULES_HELP
 from controller.shaping.capability import DEVICE_RATE
@@ -110,26 +109,28 @@ def _python() -> HostCheck:
 def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
     known, info = facts(client), client.info()
     if is_local():
-        yield HostCheck("engine", "ok", f"Docker {known.version} (API {known.api}) on {known.system}", needed=True)
+        yield HostCheck(
+            "engine", "ok", f"Docker {known['version']} (API {known['api']}) on {known['system']}", needed=True
+        )
     else:
         yield HostCheck(
             "engine",
             "missing",
-            f"Docker {known.version} is on another machine",
+            f"Docker {known['version']} is on another machine",
             "run testbed on that machine",
             needed=True,
         )
-    yield HostCheck("kernel", "ok", f"{known.kernel}, {known.architecture}")
+    yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
     limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
     if limits:
         help_ = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
-        yield HostCheck("cgroup", "missing", f"{known.cgroup} without limits on {', '.join(limits)}", help_)
+        yield HostCheck("cgroup", "missing", f"{known['cgroup']} without limits on {', '.join(limits)}", help_)
     else:
-        yield HostCheck("cgroup", "ok", f"{known.cgroup} with limits on memory and processes")
-    if known.storage == "vfs":
+        yield HostCheck("cgroup", "ok", f"{known['cgroup']} with limits on memory and processes")
+    if known["storage"] == "vfs":
         yield HostCheck("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
     else:
-        yield HostCheck("storage", "ok", known.storage)
+        yield HostCheck("storage", "ok", known["storage"])
     yield _images(client)
     yield _registry(client)
 
@@ -145,33 +146,12 @@ def _images(client: docker.DockerClient) -> HostCheck:
 
 
 def _registry(client: docker.DockerClient) -> HostCheck:
-    def ask() -> str:
-        client.images.get_registry_data(REGISTRY_BASE)
-        return ""
-
-    problem = _within(_REGISTRY_PATIENCE, ask)
-    if not problem:
+    if not refusal_within(_REGISTRY_PATIENCE, lambda: client.images.get_registry_data(REGISTRY_BASE)):
         return HostCheck("registry", "ok", f"has {REGISTRY_BASE}")
     if shutil.which("mmdebstrap"):
         return HostCheck("registry", "ok", "none reachable; mmdebstrap makes the base image")
     help_ = "apt-get install mmdebstrap makes the base image instead (as root the first run does that itself)"
     return HostCheck("registry", "missing", "none reachable", help_)
-
-
-def _within(seconds: float, ask: Callable[[], str]) -> str:
-    """Return what stands against it, an empty text when nothing does."""
-    answers: list[str] = []
-
-    def attempt() -> None:
-        try:
-            answers.append(ask())
-        except (DockerException, OSError) as error:
-            answers.append(str(error))
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else "no answer"
 
 
 def _links(client: docker.DockerClient) -> Iterator[HostCheck]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,22 +28,6 @@ _START_PATIENCE = 60.0
 PATIENCE = 60.0
 """Seconds for which an engine that has answered may not answer."""
 _PAUSE = 0.25
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """What a Docker engine says of itself and of the machine it runs on."""
-
-    version: str
-    api: str
-    kernel: str
-    architecture: str
-    system: str
-    cgroup: str
-    storage: str
-    cores: int
-    memory: int
-    """Bytes."""
 
 
 def connect() -> docker.DockerClient:
@@ -127,20 +111,40 @@ def ensure_engine(say: Say) -> docker.DockerClient:
         return _start(say)
 
 
-def facts(client: docker.DockerClient) -> EngineFacts:
-    """Ask the engine what it is."""
+def facts(client: docker.DockerClient) -> dict[str, Any]:
+    """Return what the engine says of itself and of the machine it runs on; ``memory`` is in bytes."""
     info, version = client.info(), client.version()
-    return EngineFacts(
-        version=str(version.get("Version", "")),
-        api=str(version.get("ApiVersion", "")),
-        kernel=str(info.get("KernelVersion", "")),
-        architecture=str(info.get("Architecture", "")),
-        system=str(info.get("OperatingSystem", "")),
-        cgroup=f"v{info.get('CgroupVersion', '1')} ({info.get('CgroupDriver', '')})",
-        storage=str(info.get("Driver", "")),
-        cores=int(info.get("NCPU", 0)),
-        memory=int(info.get("MemTotal", 0)),
-    )
+    return {
+        "version": str(version.get("Version", "")),
+        "api": str(version.get("ApiVersion", "")),
+        "kernel": str(info.get("KernelVersion", "")),
+        "architecture": str(info.get("Architecture", "")),
+        "system": str(info.get("OperatingSystem", "")),
+        "cgroup": f"v{info.get('CgroupVersion', '1')} ({info.get('CgroupDriver', '')})",
+        "storage": str(info.get("Driver", "")),
+        "cores": int(info.get("NCPU", 0)),
+        "memory": int(info.get("MemTotal", 0)),
+    }
+
+
+def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
+    """Return why the engine refuses something, an empty text where it does it.
+
+    It gives up on a registry that swallows packets only after minutes; here nobody waits longer than ``seconds``.
+    """
+    answers: list[str] = []
+
+    def attempt() -> None:
+        try:
+            ask()
+            answers.append("")
+        except (DockerException, OSError) as error:
+            answers.append(_last_line(str(getattr(error, "explanation", None) or error)))
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer within {seconds:.0f} s"
 
 
 def is_local(host: str | None = None) -> bool:

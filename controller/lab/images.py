@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +25,9 @@ from importlib import metadata
 from pathlib import Path
 
 import docker
-from docker.errors import APIError, BuildError, DockerException, ImageNotFound
+from docker.errors import APIError, BuildError, ImageNotFound
 
-from controller.lab.engine import Say, install_packages
+from controller.lab.engine import Say, install_packages, refusal_within
 from controller.lab.paths import BUILD, RECIPES, ROOT
 from testbed.common.errors import HostError
 
@@ -253,22 +252,8 @@ def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
 
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
     """Build the base on the official Python image; return why that is not possible, or an empty text."""
-    refused: list[str] = []
-
-    def pull() -> None:
-        try:
-            client.images.pull(REGISTRY_BASE)
-        except (DockerException, OSError) as error:
-            refused.append(_reason(error))
-
-    # The engine gives up on a registry that swallows packets only after minutes; a thread lets us stop waiting.
-    puller = threading.Thread(target=pull, daemon=True)
-    puller.start()
-    puller.join(PULL_PATIENCE)
-    if puller.is_alive():
-        return f"no answer within {PULL_PATIENCE:.0f} s"
-    if refused:
-        return refused[0]
+    if refusal := refusal_within(PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)):
+        return refusal
     say(f"building {tag} on {REGISTRY_BASE}")
     arguments = {"PACKAGES": " ".join(name for name in _base_packages() if name != "python3")}
     try:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -225,7 +225,7 @@ class Lab(RunLab):
         """Return what a run's manifest should say of the engine, the images and the link backend."""
         found = self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"})
         images = {str(each["Image"]): str(each["ImageID"]) for each in found}
-        return {"engine": asdict(facts(self._client)), "images": images, "shaper": self.shaper.facts()}
+        return {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
 
     # Talking
 
