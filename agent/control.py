@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from agent.device import RealDevice
     from agent.runner import Runner
 
+_COUNTED = {
+    "compute_seconds": "Time the program's work took on this device.",
+    "deficit_seconds": "Time by which the host was slower than the device.",
+    "late_seconds": "Time by which the host made the program's work late.",
+    "sent_bytes": "Bytes of acknowledged messages and of casts.",
+    "received_bytes": "Bytes of messages that arrived.",
+    "sent_messages": "Messages acknowledged, and casts.",
+    "received_messages": "Messages that arrived.",
+    "steps": "Training steps that this device recorded.",
+    "requests": "Inferences that this device recorded.",
+}
 _LEARNED = {
     "loss": "Loss of the last training step.",
     "accuracy": "Accuracy of the last test.",
@@ -85,15 +96,8 @@ class _Metrics(Collector):
 
 def _of_program(device: RealDevice) -> Iterator[Metric]:
     totals = device.totals
-    yield _counter("compute_seconds", "Time the program's work took on this device.", totals.compute_seconds)
-    yield _counter("deficit_seconds", "Time by which the host was slower than the device.", totals.deficit_seconds)
-    yield _counter("late_seconds", "Time by which the host made the program's work late.", totals.late_seconds)
-    yield _counter("sent_bytes", "Bytes of acknowledged messages and of casts.", totals.bytes_sent)
-    yield _counter("received_bytes", "Bytes of messages that arrived.", totals.bytes_received)
-    yield _counter("sent_messages", "Messages acknowledged, and casts.", totals.messages_sent)
-    yield _counter("received_messages", "Messages that arrived.", totals.messages_received)
-    yield _counter("steps", "Training steps that this device recorded.", totals.steps)
-    yield _counter("requests", "Inferences that this device recorded.", totals.requests)
+    for name, text in _COUNTED.items():
+        yield _counter(name, text, totals.counts.get(name, 0.0))
     for name, value in list(totals.learned.items()):
         yield _gauge(name, _LEARNED[name], value)
     yield _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)

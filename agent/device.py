@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agent.casting import Addresses, Caster, Hears
 from agent.disk import Disk
@@ -134,9 +135,9 @@ class RealDevice:
         def end(result: T, failure: BaseException | None, measured: WorkTimes) -> None:
             ended = measured.start + measured.duration
             if failure is None:
-                self.totals.compute_seconds += measured.duration
-                self.totals.deficit_seconds += measured.deficit
-                self.totals.late_seconds += measured.late
+                self.totals.counts["compute_seconds"] += measured.duration
+                self.totals.counts["deficit_seconds"] += measured.deficit
+                self.totals.counts["late_seconds"] += measured.late
                 self._record_at(
                     ended,
                     "compute",
@@ -189,7 +190,7 @@ class RealDevice:
             self.lanes[peer] = Lane(peer, known.address, known.sent, known.slowness)
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.advance_to(delivery.ended)
-        self.totals.sent(len(body))
+        self.totals.moved("sent", len(body))
         self.record(
             "send",
             peer=peer,
@@ -213,7 +214,7 @@ class RealDevice:
             start = time.monotonic()
             size, left = await asyncio.to_thread(self._caster.send, body, self._incarnation, number)
         self._time.advance_to(left)
-        self.totals.sent(size)
+        self.totals.moved("sent", size)
         self._record_at(
             left,
             "cast",
@@ -235,7 +236,7 @@ class RealDevice:
     def _arrived(self, arrival: Arrival) -> None:
         """Take a new message over from a server's thread."""
         message = arrival.envelope.message
-        self.totals.received(arrival.size)
+        self.totals.moved("received", arrival.size)
         if self._closed:
             self.inbox.release(arrival.size)
             return
@@ -269,31 +270,18 @@ class Totals:
     """What the device did since it booted, for `/metrics`."""
 
     def __init__(self) -> None:
-        self.compute_seconds = 0.0
-        self.deficit_seconds = 0.0
-        self.late_seconds = 0.0
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.messages_sent = 0
-        self.messages_received = 0
-        self.steps = 0
-        self.requests = 0
+        self.counts: dict[str, float] = defaultdict(float)
+        """By the names of the metrics, which `agent.control` has."""
         self.learned: dict[str, float] = {}
         """Loss of the last step, and accuracy and loss of the last test, on the devices that know of them."""
 
     def saw(self, event: str, fields: Mapping[str, Any]) -> None:
         """Count a step or a request, and keep what the program says of its learning."""
-        self.steps += event == "step"
-        self.requests += event == "request"
+        self.counts[f"{event}s"] += 1
         names = {"step": {"loss": "loss"}, "evaluate": {"accuracy": "accuracy", "loss": "test_loss"}}.get(event, {})
         self.learned |= {name: fields[key] for key, name in names.items() if fields.get(key) is not None}
 
-    def sent(self, size: int) -> None:
-        """Count a message that left."""
-        self.bytes_sent += size
-        self.messages_sent += 1
-
-    def received(self, size: int) -> None:
-        """Count a message that arrived."""
-        self.bytes_received += size
-        self.messages_received += 1
+    def moved(self, way: Literal["sent", "received"], size: int) -> None:
+        """Count a message that left or arrived, of so many bytes."""
+        self.counts[f"{way}_bytes"] += size
+        self.counts[f"{way}_messages"] += 1
