@@ -321,7 +321,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
         changed = {"command": ["python3", "-c", said]} if spec.name == "worker2" else {}
         return whole(state, image, spec, addresses) | changed
 
-    monkeypatch.setattr(containers, "device_settings", broken)
+    monkeypatch.setattr("controller.lab.lab.device_settings", broken)
     with pytest.raises(HostError, match="worker2 ended by itself with exit code 1; the last it said: no power"):
         Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
