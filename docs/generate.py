@@ -20,7 +20,7 @@ from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, published_schema
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Declared, Figure
+from testbed.trace.figures import Figure, Reporting
 from testbed.trace.registry import COMMON, OF_DEVICES
 
 DOCS = Path(__file__).resolve().parent
@@ -79,7 +79,7 @@ def _events_table() -> str:
     return "\n".join(head + _declared(EVENTS, lambda declared: declared.events, _event_row))
 
 
-def _declared(common: Iterable[T], of: Callable[[Declared], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
+def _declared(common: Iterable[T], of: Callable[[Reporting], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
     """Return a row for each thing that every method declares, and for each that some do, with their names."""
     users: dict[T, list[str]] = {each: ["every method"] for each in common}
     for method in METHODS.values():

@@ -21,7 +21,7 @@ from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
-from testbed.trace.figures import Declared
+from testbed.trace.figures import Reporting
 from testbed.training.recipe import Recipe
 from testbed.workload import MOST_STEPS, WorkloadPart
 
@@ -216,7 +216,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
     retires: ClassVar[bool] = False
     """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
-    declared: ClassVar[Declared] = Declared()
+    declared: ClassVar[Reporting] = Reporting()
     """Figures, events, rows and tables of its own."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ from testbed.methods import METHODS
 from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType
-from testbed.trace.figures import NOTHING, Column, Curve, Declared, Figure, Row, Table
+from testbed.trace.figures import NOTHING, Column, Curve, Figure, Reporting, Row, Table
 from testbed.trace.metrics import finite
 from testbed.trace.record import Record
 from testbed.validation import find_method
@@ -25,19 +25,19 @@ _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "defic
 """What every item of ``recovery_list`` has; a method may add more."""
 
 
-def declared_by(trial: Trial) -> Declared:
+def declared_by(trial: Trial) -> Reporting:
     """Return what a trial's method says of its runs; imports a method of one's own."""
     return find_method(trial.scenario).declared
 
 
-def keep(folder: Path, trial: Trial, declared: Declared, metrics: Mapping[str, Any]) -> None:
+def keep(folder: Path, trial: Trial, declared: Reporting, metrics: Mapping[str, Any]) -> None:
     """Write what a method of one's own declares into the folder of its run; ``metrics`` are empty as it begins."""
     if trial.scenario.workload.method.file is not None:
         kept = finite(_as_data(declared, metrics))
         (folder / FILE).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def declared_in(folder: Path, trial: Trial) -> Declared:
+def declared_in(folder: Path, trial: Trial) -> Reporting:
     """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
     part = trial.scenario.workload.method
     if part.file is None:
@@ -50,7 +50,7 @@ def declared_in(folder: Path, trial: Trial) -> Declared:
         return NOTHING
 
 
-def _as_data(declared: Declared, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _as_data(declared: Reporting, metrics: Mapping[str, Any]) -> dict[str, Any]:
     figures = ("name", "kind", "meaning", "brief", "compared")
     rows = [row for row in declared.rows if metrics and (row.when is None or row.when(metrics))]
     return {
@@ -75,7 +75,7 @@ def _table(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Declared:
+def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Reporting:
     added = {
         item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY} for item in metrics.get("recovery_list", ())
     }
@@ -83,7 +83,7 @@ def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Declared:
     def recovered(item: Recovery, record: Record) -> dict[str, Any]:
         return added.get(item.detected, {})
 
-    return Declared(
+    return Reporting(
         figures=tuple(Figure(compute=_constant(_value(metrics, each["name"])), **each) for each in kept["figures"]),
         lists={name: _constant(metrics.get(name, [])) for name in kept["lists"]},
         recovery=recovered,

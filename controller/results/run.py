@@ -14,7 +14,7 @@ from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.schema import Trial
-from testbed.trace.figures import NOTHING, Declared, Figure
+from testbed.trace.figures import NOTHING, Figure, Reporting
 from testbed.trace.gantt import run_end
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
@@ -36,7 +36,7 @@ class Run:
     """Without its weights."""
     manifest: dict[str, Any]
     metrics: dict[str, Any]
-    declared: Declared = NOTHING
+    declared: Reporting = NOTHING
     """What its method says of its runs."""
 
     @property

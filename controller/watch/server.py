@@ -20,7 +20,7 @@ from controller.results.files import begun
 from controller.watch.feed import batches
 from testbed.common.errors import InputError, TestbedError
 from testbed.scenario.schema import Trial
-from testbed.trace.figures import Declared
+from testbed.trace.figures import Reporting
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
@@ -82,7 +82,7 @@ def _stream(folder: Path, pace: float | None) -> flask.Response:
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def described(trial: Trial, declared: Declared) -> dict[str, Any]:
+def described(trial: Trial, declared: Reporting) -> dict[str, Any]:
     """Return what the page must know of a run before its first event."""
     experiment, radio = trial.experiment, trial.experiment.radio
     links = experiment.links.items()

@@ -8,7 +8,7 @@ from testbed.kits.messaging.typed import Typed
 from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Declared, Figure, Row
+from testbed.trace.figures import Figure, Reporting, Row
 from testbed.trace.record import Record
 
 
@@ -46,7 +46,7 @@ class Mean(Method[MeanOptions]):
     summary = "the mean of what all devices measure, without those that are late"
     tasks = ("infer",)
     Options = MeanOptions
-    declared = Declared(
+    declared = Reporting(
         figures=(Figure("late", "number", "replies left out", replies_left_out),),
         events=(EventType("mean", "a round is over", ("batch", "value", "late")),),
         rows=(Row("Late", "{late}", "replies that were left out"),),

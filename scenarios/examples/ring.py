@@ -6,7 +6,7 @@ from testbed.device import Cost, Device, Span
 from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Declared, Figure, Row
+from testbed.trace.figures import Figure, Reporting, Row
 from testbed.wire.message import Message
 
 
@@ -24,7 +24,7 @@ class Ring(Method[RingOptions]):
     summary = "pass a token round; a round is a request"
     tasks = ("infer",)
     Options = RingOptions
-    declared = Declared(
+    declared = Reporting(
         figures=(Figure("tokens_lost", "number", "tokens that did not come back", lambda run: len(run.of("lost"))),),
         events=(EventType("lost", "the token of this round did not come back in time", ("batch",)),),
         rows=(Row("Lost", "{tokens_lost}", "tokens that did not come back and were replaced"),),

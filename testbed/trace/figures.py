@@ -110,7 +110,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Declared:
+class Reporting:
     """What a method says of its runs beside what can be said of every run. Empty is a good beginning."""
 
     figures: tuple[Figure, ...] = ()
@@ -124,10 +124,10 @@ class Declared:
     curves: tuple[Curve, ...] = ()
 
 
-NOTHING = Declared()
+NOTHING = Reporting()
 
 
-def events_of(declared: Declared) -> dict[str, tuple[str, ...]]:
+def events_of(declared: Reporting) -> dict[str, tuple[str, ...]]:
     """Return the events that a fault may wait for in such a run, each with the keys that can be matched."""
     return {each.name: each.keys for each in (*EVENTS, *declared.events) if each.keys is not None}
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace import devices, phases, recovery, traffic
-from testbed.trace.figures import NOTHING, Declared
+from testbed.trace.figures import NOTHING, Reporting
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Record, Step
 from testbed.trace.registry import figures_of
@@ -21,7 +21,7 @@ MOST_ROWS = 100_000
 Row = TypeVar("Row")
 
 
-def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Declared = NOTHING) -> dict[str, Any]:
+def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Reporting = NOTHING) -> dict[str, Any]:
     """Return the figures of a run as plain JSON values. Seconds, bytes, bit/s and fractions of one throughout.
 
     Figures by name, the ones that ``expect`` may use, are those of ``figures_of(declared)``; one that the run gives no

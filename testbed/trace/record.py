@@ -78,7 +78,7 @@ class Record:
         events: Collection[EventType] = (),
         recovery: Tell | None = None,
     ) -> None:
-        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`Declared`)."""
+        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`Reporting`)."""
         self.outcome = outcome
         self.log = EventLog.made_of(outcome.events)
         self.experiment = experiment

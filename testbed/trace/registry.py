@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from testbed.common.formats import FigureKind
 from testbed.trace import course, devices, learning, pace, phases, recovery, requests, traffic
-from testbed.trace.figures import Declared, Figure, Row, Table, by_name
+from testbed.trace.figures import Figure, Reporting, Row, Table, by_name
 
 COMMON: Mapping[str, Figure] = by_name(
     [
@@ -26,18 +26,18 @@ OF_DEVICES: Mapping[str, FigureKind] = devices.OF_DEVICES
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
-def figures_of(declared: Declared) -> dict[str, Figure]:
+def figures_of(declared: Reporting) -> dict[str, Figure]:
     """Return the figures of runs whose method declares that; raises ValueError where two have one name."""
     return by_name([*COMMON.values(), *declared.figures])
 
 
-def rows_of(declared: Declared) -> tuple[Row, ...]:
+def rows_of(declared: Reporting) -> tuple[Row, ...]:
     """Return the lines at the head of the report of such a run."""
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS)
 
 
-def tables_of(declared: Declared) -> tuple[Table, ...]:
+def tables_of(declared: Reporting) -> tuple[Table, ...]:
     """Return the tables of the report of such a run."""
     return (phases.TABLE, *declared.tables)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Declared, Figure, Item, Metrics, Row, Table
+from testbed.trace.figures import Column, Figure, Item, Metrics, Reporting, Row, Table
 from testbed.trace.record import Record
 
 MOVED = "unit"
@@ -241,7 +241,7 @@ def _pause_note(metrics: Metrics) -> str:
     return what + "; {repartition_draining} of it the pipeline ran empty"
 
 
-DECLARED = Declared(
+DECLARED = Reporting(
     figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
     lists={"version_list": _version_list, "repartition_list": _repartitions},
     recovery=_recovery,

@@ -16,7 +16,7 @@ from testbed.kits.rounds.layers import Layers
 from testbed.kits.rounds.server import average, evaluation
 from testbed.method import Job
 from testbed.trace.events import EventType
-from testbed.trace.figures import Declared, Figure, Row
+from testbed.trace.figures import Figure, Reporting, Row
 from testbed.trace.record import Record
 
 
@@ -90,7 +90,7 @@ def _distance(record: Record) -> float | None:
     return events[-1].fields["distance"] if events else None
 
 
-CONSENSUS = Declared(
+CONSENSUS = Reporting(
     figures=(
         Figure("consensus_distance", "number", "of the devices' weights from their mean, at the end", _distance),
         Figure(

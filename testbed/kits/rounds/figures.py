@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Declared, Figure, Row, Table
+from testbed.trace.figures import Column, Figure, Reporting, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
 from testbed.trace.record import Record
 
@@ -122,7 +122,7 @@ ROUND = EventType(
     fields=("round", "start", "duration", "samples"),
 )
 
-DECLARED = Declared(
+DECLARED = Reporting(
     figures=(
         ROUND_TIME,
         Figure("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),

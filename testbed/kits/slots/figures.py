@@ -8,7 +8,7 @@ from typing import Any
 
 from testbed.kits.slots.planner import SlotDetails, timetable_of
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Declared, Figure
+from testbed.trace.figures import Figure, Reporting
 from testbed.trace.intervals import Interval
 from testbed.trace.record import Record
 
@@ -86,7 +86,7 @@ def _rate(count: Callable[[Record], int], record: Record) -> float | None:
     return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
 
 
-DECLARED = Declared(
+DECLARED = Reporting(
     figures=(
         *(
             Figure(f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed, passing))

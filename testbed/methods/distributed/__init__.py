@@ -25,7 +25,7 @@ from testbed.methods.distributed.request_work import SPAN
 from testbed.models.sliced import cut_copies
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Declared, Figure, Metrics, Row
+from testbed.trace.figures import Figure, Metrics, Reporting, Row
 from testbed.trace.record import Record
 
 DistributedJob = Job[DistributedOptions, DistributedDetails]
@@ -64,7 +64,7 @@ def _stolen(record: Record) -> int | None:
     return sum(fields["owner"] != fields["by"] for fields in given) if given else None
 
 
-DECLARED = Declared(
+DECLARED = Reporting(
     events=(
         EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
     ),

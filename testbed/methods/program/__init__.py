@@ -26,7 +26,7 @@ from testbed.kits.rounds.figures import ROUND, ROUND_TIME
 from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Declared, Row
+from testbed.trace.figures import Reporting, Row
 from testbed.workload import ProgramPart
 
 PORT = 29500
@@ -60,7 +60,7 @@ class Program(Method[Options]):
     name = "program"
     summary = "your own programs, `workload.programs`, on our devices and links"
     tasks = ("program",)
-    declared = Declared(
+    declared = Reporting(
         events=(
             EventType("output", "a program has written a line", None, ("stream", "text")),
             EventType("exit", "a program has ended", (), ("status",)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from testbed.kits.slots.figures import DECLARED as SLOTS
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Curve, Declared, Figure, Row, Table
+from testbed.trace.figures import Column, Curve, Figure, Reporting, Row, Table
 from testbed.trace.record import Record
 
 _UPDATES = ("fresh", "reused", "idle")
@@ -110,7 +110,7 @@ def _curve(title: str, note: str, value: str, by: str) -> Curve:
     return Curve(title, note, f"{value}_list", value, "share", by)
 
 
-DECLARED = Declared(
+DECLARED = Reporting(
     figures=(
         *SLOTS.figures,
         *(

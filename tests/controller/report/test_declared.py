@@ -12,7 +12,7 @@ from controller.report.plots import Axis, Line, stacked_plot
 from controller.results import files
 from controller.results.run import Run
 from testbed.methods.pipeline import Pipeline
-from testbed.trace.figures import Column, Curve, Declared, Figure, Metrics, Row, Table
+from testbed.trace.figures import Column, Curve, Figure, Metrics, Reporting, Row, Table
 from testbed.trace.record import Record
 from tests.helpers import recorded
 
@@ -32,7 +32,7 @@ def laps(metrics: Metrics) -> str:
     return "in {steps} steps" if metrics["steps"] > 1 else "in one step"
 
 
-DECLARED = Declared(
+DECLARED = Reporting(
     figures=(Figure("worst_loss", "number", "of any step", losses), Figure("never", "seconds", "none", lambda _: None)),
     lists={"spread": lambda _: SPREAD, "nothing": lambda _: []},
     rows=(

@@ -4,10 +4,10 @@ import pytest
 
 from testbed.scenario.paper import figure_problems, is_at, paper_value, problems, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
-from testbed.trace.figures import Declared
+from testbed.trace.figures import Reporting
 from testbed.trace.registry import figures_of
 
-FIGURES = figures_of(Declared())
+FIGURES = figures_of(Reporting())
 POINTS = [{"workload.method": {"name": "single", "options": {"depth": 2}}}, {"workload.method": {"name": "gpipe"}}]
 
 
