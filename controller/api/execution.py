@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console
 
+from controller.results.files import load_figures
+from controller.results.run import Run, value_text
+from controller.running.inputs import InitialWeights, load_data
+from controller.running.live import LiveProgress
 from controller.watch.feed import INTERVAL
 from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
@@ -25,14 +29,12 @@ if TYPE_CHECKING:
     from queue import Queue
 
     from controller.hosts.placement import LabPart
-    from controller.results.run import Run
     from controller.results.streams import Callback
-    from controller.running.inputs import InitialWeights
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
 
 T = TypeVar("T")
-Done = Callable[[int, "Run"], None]
+Done = Callable[[int, Run], None]
 """Takes the number of a run and the run when it is over."""
 
 
@@ -58,7 +60,6 @@ def run_recorded(
     from controller.report import boxes, html
     from controller.results.recorder import Recorder
     from controller.results.streams import Following
-    from controller.running.inputs import load_data
     from testbed.models.weights import facts
 
     file = prepared.scenario.weights_file
@@ -111,9 +112,6 @@ def _follow(
     **lab_options: Any,
 ) -> Outcome:
     """Run one trial under the eyes of the terminal."""
-    from controller.running.inputs import load_data
-    from controller.running.live import LiveProgress
-
     scenario = prepared.scenario
     weights, dataset = initial.of(prepared), load_data(prepared)
     unit = "steps" if scenario.workload.task == "train" else "requests"
@@ -141,8 +139,6 @@ def run_one_by_one(
     **lab_options: Any,
 ) -> None:
     """Run trials in a row, each into its folder, until the last or until the user stops one."""
-    from controller.running.inputs import InitialWeights
-
     initial = InitialWeights(console)
     began = time.monotonic()
     for over, (number, (prepared, folder)) in enumerate(todo.items()):
@@ -228,8 +224,6 @@ def emulate_one(
 
 
 def _run_one(prepared: Prepared, runtime: Literal["emulate", "simulate"], folder: Path, **options: Any) -> Path:
-    from controller.running.inputs import InitialWeights
-
     silent = Console(file=StringIO())
     return run_recorded(prepared, runtime, folder, InitialWeights(silent), silent, **options).path
 
@@ -245,8 +239,6 @@ def take_in(
 
     ``place`` says in which folder one lies, unless it is ``lost``.
     """
-    from controller.results.files import load_figures
-
     began, left = time.monotonic(), dict(waiting)
     while left:
         for ended in wait(left, return_when=FIRST_COMPLETED).done:
@@ -268,8 +260,6 @@ def _left(began: float, over: int, total: int) -> str:
 
 def _point(prepared: Prepared) -> str:
     """Say which run of a sweep or of repetitions this is."""
-    from controller.results.run import value_text
-
     parts = [f"{key}={value_text(value)}" for key, value in prepared.trial.point.items()]
     again = [f"repetition {prepared.trial.repetition + 1}"] if prepared.trial.repetition else []
     return ", ".join([*parts, *again])

@@ -9,6 +9,7 @@ import click
 
 from controller.cli.options import CommandGroup, overrides
 from controller.cli.printing import say
+from testbed.common.errors import HostError, InputError
 
 
 class _OfRuns(CommandGroup):
@@ -50,7 +51,6 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     from controller.results.files import load, load_figures, places
     from controller.results.rows import every_table, points, write_tables
     from controller.results.summary import summary_of
-    from testbed.common.errors import HostError, InputError
 
     found_in = places(folder)
     several = len(found_in) > 1
@@ -94,7 +94,6 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     from controller.lab.engine import ensure_engine
     from controller.lab.images import ensure_images
     from controller.lab.programimages import device_images
-    from testbed.common.errors import HostError
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
 

@@ -55,7 +55,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", _deadly)
-    monkeypatch.setattr("controller.results.files.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
     done: list[int] = []
     counts = tmp_path / "deaths"
     todo = {number: tmp_path / f"run{number}" for number in range(3)}
