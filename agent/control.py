@@ -20,7 +20,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agent.events import FellBehind, NotYet
 from agent.http import Environ, Refused, StartResponse, abandon_unread, announced_length, read_body, respond
 from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
@@ -224,10 +223,7 @@ def _events(runner: Runner) -> Iterator[bytes]:
     after = request.args.get("after", "0")
     if not after.isdecimal() or len(after) > 15:
         raise Refused(400, f"after is a number of events, not '{after[:40]}'")
-    try:
-        return runner.log.follow(int(after))
-    except (FellBehind, NotYet) as error:
-        raise Refused(409, str(error)) from error
+    return runner.log.follow(int(after))
 
 
 def _body(most: int) -> bytearray:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
+from agent.http import Refused
+
 HEARTBEAT = 2.0
 """Seconds after which a quiet stream carries an empty line, so that a reader who left is noticed."""
 BLOCK = 1 << 15
@@ -18,7 +20,7 @@ class EventLog:
     """Every line since the device booted, or the newest that fit into ``limit`` bytes of memory.
 
     The newest lines, which a reader that keeps up asks for, are kept as they were written; older ones are compressed.
-    Writing never waits for a reader. A reader for which lines have been dropped gets `FellBehind`, never a gap.
+    Writing never waits for a reader. A reader for which lines have been dropped is refused, and never gets a gap.
     """
 
     def __init__(self, limit: int) -> None:
@@ -62,13 +64,13 @@ class EventLog:
     def follow(self, after: int) -> Iterator[bytes]:
         """Yield lines from number ``after`` on, several at once where there are, until the log is closed.
 
-        Raises FellBehind when the next line is no longer kept; NotYet when there are fewer lines, as after a restart of
-        the device.
+        Raises Refused when the next line is no longer kept, or when there are fewer lines, as after a restart of the
+        device.
         """
         if after < self._dropped:
-            raise FellBehind(after, self._dropped)
+            raise self._fell_behind(after)
         if after > self.count:
-            raise NotYet(after, self.count)
+            raise Refused(409, f"only {self.count} events were recorded since this device booted, not {after}")
         return self._follow(after)
 
     def _follow(self, position: int) -> Iterator[bytes]:
@@ -87,7 +89,7 @@ class EventLog:
     def _from(self, position: int) -> tuple[int, list[bytes] | bytes]:
         """Return lines from a position on, or a compressed block with how many of its lines to skip."""
         if position < self._dropped:
-            raise FellBehind(position, self._dropped)
+            raise self._fell_behind(position)
         first = self._dropped + self._sealed_lines
         if position >= first:
             return 0, list(islice(reversed(self._recent), self.count - position))[::-1]
@@ -96,6 +98,9 @@ class EventLog:
             if position >= first:
                 return position - first, block
         raise AssertionError("every line is dropped, sealed or recent")
+
+    def _fell_behind(self, position: int) -> Refused:
+        return Refused(409, f"event {position} is no longer kept, the oldest is {self._dropped}: read faster")
 
     def _seal(self) -> None:
         """Compress the older half of what is recent; drop the oldest beyond the limit."""
@@ -114,17 +119,3 @@ class EventLog:
             self._sealed_lines -= count
             self._sealed_bytes -= len(block)
             self._dropped += count
-
-
-class FellBehind(Exception):  # noqa: N818 - says what the reader did
-    """The events asked for are no longer kept."""
-
-    def __init__(self, asked: int, first: int) -> None:
-        super().__init__(f"event {asked} is no longer kept, the oldest is {first}; read the stream faster")
-
-
-class NotYet(Exception):  # noqa: N818 - says where the log is
-    """The events asked for have not been written."""
-
-    def __init__(self, asked: int, count: int) -> None:
-        super().__init__(f"only {count} events were recorded since this device booted, none numbered {asked}")

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from agent.events import BLOCK, EventLog, FellBehind, NotYet
+from agent.events import BLOCK, EventLog
+from agent.http import Refused
 
 
 def lines(log: EventLog, after: int = 0) -> list[bytes]:
@@ -49,7 +50,7 @@ def test_old_lines_take_a_fraction_of_their_length() -> None:
 
 def test_a_reader_too_far_behind_is_told() -> None:
     log = filled(20_000, limit=20_000)
-    with pytest.raises(FellBehind, match="event 0 is no longer kept"):
+    with pytest.raises(Refused, match="event 0 is no longer kept"):
         log.follow(0)
     log.close()
     oldest = log.count - log._sealed_lines - len(log._recent)
@@ -60,12 +61,12 @@ def test_a_reader_too_far_behind_is_told() -> None:
     log.reopen()
     for number in range(20_000):
         log.append(f"more {number} {'y' * 100}")
-    with pytest.raises(FellBehind):
+    with pytest.raises(Refused):
         list(slow)
 
 
 def test_a_number_beyond_the_end_is_refused() -> None:
-    with pytest.raises(NotYet, match="only 3 events"):
+    with pytest.raises(Refused, match="only 3 events"):
         filled(3).follow(4)
 
 
