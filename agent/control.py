@@ -48,6 +48,9 @@ _LEARNED = {
     "test_loss": "Loss of the last test.",
 }
 STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
+JSON_LIMIT = 48 << 20
+"""Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
+_SMALL = 4096
 
 
 def resident_bytes() -> int:
@@ -115,11 +118,6 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 def _counter(name: str, text: str, value: float) -> Metric:
     """Return a counter; its sample is called ``<name>_total``."""
     return CounterMetricFamily(f"testbed_{name}", text, value=value)
-
-
-JSON_LIMIT = 48 << 20
-"""Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
-_SMALL = 4096
 
 
 class ControlApplication:

@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 Charge = Callable[[float], float]
 """Processor seconds that work took the host -> seconds that it takes the device at its own speed."""
+_TASKS = Path("/proc/self/task")
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,6 @@ def precise_sleep() -> None:
 def _wait(event: threading.Event, seconds: float) -> None:
     """Wait for an event, or so long."""
     event.wait(seconds)
-
-
-_TASKS = Path("/proc/self/task")
 
 
 class WaitingTime:

@@ -39,6 +39,11 @@ _MOST_PIECES = 256
 
 Answer = tuple[int, bytes]
 """Status and text."""
+BACKOFF_SECONDS = 0.01
+BACKOFF_SECONDS_MOST = 0.25
+AT_ONCE = 1 << 20
+"""Bytes offered to the kernel in one call, where as many wait."""
+_COME_BACK = 503
 
 
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link
@@ -209,13 +214,6 @@ def _parse(received: bytes) -> tuple[Answer, bytes] | None:
     if len(text) < length:
         return None
     return (number, text[:length]), text[length:]
-
-
-BACKOFF_SECONDS = 0.01
-BACKOFF_SECONDS_MOST = 0.25
-AT_ONCE = 1 << 20
-"""Bytes offered to the kernel in one call, where as many wait."""
-_COME_BACK = 503
 
 
 class Rejected(Exception):  # noqa: N818 - what the peer did

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
 
 
+ERRORS = 2
+"""Number of the stream of standard error, in the engine's frames."""
+PIECE = 1 << 16
+"""Bytes of standard input that are passed on at once."""
+
+
 @click.command()
 @click.argument("scenario", type=click.Path(path_type=Path))
 @overrides
@@ -141,12 +147,6 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
         wrote = True
     if not wrote:
         say(f"{device} has written nothing")
-
-
-ERRORS = 2
-"""Number of the stream of standard error, in the engine's frames."""
-PIECE = 1 << 16
-"""Bytes of standard input that are passed on at once."""
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -32,9 +32,19 @@ KEPT = 256
 """Samples in use: those of some minutes."""
 SEGMENT = 16
 """Samples of which the one with the least round trip counts."""
-
 SURE = 5.0
 """Standard deviations of its error beyond which a drift is one."""
+RELAY = ["python3", "-m", "controller.hosts.inside.relay"]
+FIRST_EXCHANGES = 32
+EXCHANGE_SECONDS = 1.0
+"""Between two exchanges of times, which also say that the controller is there."""
+LOST_SECONDS = 4.0
+"""Without an answer, after which a host counts as lost."""
+_OUTPUT = 1
+"""Number of the stream of standard output, in the engine's frames."""
+_HEAD = struct.Struct(">BxxxL")
+_NOW = b"now"
+"""Stands for an exchange of times, whose frame is made only as it leaves."""
 
 
 class Sample(NamedTuple):
@@ -150,21 +160,6 @@ class HostClock:
         if slope**2 * spread > SURE**2:
             return Offset(at, mean, slope, chosen.round_trip / 2)
         return Offset(chosen.middle, chosen.offset, 0.0, chosen.round_trip / 2)
-
-
-RELAY = ["python3", "-m", "controller.hosts.inside.relay"]
-FIRST_EXCHANGES = 32
-EXCHANGE_SECONDS = 1.0
-"""Between two exchanges of times, which also say that the controller is there."""
-LOST_SECONDS = 4.0
-"""Without an answer, after which a host counts as lost."""
-_OUTPUT = 1
-"""Number of the stream of standard output, in the engine's frames."""
-_HEAD = struct.Struct(">BxxxL")
-
-
-_NOW = b"now"
-"""Stands for an exchange of times, whose frame is made only as it leaves."""
 
 
 def _clock_frame() -> bytes:

@@ -24,6 +24,8 @@ RESERVED = 1 << 30
 """Bytes of a host's memory that are left to its engine and shaper."""
 AGENT = 256 << 20
 """Bytes that a device takes at least, unless it is held to less: its agent with torch. Limits are seldom reached."""
+ACTIONS = {"kill_host": "kill", "restart_host": "restart", "partition_hosts": "partition"}
+"""What strikes hosts, and as what it strikes their devices."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,6 @@ def described(
         }
         for host, load in found.items()
     ]
-
-
-ACTIONS = {"kill_host": "kill", "restart_host": "restart", "partition_hosts": "partition"}
-"""What strikes hosts, and as what it strikes their devices."""
 
 
 class HostFaultPart(Part):

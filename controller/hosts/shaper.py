@@ -24,6 +24,12 @@ from testbed.trace.outcome import LinkMeasurement
 
 Way = tuple[str, str]
 """From one host to another."""
+T = TypeVar("T")
+_ATTEMPTS = 3
+_AHEAD = 0.3
+"""Seconds until a measurement begins: every host has been asked for it by then."""
+_LEAST = 5e-5
+"""Seconds of a round trip of which nothing is known."""
 
 
 def combined(
@@ -115,15 +121,6 @@ def imposed_links(links: Mapping[Pair, Link], host: Mapping[str, str], delays: M
             )
         found[pair] = replace(link, delay=max(0.0, link.delay - there)) if there else link
     return found
-
-
-T = TypeVar("T")
-
-_ATTEMPTS = 3
-_AHEAD = 0.3
-"""Seconds until a measurement begins: every host has been asked for it by then."""
-_LEAST = 5e-5
-"""Seconds of a round trip of which nothing is known."""
 
 
 class NothingPasses(HostError):  # noqa: N818 - a state of the way

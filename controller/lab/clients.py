@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
+WORK_SECONDS = 600.0
+"""For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
+
+
 class Client:
     """Requests with the token of a run to one container. Threads have a session each."""
 
@@ -124,12 +130,6 @@ class Shaper:
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
         return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
-
-
-CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 30.0
-WORK_SECONDS = 600.0
-"""For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
 
 
 class Clock:

@@ -18,6 +18,11 @@ from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
+CLOSED = {
+    "com.docker.network.bridge.enable_icc": "false",
+    "com.docker.network.bridge.enable_ip_masquerade": "false",
+}
+"""Options of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
 
 
 def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
@@ -60,13 +65,6 @@ def host_routes(table: Path = Path("/proc/net/route")) -> list[IPv4Network]:
             address = struct.pack("=I", int(destination, 16))
             networks.append(IPv4Network((address, int(mask, 16).bit_count()), strict=False))
     return networks
-
-
-CLOSED = {
-    "com.docker.network.bridge.enable_icc": "false",
-    "com.docker.network.bridge.enable_ip_masquerade": "false",
-}
-"""Options of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
 
 
 def network_name(run: str, kind: str) -> str:

@@ -34,6 +34,8 @@ from testbed.trace.outcome import LinkMeasurement, Outcome
 
 ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
 """Figures of every run that pages of several runs take for granted; an older run may lack some."""
+READ = 1 << 18
+"""Bytes at the end of the events that are looked at."""
 
 
 def begun(folder: Path) -> Trial:
@@ -165,10 +167,6 @@ def _read_events(path: Path) -> EventLog:
                 if line.endswith("\n"):
                     raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
     return events
-
-
-READ = 1 << 18
-"""Bytes at the end of the events that are looked at."""
 
 
 @dataclass

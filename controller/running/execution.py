@@ -40,6 +40,18 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
+START_MARGIN = 0.3
+"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
+GATHER_SECONDS = 2.0
+"""How long the last events of the devices are waited for after the lead's program has ended."""
+DEATH_SECONDS = 3.0
+"""How long after a device has fallen silent before the start the engine is asked how it ended."""
+WORKERS = 16
+"""Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
+T = TypeVar("T")
+End = tuple[Status, str | None]
+
+
 class KeyedExecutor:
     """Runs the jobs of one key in the order of their submission; those of different keys side by side.
 
@@ -60,19 +72,6 @@ class KeyedExecutor:
             job()
 
         self._last[key] = self._pool.submit(in_turn)
-
-
-START_MARGIN = 0.3
-"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
-GATHER_SECONDS = 2.0
-"""How long the last events of the devices are waited for after the lead's program has ended."""
-DEATH_SECONDS = 3.0
-"""How long after a device has fallen silent before the start the engine is asked how it ended."""
-WORKERS = 16
-"""Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
-
-T = TypeVar("T")
-End = tuple[Status, str | None]
 
 
 class Execution:

@@ -21,6 +21,10 @@ from testbed.trace.verdict import STOLEN_SHARE
 SAMPLE_SECONDS = 0.25
 SATURATED = 0.95
 """Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
+_MARGIN = 0.95
+"""Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
+_PAUSE = 1.0
+"""Seconds between two measurements of links that were outside their tolerance."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,6 @@ def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
     sent = {name: count - before.get("sent", {}).get(name, 0) for name, count in after.get("sent", {}).items()}
     # A device that has started again counts from nothing.
     return {**after, "queues": queues, "sent": {name: max(0, count) for name, count in sent.items()}}
-
-
-_MARGIN = 0.95
-"""Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
-_PAUSE = 1.0
-"""Seconds between two measurements of links that were outside their tolerance."""
 
 
 class LinksError(HostError):

@@ -22,6 +22,25 @@ from testbed.common.errors import HostError, InputError
 from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
 
+MODULES_HELP = (
+    "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "
+    "(Debian linux-image-amd64, Ubuntu linux-modules-extra-$(uname -r), Fedora kernel-modules-extra) and boot it; "
+    "or run with --runtime simulate, which needs no kernel's help"
+)
+_IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
+_QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
+CHOICES = ("auto", "netem", "userspace")
+MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
+"""What a kernel must have for one of the two."""
+_TRIAL = InterfacePlan(
+    "trial",
+    None,
+    None,
+    (SenderClass(0x11, "198.18.0.1", 1_000_000, 300),),
+    (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
+    1,
+)
+
 
 class Backend(Protocol):
     """The receiver's side of the links, by one of the kernel's means. Runs in the device's namespace."""
@@ -190,15 +209,6 @@ class Netem(Backend):
         self._folder.cleanup()
 
 
-MODULES_HELP = (
-    "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "
-    "(Debian linux-image-amd64, Ubuntu linux-modules-extra-$(uname -r), Fedora kernel-modules-extra) and boot it; "
-    "or run with --runtime simulate, which needs no kernel's help"
-)
-_IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
-_QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
-
-
 def _tc(words: str) -> Callable[[], object]:
     return lambda: command(["tc", *words.split()])
 
@@ -257,21 +267,6 @@ def _answers(ask: Callable[[], object]) -> bool:
     except HostError:
         return False
     return True
-
-
-CHOICES = ("auto", "netem", "userspace")
-
-MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
-"""What a kernel must have for one of the two."""
-
-_TRIAL = InterfacePlan(
-    "trial",
-    None,
-    None,
-    (SenderClass(0x11, "198.18.0.1", 1_000_000, 300),),
-    (ReceiverLine(1, "198.18.0.1", Link(delay=0.001, loss=0.1), 1000, queued=True),),
-    1,
-)
 
 
 def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str]]:

@@ -35,6 +35,8 @@ _PR_SET_TIMERSLACK = 29
 _CAPABILITY_VERSION = 0x20080522
 """linux/capability.h"""
 _CAP_NET_ADMIN = 12
+_AT_ONCE = 64
+"""Impairments in one request, each some 600 bytes."""
 
 
 def prioritise() -> str:
@@ -197,10 +199,6 @@ class LatenessHistogram:
             "p999": self.percentile(0.999),
             "max": self._worst,
         }
-
-
-_AT_ONCE = 64
-"""Impairments in one request, each some 600 bytes."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ QUEUE = 60_000
 GATED_RATE = 25e6
 """bit/s up to which casts wait at the gate: HTB lets a frame go at the beginning of its time instead of at the end, and
 above this rate that time is below half a millisecond."""
+T = TypeVar("T")
 
 
 def routes(
@@ -60,9 +61,6 @@ def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
     """Return the chain that leads what leaves by the data interface for these addresses into the queue."""
     rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
     return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,13 @@ from controller.shaping.namespaces import command
 from controller.shaping.plan import ACCESS_CLASS, CEILING, DEFAULT_CLASS, FRAME, Access, burst
 
 Entries = Sequence[Mapping[str, Any]]
+_OWN = "rate 1000bit burst 1"
+"""What a class may send without borrowing: so little that it never counts against what is shared."""
+_CLASS = re.compile(
+    r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b", re.MULTILINE
+)
+_FACTOR = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,6 @@ def run(
     texts = shown.splitlines()
     arrays = [json.loads(text) for text in texts if text.startswith("[")]
     return Shown("\n".join(text for text in texts if text.startswith("class ")), arrays[0], arrays[1:])
-
-
-_OWN = "rate 1000bit burst 1"
-"""What a class may send without borrowing: so little that it never counts against what is shared."""
-_CLASS = re.compile(
-    r"^class htb ([0-9a-f]+):([0-9a-f]+) .*?\bceil (\d+)([KMGT]?)bit .*?\bcburst (\d+)([KM]?)b", re.MULTILINE
-)
-_FACTOR = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 @dataclass(frozen=True)

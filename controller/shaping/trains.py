@@ -33,6 +33,11 @@ ETHERNET = 14
 """Bytes before a packet."""
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _SO_RCVBUFFORCE = 33
+_TRAIN_SECONDS = 0.12
+_MOST_SECONDS = 1.0
+"""Seconds of the fewest frames over a slow link, at most: they are smaller there."""
+_FEWEST_FRAMES = 24
+_SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,6 @@ class Listener:
         """Wait at most so long; return the sockets that have something."""
         select.select([self._epoll.fileno()], [], [], max(0.0, seconds))
         return [self._receivers[descriptor] for descriptor, _ in self._epoll.poll(0)]
-
-
-_TRAIN_SECONDS = 0.12
-_MOST_SECONDS = 1.0
-"""Seconds of the fewest frames over a slow link, at most: they are smaller there."""
-_FEWEST_FRAMES = 24
-_SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
 
 
 @dataclass
