@@ -91,9 +91,9 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
 
     async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
         """Send requests on the first device; be a stage there and elsewhere."""
-        from testbed.kits.pipeline.program import inference, run_pipeline
+        from testbed.kits.pipeline.program import run_inference
 
-        await run_pipeline(device, job, inference(partial(_stages_over, job.problem), job.problem.options.in_flight))
+        await run_inference(device, job, partial(_stages_over, job.problem), job.problem.options.in_flight)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""

@@ -61,9 +61,6 @@ class Collector:
 class FromCheckpoint:
     """A `testbed.kits.messaging.supervision.RecoveryPolicy`; the last checkpoint is what the device exposes."""
 
-    recovering = False
-    """A restarted coordinator begins anew, so no recovery is under way when the work begins."""
-
     def __init__(
         self,
         supervisor: Supervisor,

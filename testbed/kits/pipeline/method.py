@@ -40,11 +40,10 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
 
     async def program(self, device: Device, job: Job[SynchronousOptions, PipelineDetails]) -> None:
         """Train on the first device; be a stage there and elsewhere."""
-        from testbed.kits.pipeline.program import run_pipeline, synchronous
+        from testbed.kits.pipeline.program import run_synchronous
 
-        problem = job.problem
-        schedule = SCHEDULES[problem.options.schedule]
-        await run_pipeline(device, job, synchronous(schedule, partial(planning.stages_over, problem)))
+        schedule = SCHEDULES[job.problem.options.schedule]
+        await run_synchronous(device, job, schedule, partial(planning.stages_over, job.problem))
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid, a row a stage and a column a slot."""
@@ -78,10 +77,9 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
         """Coordinate on the first device; be a stage, and keep replicas, there and elsewhere."""
-        from testbed.kits.pipeline.program import asynchronous, run_pipeline
+        from testbed.kits.pipeline.program import run_asynchronous
 
-        given: Job[AsynchronousOptions] = job
-        await run_pipeline(device, given, asynchronous(self.Partitioner(job.problem), job.problem.options))
+        await run_asynchronous(device, job, self.Partitioner(job.problem))
 
     def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
         """Return what momentum does to gradients that are some batches old."""
