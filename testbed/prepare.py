@@ -116,7 +116,6 @@ def prepare(trial: Trial) -> Prepared:
         raise scenario.source.error(problems)
     method, problem = build_problem(trial)
     try:
-        _check_weights(method, problem)
         _check_training(method, problem)
         _check_normalisation(method, problem)
         _check_precision(method, problem)
@@ -141,13 +140,10 @@ def prepare(trial: Trial) -> Prepared:
     return Prepared(trial, method, problem, plan, pretraining, shares)
 
 
-def _check_weights(method: Method, problem: Problem) -> None:
+def _check_training(method: Method, problem: Problem) -> None:
     if problem.workload.model.weights is not None and not method.takes_weights:
         text = f"'{method.name}' begins with weights drawn from the seed, and reads none: leave this out"
         raise InputError(text, ("model", "weights"))
-
-
-def _check_training(method: Method, problem: Problem) -> None:
     if problem.workload.task != "train":
         return
     problem.training.check()

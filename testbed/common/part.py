@@ -46,7 +46,8 @@ class Part(BaseModel):
     def _numbers_end(cls, value: object, field: ValidationInfo) -> object:
         """Refuse numbers beyond `MOST` of keys that have no bounds of their own."""
         assert field.field_name is not None
-        if not _is_bounded(cls.model_fields[field.field_name]):
+        known = cls.model_fields[field.field_name]
+        if not _is_quantity(known) and not any(isinstance(each, Le | Lt) for each in known.metadata):
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
                 if isinstance(each, int | float) and abs(each) > MOST:
                     bound = {"le": MOST} if each > 0 else {"ge": -MOST}
@@ -60,10 +61,6 @@ class Part(BaseModel):
         for described in handler.resolve_ref_schema(found).get("properties", {}).values():
             _say_bounds(described)
         return found
-
-
-def _is_bounded(field: FieldInfo) -> bool:
-    return _is_quantity(field) or any(isinstance(each, Le | Lt) for each in field.metadata)
 
 
 def _is_quantity(field: FieldInfo) -> bool:

@@ -47,7 +47,8 @@ def read_idx(path: Path, axes: int) -> Bytes:
     found, announced = len(content) - 4 - 4 * axes, math.prod(shape)
     if found != announced:
         sizes = "x".join(map(str, shape))
-        raise InputError(f"{path}: {_off(found, announced)}: its header announces {sizes} bytes, {found} follow")
+        off = "truncated" if found < announced else "too long"
+        raise InputError(f"{path}: {off}: its header announces {sizes} bytes, {found} follow")
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
@@ -75,10 +76,6 @@ def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
     if len(content) < header:
         raise InputError(f"{path}: truncated: {len(content)} bytes are less than the header of {header}")
     return tuple(int(size) for size in np.frombuffer(content, ">u4", axes, offset=4))
-
-
-def _off(found: int, expected: int) -> str:
-    return "truncated" if found < expected else "too long"
 
 
 def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Literal
 
 from pydantic import ConfigDict, Field
@@ -93,16 +92,14 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         """Send requests on the first device; be a stage there and elsewhere."""
         from testbed.kits.pipeline.program import run_inference
 
-        await run_inference(device, job, partial(_stages_over, job.problem), job.problem.options.in_flight)
+        def stages(there: Collection[str]) -> tuple[Piece, ...]:
+            return stage_pieces(*_cut(job.problem, devices_among(job.problem, there)))
+
+        await run_inference(device, job, stages, job.problem.options.in_flight)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
         return frozenset({"load", "forward"})
-
-
-def _stages_over(problem: Problem[SequentialOptions], there: Collection[str]) -> tuple[Piece, ...]:
-    """Plan for the devices that are there; raises `InputError` where they are too few or too small."""
-    return stage_pieces(*_cut(problem, devices_among(problem, there)))
 
 
 def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:

@@ -45,11 +45,6 @@ def bound(how: Initialisation, weight: Shape) -> float:
             return math.sqrt(3 / inputs)
 
 
-def bias_bound(how: Initialisation, weight: Shape) -> float:
-    """Return how far from zero the biases may be: they are zero but for torch's default."""
-    return bound(how, weight) if how == "torch" else 0.0
-
-
 Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
 """How several devices can share a layer.
 
@@ -158,10 +153,11 @@ class Layer:
         weight = self.weight_shape(shape)
         if not weight:
             return {}
-        found = {"weight": _draw(weight, generator, part, bound(self.initialisation, weight))}
+        limit = bound(self.initialisation, weight)
+        found = {"weight": _draw(weight, generator, part, limit)}
         if self.channel_values:
             found["bias"] = torch.zeros(len(part.channels))
-            if limit := bias_bound(self.initialisation, weight):
+            if self.initialisation == "torch":  # biases of the others are zero
                 biases = torch.empty(weight[0]).uniform_(-limit, limit, generator=generator)
                 found["bias"] = pick(biases, 0, part.channels)
         return {name: tensor for name, tensor in found.items() if tensor.numel()}

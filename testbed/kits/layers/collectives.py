@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -98,9 +98,9 @@ class Group:
             taken, come = (sent - 1) % size, (await self._take(operation, before, step))[""]
             if summing:
                 span = Span("all-reduce", self._number, operation)
-                come = await self.device.compute(partial(_sum, come, parts[taken]), Cost(come.numel()), span)
+                come = await self.device.compute(partial(torch.add, come, parts[taken]), Cost(come.numel()), span)
             parts[taken] = come
-        return _concatenated(parts).reshape(tensor.shape)
+        return torch.cat(list(parts)).reshape(tensor.shape)
 
     def _send(self, operation: int, member: str, state: State, step: int = 0) -> None:
         if member != self.device.name:
@@ -109,11 +109,3 @@ class Group:
 
     async def _take(self, operation: int, member: str, step: int = 0) -> State:
         return (await self._mailbox.take(Contribution, (self._number, operation, step, member))).tensors
-
-
-def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return one + other
-
-
-def _concatenated(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts))

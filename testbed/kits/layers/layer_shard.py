@@ -1,9 +1,6 @@
-"""Part of one layer under training: some of its neurons, or what it makes of some of its inputs.
+"""Some neurons of one layer under training, for methods that divide a layer over devices (EdgePipe's super neurons).
 
-Where `Shard` holds whole units, this holds a slice of one layer, for methods that divide a layer over devices.
-Divided by outputs (EdgePipe's super neurons), a device has all weights that enter its neurons: `forward` and
-`backward`. Divided by inputs, it has the weights that leave its inputs: `sums` and `sums_backward`; the devices' sums
-are added up, and `finish` and `finish_backward` do the rest where the bias is. A neuron is an output channel.
+Where `Shard` holds whole units, this holds all weights that enter some neurons. A neuron is an output channel.
 
 The arithmetic is `testbed.models.sliced`; what is kept between forward and backward, gradients, updates and moving
 neurons are here.
@@ -11,7 +8,7 @@ neurons are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,18 +96,20 @@ class LayerShard:
     def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
         """Take a slice's tensors as `testbed.models.sliced.cut` or `draw` returns them, and momentum if there is any.
 
-        Raises ValueError for layers that cannot be divided by neurons, and for dropout, whose masks would depend on
-        the division.
+        Raises ValueError for layers that cannot be divided by neurons, slices that hold no neuron as a whole, and
+        dropout, whose masks would depend on the division.
         """
         if not layer.splits:
             raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
+        if part.rows != part.channels:
+            raise ValueError(f"{layer.name} is divided by inputs here: no neuron is held as a whole")
         if any(isinstance(each, Dropout) for each in layer.sequence):
             raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
         self.layer = layer
         self.part = part
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
-        self._steps: dict[tuple[str, Hashable], _Step] = {}
+        self._steps: dict[Hashable, _Step] = {}
         self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
         self._rectified = len(layer.sequence) > 1
         self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")
@@ -145,11 +144,13 @@ class LayerShard:
         None: all that the shard has weights for.
         """
         if not self._dense or columns is not None:
-            whole = self._layer
-            return self._run("forward", key, inputs, lambda values: whole.finish(whole.sums(values, columns)))
+            inputs, whole = inputs.detach().requires_grad_(), self._layer
+            outputs = whole.finish(whole.sums(inputs, columns))
+            self._steps[key] = _Recorded(inputs, outputs, self._noted)
+            return outputs.detach()
         weight, bias = self._weights()
         outputs = dense.forward(inputs, weight, bias, self._rectified)
-        self._steps["forward", key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
+        self._steps[key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
         return outputs
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,36 +162,16 @@ class LayerShard:
 
         ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
         """
-        return self._back("forward", key, gradient)
+        before, gradients = self._steps.pop(key).back(gradient)
+        self.add_gradients(gradients)
+        return before
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
         """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network.
 
         ``gradient`` is that of the outputs, (samples, elements of the rows).
         """
-        self.add_gradients(self._steps.pop(("forward", key)).learn(gradient))
-
-    def sums(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
-        """Return what the inputs add to the neurons of the layer, (samples, elements of the rows held)."""
-        return self._run("sums", key, inputs, lambda values: self._layer.sums(values, columns))
-
-    def sums_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients of the weights; return that of the inputs.
-
-        ``gradient`` is that of the complete sums, which is that of each part of them, (samples, elements of the rows).
-        """
-        return self._back("sums", key, gradient)
-
-    def finish(self, key: Hashable, sums: torch.Tensor) -> torch.Tensor:
-        """Add the bias to complete sums, normalise and activate; (samples, elements of the channels held) both."""
-        return self._run("finish", key, sums, self._layer.finish)
-
-    def finish_backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients of what belongs to the channels; return that of the sums, for `sums_backward`.
-
-        Both are (samples, elements of the channels).
-        """
-        return self._back("finish", key, gradient)
+        self.add_gradients(self._steps.pop(key).learn(gradient))
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs, (samples, elements), as `forward` does, in evaluation mode and keeping nothing."""
@@ -202,8 +183,7 @@ class LayerShard:
 
     def forget(self, key: Hashable) -> None:
         """Drop what waits for the gradients of a key: they will not come."""
-        for kind in ("forward", "sums", "finish"):
-            self._steps.pop((kind, key), None)
+        self._steps.pop(key, None)
 
     def update(self, scale: float = 1.0) -> None:
         """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
@@ -238,7 +218,7 @@ class LayerShard:
         Computations under way and gradients not yet used are forgotten. Raises ValueError for neurons not held.
         """
         left = as_channels(set(self.part.rows) - set(neurons))
-        state, held = self.state(), self._neurons()
+        state, held = self.state(), self.part.rows
         given = {name: pick(tensor, 0, neurons, held) for name, tensor in state.items()}
         kept = {name: pick(tensor, 0, left, held) for name, tensor in state.items()}
         self._take_over(Slice(left, self.part.columns, left), kept)
@@ -249,7 +229,7 @@ class LayerShard:
 
         Raises ValueError for neurons that are held already.
         """
-        held = self._neurons()
+        held = self.part.rows
         if set(held) & set(neurons):
             raise ValueError(f"{self.layer.name}: some of the neurons {neurons} are held already")
         own, order = self.state(), (*held, *neurons)
@@ -261,21 +241,3 @@ class LayerShard:
             pair = [each[name] if name in each else torch.zeros_like(each[like]) for each in (own, state)]
             joined[name] = torch.cat(pair).index_select(0, places)
         self._take_over(Slice(together, self.part.columns, together), joined)
-
-    def _neurons(self) -> Channels:
-        if self.part.rows != self.part.channels:
-            raise ValueError(f"{self.layer.name} is divided by inputs here: no neuron is held as a whole")
-        return self.part.rows
-
-    def _run(
-        self, kind: str, key: Hashable, inputs: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        inputs = inputs.detach().requires_grad_()
-        outputs = work(inputs)
-        self._steps[kind, key] = _Recorded(inputs, outputs, self._noted)
-        return outputs.detach()
-
-    def _back(self, kind: str, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        before, gradients = self._steps.pop((kind, key)).back(gradient)
-        self.add_gradients(gradients)
-        return before

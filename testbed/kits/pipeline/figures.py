@@ -123,12 +123,11 @@ RECOVERIES = Table(
 
 
 def _repartitions(record: Record) -> list[dict[str, Any]]:
+    def moved(change: Event) -> float:
+        return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
+
     changes = record.of("repartition")
-    return [{"time": event.time, **event.fields, "bytes": _moved_by(event, record)} for event in changes]
-
-
-def _moved_by(change: Event, record: Record) -> float:
-    return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
+    return [{"time": event.time, **event.fields, "bytes": moved(event)} for event in changes]
 
 
 def _of_longest(record: Record, key: str) -> float | None:
@@ -201,10 +200,6 @@ REPARTITIONS = Table(
 # Versions of the weights: its events "versions", one of each stage and stretch.
 
 
-def _version_list(record: Record) -> list[dict[str, Any]]:
-    return [{"device": event.device, **event.fields} for event in record.of("versions")]
-
-
 VERSIONS_KEPT = Figure(
     "versions_kept",
     "number",
@@ -243,7 +238,10 @@ def _pause_note(metrics: Metrics) -> str:
 
 DECLARED = Reporting(
     figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
-    lists={"version_list": _version_list, "repartition_list": _repartitions},
+    lists={
+        "version_list": lambda record: [{"device": each.device, **each.fields} for each in record.of("versions")],
+        "repartition_list": _repartitions,
+    },
     recovery=_recovery,
     events=(
         EventType(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -46,20 +46,14 @@ def _epoch_time(record: Record) -> float | None:
     return float(max(update + rest for update, rest in found) - start + end - last)
 
 
-def _idle(record: Record, device: str) -> float:
-    """Return the seconds that a device does not compute in a round, the mean of all rounds."""
-    computing = record.spans(device, "compute")
+def _idle(record: Record, devices: Collection[str]) -> float | None:
+    """Return the seconds that a device does not compute in a round, the mean of all rounds and of these devices."""
     windows = [_window(event) for event in _rounds(record)]
-    return fmean(end - start - total(clip(computing, start, end)) for start, end in windows)
-
-
-def _server_idle(record: Record) -> float | None:
-    return _idle(record, record.plan.lead) if _rounds(record) else None
-
-
-def _device_idle(record: Record) -> float | None:
-    names = [device.name for device in record.experiment.devices if device.name != record.plan.lead]
-    return fmean(_idle(record, name) for name in names) if _rounds(record) and names else None
+    idle = []
+    for name in devices if windows else ():
+        computing = record.spans(name, "compute")
+        idle.append(fmean(end - start - total(clip(computing, start, end)) for start, end in windows))
+    return fmean(idle) if idle else None
 
 
 def _throughput(record: Record) -> float | None:
@@ -126,12 +120,19 @@ DECLARED = Reporting(
     figures=(
         ROUND_TIME,
         Figure("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
-        Figure("server_idle_time", "seconds", "that the server does not compute, the mean of a round", _server_idle),
+        Figure(
+            "server_idle_time",
+            "seconds",
+            "that the server does not compute, the mean of a round",
+            lambda record: _idle(record, [record.plan.lead]),
+        ),
         Figure(
             "device_idle_time",
             "seconds",
             "that a device does not compute, the mean of a round and of all devices",
-            _device_idle,
+            lambda record: _idle(
+                record, [one.name for one in record.experiment.devices if one.name != record.plan.lead]
+            ),
         ),
         Figure("throughput", "bytes", "of messages on all links together, a second of the rounds", _throughput),
         Figure("missed_updates", "number", "that did not come in time for their round", _missed),

@@ -153,36 +153,6 @@ def test_neurons_divided_by_outputs_train_as_the_undivided_layer_does(
         same_state(shards, whole)
 
 
-@settings(max_examples=40, deadline=None)
-@given(layers(), st.sampled_from(OPTIMIZERS), st.data())
-def test_sums_divided_by_inputs_train_as_the_undivided_layer_does(
-    case: tuple[Model, int], optimizer: OptimizerPart, data: st.DataObject
-) -> None:
-    model, index = case
-    layer = graph_of(model).layers[index]
-    whole = Whole(model, layer, optimizer)
-    parts = data.draw(divisions(layer.input_channels))
-    every = range(layer.output_channels)
-    shards = [
-        LayerShard(layer, part, cut(layer, part, whole.state()), optimizer)
-        for part in (Slice(every, part, NONE if number else every) for number, part in enumerate(parts))
-    ]
-    each = layer.inputs // layer.input_channels
-    for step in range(2):
-        inputs, gradient = torch.randn(SAMPLES, layer.inputs), torch.randn(SAMPLES, layer.outputs)
-        taken = [pick(inputs, 1, elements(part, each)) for part in parts]
-        sums = torch.stack([shard.sums(step, values) for shard, values in zip(shards, taken, strict=True)]).sum(0)
-        outputs = shards[0].finish(step, sums)
-        back = shards[0].finish_backward(step, gradient)
-        sent = [shard.sums_backward(step, back) for shard in shards]
-        for shard in shards:
-            shard.update()
-        wanted, wanted_gradient = whole.train(inputs, gradient)
-        assert close(outputs, wanted)
-        assert close(in_order(parts, sent, each), wanted_gradient)
-        same_state(shards, whole)
-
-
 def dense(optimizer: OptimizerPart = OPTIMIZERS[0]) -> tuple[GraphLayer, Whole]:
     model = chain("m", (6,), 2, [("a", [Linear(8), ReLU()]), ("b", [Linear(2)])])
     layer = graph_of(model).layers[0]
@@ -295,7 +265,7 @@ def test_what_cannot_be_moved_or_divided_is_refused() -> None:
         shard.give(range(2))
     by_inputs = Slice(range(8), range(3), NONE)
     with pytest.raises(ValueError, match="divided by inputs"):
-        LayerShard(layer, by_inputs, cut(layer, by_inputs, state), OPTIMIZERS[0]).give(range(2))
+        LayerShard(layer, by_inputs, cut(layer, by_inputs, state), OPTIMIZERS[0])
     units = [("a", [Conv2d(2, 1), MaxPool2d(), Flatten()]), ("b", [Linear(2), Dropout()])]
     pool, dropped = graph_of(chain("m", (1, 2, 2), 2, units)).layers[1:]
     for other in (pool, dropped):
