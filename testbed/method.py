@@ -216,6 +216,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
     retires: ClassVar[bool] = False
     """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
+    begins: ClassVar[frozenset[str] | None] = None
+    """Names of the spans that a device may begin, so that a fault on one that never comes is refused; None: unknown."""
     declared: ClassVar[Reporting] = Reporting()
     """Figures, events, rows and tables of its own."""
 
@@ -262,8 +264,5 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return None
 
     def spans(self, plan: Plan, device: str) -> frozenset[str] | None:
-        """Names of the spans this device may begin, so that a fault on one that never comes is refused.
-
-        None where that is not known: nothing is refused then.
-        """
-        return None
+        """Return `begins`; a method may know that a device of its plan begins fewer."""
+        return self.begins

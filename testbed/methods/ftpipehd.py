@@ -13,7 +13,7 @@ from pydantic import Field
 from testbed.common.errors import InputError
 from testbed.data.batches import is_due
 from testbed.kits.pipeline.method import AsynchronousMethod
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner, pipeline_over
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner, pipeline_over
 from testbed.method import Problem
 from testbed.network.link import Link, Pair
 from testbed.partition import Cuts

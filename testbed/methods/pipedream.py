@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed.kits.pipeline.method import AsynchronousMethod
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.partition import Cuts
 from testbed.partition.asynchronous import AsynchronousPipeline
 

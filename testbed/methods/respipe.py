@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed.kits.pipeline.method import AsynchronousMethod
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner, as_given
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner, as_given
 from testbed.partition.asynchronous import AsynchronousPipeline
 from testbed.partition.redistribution import StagePartition
 

@@ -71,6 +71,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     precisions = True
     replans = True
     Details = SequentialDetails
+    begins = frozenset({"load", "forward"})
 
     def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
         """Cut the model over the devices.
@@ -96,10 +97,6 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
             return stage_pieces(*_cut(job.problem, devices_among(job.problem, there)))
 
         await run_inference(device, job, stages, job.problem.options.in_flight)
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
-        return frozenset({"load", "forward"})
 
 
 def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:

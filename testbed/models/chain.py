@@ -8,11 +8,11 @@ never imports torch; only ``build`` does. All figures are per sample and float32
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from testbed.common.fields import Fields
 from testbed.common.lazy import nn, torch
@@ -106,11 +106,8 @@ class Unit:
         return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
 
 
-class Builder(Protocol):
-    """What makes the units of a network that is not described by layers."""
-
-    def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
-        """Make units ``first`` up to but without ``last``, each a module of what it reads."""
+Builder = Callable[[int, int, int], "list[nn.Module]"]
+"""(first, one after the last, seed) -> units of a network that no layers describe, each a module of what it reads."""
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,6 @@ class AsynchronousPipeline(TrainingPipeline):
         """Return the seconds for one batch of the busiest stage alone, whatever the links carry."""
         return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
 
-    def without_links(self) -> AsynchronousPipeline:
-        """Return the same over links that cost nothing, for the limit that computing alone sets."""
-        return replace(self, links={pair: Link() for pair in self.links})
-
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
         """Return when each stage does what in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from testbed.common.lazy import torch
 from testbed.training.schema import OptimizerPart
@@ -30,29 +30,8 @@ Kept = Mapping[str, tuple[tuple[int, ...], "torch.dtype"]]
 """What is kept of a weight beside itself: shape and type, by kind with its colon."""
 
 
-class Optimizer(Protocol):
-    """Updates named parameters in place, and keeps what it needs to know from step to step."""
-
-    def step(
-        self,
-        parameters: Mapping[str, torch.nn.Parameter],
-        gradients: Mapping[str, torch.Tensor],
-        settings: Mapping[str, Any] = {},
-    ) -> None:
-        """Take one step along the gradients; a parameter without one stays as it is.
-
-        ``settings`` are those of this step, such as ``lr``, where a schedule changes them.
-        """
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of its state; empty before the first step."""
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned, which may have other tensors in it too; forget what was."""
-
-
 class Sgd:
-    """Stochastic gradient descent with momentum and weight decay."""
+    """Stochastic gradient descent with momentum and weight decay: updates named parameters in place."""
 
     def __init__(self, part: OptimizerPart) -> None:
         self._rate = part.rate
@@ -69,8 +48,9 @@ class Sgd:
     ) -> None:
         """Take one step along the gradients; a parameter without one stays as it is.
 
-        With gradient g, decay d, momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b.
-        The decay is that of the parameters which are changed, whichever version the gradients were computed with.
+        ``settings`` are those of this step, such as ``lr``, where a schedule changes them. With gradient g, decay d,
+        momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b. The decay is that of the
+        parameters which are changed, whichever version the gradients were computed with.
         """
         rate, share = settings.get("lr", self._rate), settings.get("momentum", self._momentum)
         with torch.no_grad():
@@ -95,7 +75,7 @@ class Sgd:
 
 
 class TorchOptimizer:
-    """An optimizer of torch's kind over parameters that are other objects in every version of the weights."""
+    """The same of an optimizer of torch's kind, for parameters that are others in each version of the weights."""
 
     def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
@@ -138,6 +118,9 @@ class TorchOptimizer:
                 kind, name = key.split(":", 1)
                 number = not tensor.ndim and tensor.dtype in (torch.int64, torch.float64)
                 self._state.setdefault(name, {})[kind] = tensor.item() if number else tensor.clone()
+
+
+Optimizer = Sgd | TorchOptimizer
 
 
 class Measured(NamedTuple):

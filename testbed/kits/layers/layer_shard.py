@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State, weights_of
@@ -31,16 +30,6 @@ Gradients = dict[str, "torch.Tensor"]
 """Gradients by the name of their parameter, each of its shape."""
 
 
-class _Step(Protocol):
-    """One computation that waits for its gradient."""
-
-    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
-
-    def learn(self, gradient: torch.Tensor) -> Gradients:
-        """Return the gradients of the parameters alone."""
-
-
 @dataclass(frozen=True)
 class _Recorded:
     """Any layer, whose gradients autograd computes."""
@@ -51,11 +40,13 @@ class _Recorded:
     """The parameters that it was computed with: an update makes new ones."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
         inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
         assert inputs is not None
         return inputs, self._named(others)
 
     def learn(self, gradient: torch.Tensor) -> Gradients:
+        """Return the gradients of the parameters alone."""
         return self._named(self._of(gradient, [*self.parameters.values()]))
 
     def _of(self, gradient: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -109,7 +100,7 @@ class LayerShard:
         self.part = part
         self._sgd = Sgd(optimizer)
         self._gradients: dict[str, torch.Tensor] = {}
-        self._steps: dict[Hashable, _Step] = {}
+        self._steps: dict[Hashable, _Recorded | _Dense] = {}
         self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
         self._rectified = len(layer.sequence) > 1
         self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")

@@ -18,7 +18,7 @@ from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.supervision import Supervisor
 from testbed.kits.pipeline.messages import Deviates, Measure, Measured, Packet
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.method import Problem
 from testbed.network.link import Pair

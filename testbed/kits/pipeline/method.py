@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from testbed.device import Device
-from testbed.kits.pipeline import partitioners, planning
 from testbed.kits.pipeline.figures import DECLARED
-from testbed.kits.pipeline.partitioners import AsynchronousDetails, AsynchronousOptions, Partitioner
-from testbed.kits.pipeline.planning import PipelineDetails, SynchronousOptions
+from testbed.kits.pipeline.planning import (
+    AsynchronousDetails,
+    AsynchronousOptions,
+    Partitioner,
+    PipelineDetails,
+    SynchronousOptions,
+    all_devices,
+    as_given,
+    devices_among,
+    momentum_advice,
+    stage_pieces,
+    synchronous_cut,
+)
 from testbed.method import Job, Method, Problem
-from testbed.plan import Plan
+from testbed.network.link import Link
+from testbed.partition.asynchronous import divisible_limit
+from testbed.plan import Piece, Plan
 from testbed.schedule import SCHEDULES, Action, asynchronous_1f1b, grid
 
 SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
@@ -29,10 +42,24 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     judges = True
     replans = True
     Details = PipelineDetails
+    begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
 
     def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""
-        return planning.plan(self.name, problem)
+        options = problem.options
+        pipeline, cuts = synchronous_cut(problem, all_devices(problem))
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=stage_pieces(pipeline, cuts),
+            step_time=pipeline.step_time(cuts),
+            details=PipelineDetails(
+                schedule=options.schedule,
+                micro_batches=options.micro_batch_count,
+                partition=options.partition,
+                bottleneck=pipeline.bottleneck(cuts),
+            ),
+        )
 
     def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
         """Return the size of the smallest micro-batch."""
@@ -42,18 +69,16 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         """Train on the first device; be a stage there and elsewhere."""
         from testbed.kits.pipeline.program import run_synchronous
 
-        schedule = SCHEDULES[job.problem.options.schedule]
-        await run_synchronous(device, job, schedule, partial(planning.stages_over, job.problem))
+        def stages(there: Collection[str]) -> tuple[Piece, ...]:
+            return stage_pieces(*synchronous_cut(job.problem, devices_among(job.problem, there)))
+
+        await run_synchronous(device, job, SCHEDULES[job.problem.options.schedule], stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
         """Draw a step as a grid, a row a stage and a column a slot."""
         if len(plan.pieces) < 2:
             return None
         return grid(SCHEDULES[plan.details.schedule], len(plan.pieces), plan.details.micro_batches)
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
-        return frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
 
 
 class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
@@ -67,13 +92,32 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
     replans = True
     Details = AsynchronousDetails
+    begins = frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})
     declared = DECLARED
     Partitioner: ClassVar[type[Partitioner[Any]]]
     """What chooses the partitions."""
 
     def plan(self, problem: Problem[SpecificOptions]) -> Plan[AsynchronousDetails]:
-        """Cut the model over the devices. Raises `InputError` where that cannot be."""
-        return partitioners.plan(self.name, problem, self.Partitioner(problem))
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
+        partitioner = self.Partitioner(problem)
+        partition = partitioner.initial()
+        true = as_given(problem, partition.devices)
+        alone = replace(true, links=dict.fromkeys(true.links, Link()))
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=partitioner.pieces(partition),
+            step_time=true.batch_time(partition.cuts),
+            details=AsynchronousDetails(
+                in_flight=problem.options.window(len(partition.devices)),
+                bottleneck=true.bottleneck(partition.cuts),
+                slowest_stage=true.slowest_stage(partition.cuts),
+                least_bottleneck=true.bottleneck(true.least_bottleneck()),
+                least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
+                divisible_limit=divisible_limit([1 / capacity for capacity in true.capacities]),
+                stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
+            ),
+        )
 
     async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
         """Coordinate on the first device; be a stage, and keep replicas, there and elsewhere."""
@@ -83,7 +127,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
 
     def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
         """Return what momentum does to gradients that are some batches old."""
-        return partitioners.momentum_advice(problem, plan.details.in_flight)
+        return momentum_advice(problem, plan.details.in_flight)
 
     def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
         """Draw the first batches as a grid, a row a stage and a column a slot; updates take none."""
@@ -95,7 +139,3 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
             return asynchronous_1f1b(stages, stage, batches, plan.details.in_flight)
 
         return grid(schedule, stages, 2 * stages)
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a stage; a device that the plan leaves out becomes one after a recovery at most."""
-        return frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})

@@ -34,9 +34,8 @@ from testbed.kits.pipeline.messages import (
     Packet,
     Prepare,
 )
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
 from testbed.kits.pipeline.placement import BEGINNING, Point, ReplicaStore
-from testbed.kits.pipeline.planning import StagesOptions, SynchronousOptions
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner, StagesOptions, SynchronousOptions
 from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.kits.pipeline.stage import Stage, StagePosition, UpdatePolicy
 from testbed.kits.pipeline.training import AsynchronousTrainer, SynchronousTrainer

@@ -18,7 +18,6 @@ from testbed.kits.layers.shard import result_of
 from testbed.kits.messaging.membership import Held, Presence
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Commit, Keep, Prepare, Replicated
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner
 from testbed.kits.pipeline.placement import (
     BEGINNING,
     Lineage,
@@ -28,6 +27,7 @@ from testbed.kits.pipeline.placement import (
     classify_failure,
     place,
 )
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.method import Job
 from testbed.partition.redistribution import StagePartition
 from testbed.wire.message import Message

@@ -17,8 +17,7 @@ from testbed.kits.pipeline.checkpointing import FromCheckpoint
 from testbed.kits.pipeline.forwarding import evaluate
 from testbed.kits.pipeline.measuring import Survey
 from testbed.kits.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
-from testbed.kits.pipeline.partitioners import AsynchronousOptions, Partitioner, momentum_advice
-from testbed.kits.pipeline.planning import SynchronousOptions
+from testbed.kits.pipeline.planning import AsynchronousOptions, Partitioner, SynchronousOptions, momentum_advice
 from testbed.kits.pipeline.recovery import FromReplicas
 from testbed.method import Job, Problem
 from testbed.partition.redistribution import StagePartition

@@ -26,9 +26,8 @@ from testbed.kits.pipeline.messages import (
     UnitState,
     Updated,
 )
-from testbed.kits.pipeline.partitioners import AsynchronousOptions
 from testbed.kits.pipeline.placement import Point, ReplicaStore
-from testbed.kits.pipeline.planning import SynchronousOptions
+from testbed.kits.pipeline.planning import AsynchronousOptions, SynchronousOptions
 from testbed.kits.pipeline.stage import BatchNews, Passage, Stage, run_schedule
 from testbed.schedule import Action, Schedule, asynchronous_1f1b, versions
 

@@ -94,6 +94,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     timing_only = True
     takes_weights = True
     declared = DECLARED
+    begins = frozenset({"load", SPAN})
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
         """Divide every layer. Raises `InputError` where that cannot be."""
@@ -129,10 +130,6 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             supervisor.start(job.plan.pieces)
             serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
             await run_with_recovery(serving, recovery, supervisor)
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a member; a device that the plan leaves out becomes one after a recovery at most."""
-        return frozenset({"load", SPAN})
 
 
 def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:

@@ -40,6 +40,7 @@ class Exchange(Method[ExchangeOptions]):
     tasks = ("infer",)
     Options = ExchangeOptions
     timing_only = True  # nothing is computed in any case
+    begins = frozenset()
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
         """Name the devices that take part. Raises `InputError` where they have no links."""
@@ -89,10 +90,6 @@ class Exchange(Method[ExchangeOptions]):
         if device.name == job.plan.lead:
             links = job.problem.links.values()
             await device.sleep(LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links))
-
-    def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return nothing: nobody computes."""
-        return frozenset()
 
     def _peer(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from testbed.kits.layers import costs
-from testbed.kits.pipeline.partitioners import pipeline_over
 from testbed.kits.pipeline.placement import Replicas, ReplicaStore
+from testbed.kits.pipeline.planning import pipeline_over
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.trace.metrics import metrics

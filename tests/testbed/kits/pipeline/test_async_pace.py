@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from testbed.kits.pipeline.partitioners import pipeline_over
+from testbed.kits.pipeline.planning import pipeline_over
 from testbed.methods import METHODS
 from testbed.partition.asynchronous import divisible_limit
 from testbed.trace.metrics import metrics

@@ -11,7 +11,7 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.data import load as load_data
-from testbed.kits.pipeline.partitioners import pipeline_over
+from testbed.kits.pipeline.planning import pipeline_over
 from testbed.partition.asynchronous import AsynchronousPipeline, capacities, divisible_limit
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
