@@ -11,14 +11,13 @@ from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
+from testbed.kits.messaging.typed import Numbered
 
 
 @dataclass(frozen=True)
-class Contribution(Typed, kind="collective", key=("group", "operation", "step", "sender")):
+class Contribution(Numbered, kind="collective", key=("group", "operation", "step", "sender")):
     """From a member of a group to another, in one step of an operation."""
 
-    configuration: int
     group: int
     operation: int
     step: int

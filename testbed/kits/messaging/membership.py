@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
+from testbed.kits.messaging.typed import Numbered, Typed
 
 Held = Sequence[tuple[int, int, Sequence[int]]]
 """(configuration, step, units) of every state of which a device has a replica; as it travels."""
@@ -26,18 +26,16 @@ class Hello(Typed, kind="hello"):
 
 
 @dataclass(frozen=True)
-class Probe(Typed, kind="probe", opens=True):
+class Probe(Numbered, kind="probe", opens=True):
     """From the coordinator: are you there? Whatever is of a lower configuration is void."""
 
-    configuration: int
     question: int
 
 
 @dataclass(frozen=True)
-class Alive(Typed, kind="alive"):
+class Alive(Numbered, kind="alive"):
     """The answer to a probe."""
 
-    configuration: int
     question: int
     holds: int
     """The configuration that the device has a role in, given up now if lower than the probe's; 0 for none."""
@@ -52,10 +50,9 @@ class Alive(Typed, kind="alive"):
 
 
 @dataclass(frozen=True)
-class Configured(Typed, kind="configured"):
+class Configured(Numbered, kind="configured"):
     """To the coordinator: ready for work in this configuration."""
 
-    configuration: int
     incarnation: float
 
 

@@ -28,8 +28,7 @@ class Typed:
     A field annotated ``torch.Tensor`` travels as the tensor of that name. One annotated ``State`` brings all other
     tensors of the message, under their own names. One annotated ``Fixed`` travels as text of always the same length.
     Every other field is a JSON value; tuples arrive as lists. A field
-    that is None, and is None by default, is left out. A message with a field ``configuration`` counts in that
-    configuration only; see `testbed.kits.messaging.mailbox.Mailbox`.
+    that is None, and is None by default, is left out.
     """
 
     kind: ClassVar[str] = ""
@@ -56,6 +55,13 @@ class Typed:
         if len(self.key) == 1:
             return getattr(self, self.key[0])  # type: ignore[no-any-return]
         return tuple(getattr(self, name) for name in self.key) or None
+
+
+@dataclass(frozen=True)
+class Numbered(Typed):
+    """Base of messages that count in one configuration only; see `testbed.kits.messaging.mailbox.Mailbox`."""
+
+    configuration: int
 
 
 K = TypeVar("K", bound=Typed)

@@ -14,7 +14,7 @@ from typing import Literal
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS
-from testbed.kits.messaging.typed import Fixed, Typed
+from testbed.kits.messaging.typed import Fixed, Numbered, Typed
 from testbed.kits.pipeline.figures import MOVED
 
 Purpose = Literal["train", "evaluate", "infer"]
@@ -27,10 +27,9 @@ Points = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Configure(Typed, kind="configure", opens=True):
+class Configure(Numbered, kind="configure", opens=True):
     """From the coordinator: be this stage."""
 
-    configuration: int
     stages: Stages
     steps: int
     """Training steps of the whole workload."""
@@ -40,10 +39,9 @@ class Configure(Typed, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class Prepare(Typed, kind="configure", opens=True):
+class Prepare(Numbered, kind="configure", opens=True):
     """From the coordinator: get what this stage needs."""
 
-    configuration: int
     stages: Stages
     steps: int
     """Training steps of the whole workload."""
@@ -57,10 +55,9 @@ class Prepare(Typed, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
+class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
     """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
 
-    configuration: int
     work: Purpose
     batch: int
     """The training step, or the batch of an evaluation or inference."""
@@ -76,19 +73,17 @@ class Activation(Typed, kind="activation", key=("work", "batch", "micro")):
 
 
 @dataclass(frozen=True)
-class Labels(Typed, kind="labels", key=("batch",)):
+class Labels(Numbered, kind="labels", key=("batch",)):
     """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
 
-    configuration: int
     batch: int
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Gradient(Typed, kind="gradient", key=("batch", "micro")):
+class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
     """To the stage before: the gradient of its outputs, and in asynchronous training what is known of the batch."""
 
-    configuration: int
     batch: int
     micro: int
     tensor: torch.Tensor
@@ -100,10 +95,9 @@ class Gradient(Typed, kind="gradient", key=("batch", "micro")):
 
 
 @dataclass(frozen=True)
-class Norms(Typed, kind="norms", key=("batch", "whole")):
+class Norms(Numbered, kind="norms", key=("batch", "whole")):
     """For clipping by norm: to the stage before, norms of this stage's gradients and of later ones; or of all, back."""
 
-    configuration: int
     batch: int
     whole: bool
     """Whether they are of all stages."""
@@ -112,29 +106,26 @@ class Norms(Typed, kind="norms", key=("batch", "whole")):
 
 
 @dataclass(frozen=True)
-class Output(Typed, kind="output", key=("work", "batch")):
+class Output(Numbered, kind="output", key=("work", "batch")):
     """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
 
-    configuration: int
     work: Purpose
     batch: int
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Loss(Typed, kind="loss", key=("batch",)):
+class Loss(Numbered, kind="loss", key=("batch",)):
     """From the last stage to the coordinator, in synchronous training: mean loss of a batch."""
 
-    configuration: int
     batch: int
     loss: Fixed
 
 
 @dataclass(frozen=True)
-class Updated(Typed, kind="updated", key=("batch",)):
+class Updated(Numbered, kind="updated", key=("batch",)):
     """From the first stage, whose update is the last of all, to the coordinator on the same device."""
 
-    configuration: int
     batch: int
     times: Times | None = None
     """Times of all stages, in asynchronous training."""
@@ -143,10 +134,9 @@ class Updated(Typed, kind="updated", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class UnitState(Typed, kind="state"):
+class UnitState(Numbered, kind="state"):
     """To the coordinator, for a checkpoint: one unit as it is after a step."""
 
-    configuration: int
     step: int
     """The next one."""
     unit: int
@@ -154,10 +144,9 @@ class UnitState(Typed, kind="state"):
 
 
 @dataclass(frozen=True)
-class End(Typed, kind="end", key=("batch",)):
+class End(Numbered, kind="end", key=("batch",)):
     """To the next stage: this batch and later ones do not come for now. Comes where its activation would."""
 
-    configuration: int
     batch: int
 
     @property
@@ -167,44 +156,39 @@ class End(Typed, kind="end", key=("batch",)):
 
 
 @dataclass(frozen=True)
-class Drained(Typed, kind="drained", key=("sender",)):
+class Drained(Numbered, kind="drained", key=("sender",)):
     """To the coordinator: all updates before this step are done, and none after it."""
 
-    configuration: int
     step: int
 
 
 @dataclass(frozen=True)
-class Commit(Typed, kind="commit"):
+class Commit(Numbered, kind="commit"):
     """From the coordinator: all stages have what they need. Begin, and free all points but these."""
 
-    configuration: int
     keep: Points
 
 
 @dataclass(frozen=True)
-class Keep(Typed, kind="keep"):
+class Keep(Numbered, kind="keep"):
     """From the coordinator: free all points but these and later ones."""
 
-    configuration: int
     keep: Points
 
 
 @dataclass(frozen=True)
-class Fetch(Typed, kind="fetch", opens=True):
+class Fetch(Numbered, kind="fetch", opens=True):
     """To any device: send me these units of a point."""
 
-    configuration: int
     made: int
     step: int
     units: Sequence[int]
 
 
 @dataclass(frozen=True)
-class FetchedUnit(Typed, kind=MOVED):
+class FetchedUnit(Numbered, kind=MOVED):
     """The answer to a fetch, a message a unit."""
 
-    configuration: int
     made: int
     step: int
     unit: int
@@ -212,51 +196,44 @@ class FetchedUnit(Typed, kind=MOVED):
 
 
 @dataclass(frozen=True)
-class Replica(Typed, kind="replica"):
+class Replica(Numbered, kind="replica"):
     """To the next stage, or to the coordinator: keep this for me."""
 
-    configuration: int
     step: int
     unit: int
     state: State
 
 
 @dataclass(frozen=True)
-class Replicated(Typed, kind="replicated"):
+class Replicated(Numbered, kind="replicated"):
     """To the coordinator: the units that I have of this step are where they are to be kept."""
 
-    configuration: int
     step: int
 
 
 @dataclass(frozen=True)
-class Measure(Typed, kind="measure"):
+class Measure(Numbered, kind="measure"):
     """From the coordinator: measure your link to another stage."""
 
-    configuration: int
     target: str
 
 
 @dataclass(frozen=True)
-class Deviates(Typed, kind="deviates"):
+class Deviates(Numbered, kind="deviates"):
     """To the coordinator: my link to another stage carries more or less than was measured."""
 
-    configuration: int
     target: str
 
 
 @dataclass(frozen=True)
-class Packet(Typed, kind="packet"):
+class Packet(Numbered, kind="packet"):
     """To the stage that the link is measured to; only its size matters."""
-
-    configuration: int
 
 
 @dataclass(frozen=True)
-class Measured(Typed, kind="measured"):
+class Measured(Numbered, kind="measured"):
     """To the coordinator: what was measured."""
 
-    configuration: int
     target: str
     rate: float | None
     """Bit/s on the wire; None: sending takes no time."""

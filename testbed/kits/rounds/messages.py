@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
 from testbed.kits.messaging.membership import Hello
-from testbed.kits.messaging.typed import Fixed, Typed
+from testbed.kits.messaging.typed import Fixed, Numbered, Typed
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,9 @@ class Here(Typed, kind="here"):
 
 
 @dataclass(frozen=True)
-class Begin(Typed, kind="begin", opens=True):
+class Begin(Numbered, kind="begin", opens=True):
     """From the server: train a round, from these weights on."""
 
-    configuration: int
     round: int
     """From 0."""
     state: State
@@ -32,10 +31,9 @@ class Begin(Typed, kind="begin", opens=True):
 
 
 @dataclass(frozen=True)
-class Begun(Typed, kind="begun"):
+class Begun(Numbered, kind="begun"):
     """To the server: the round's training begins here."""
 
-    configuration: int
     incarnation: float
     first: int
     """The first iteration; they are counted through all rounds."""
@@ -44,10 +42,9 @@ class Begun(Typed, kind="begun"):
 
 
 @dataclass(frozen=True)
-class DeviceActivation(Typed, kind="activation", key=("sender", "iteration", "micro")):
+class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", "micro")):
     """To the server: what leaves the device's last layer."""
 
-    configuration: int
     iteration: int
     micro: int
     """The mini-batch, from 0 to N - 1."""
@@ -60,30 +57,27 @@ class DeviceActivation(Typed, kind="activation", key=("sender", "iteration", "mi
 
 
 @dataclass(frozen=True)
-class ActivationGradient(Typed, kind="gradient", key=("iteration", "micro")):
+class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
     """From the server: the gradient of an activation, of its shape."""
 
-    configuration: int
     iteration: int
     micro: int
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Norms(Typed, kind="norms", key=("sender", "iteration")):
+class Norms(Numbered, kind="norms", key=("sender", "iteration")):
     """For clipping by norm: to the server, norms of the gradients of a device's layers; back, those of all layers."""
 
-    configuration: int
     iteration: int
     tensor: torch.Tensor
     """(trained tensors,), in the order of the model"""
 
 
 @dataclass(frozen=True)
-class Update(Typed, kind="update", key=("sender",)):
+class Update(Numbered, kind="update", key=("sender",)):
     """To the server: "stop epoch", and the trained layers."""
 
-    configuration: int
     samples: int
     """Samples that it trained on in this round."""
     loss: Fixed | None

@@ -8,15 +8,14 @@ from typing import Any
 
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State
-from testbed.kits.messaging.typed import Typed
+from testbed.kits.messaging.typed import Numbered, Typed
 from testbed.kits.pipeline.messages import Activation, Output
 
 
 @dataclass(frozen=True)
-class ConfigureMember(Typed, kind="configure", opens=True):
+class ConfigureMember(Numbered, kind="configure", opens=True):
     """From the source's coordinator: be a member of this plan."""
 
-    configuration: int
     plan: Mapping[str, Any]
     """A `DistributedPlan` as JSON."""
     given: bool
@@ -25,10 +24,9 @@ class ConfigureMember(Typed, kind="configure", opens=True):
 
 
 @dataclass(frozen=True)
-class OutputPiece(Typed, kind="piece"):
+class OutputPiece(Numbered, kind="piece"):
     """To a member that needs them: elements of a layer's output, from ``first`` on."""
 
-    configuration: int
     request: int
     value: int
     """The layer that made them, or `INPUT`."""
@@ -37,10 +35,9 @@ class OutputPiece(Typed, kind="piece"):
 
 
 @dataclass(frozen=True)
-class PartialSums(Typed, kind="sums"):
+class PartialSums(Numbered, kind="sums"):
     """To the member that adds them up: sums for the output channels ``first`` up to but without ``last``."""
 
-    configuration: int
     request: int
     layer: int
     first: int
@@ -49,33 +46,30 @@ class PartialSums(Typed, kind="sums"):
 
 
 @dataclass(frozen=True)
-class TileInput(Typed, kind="tile"):
+class TileInput(Numbered, kind="tile"):
     """From the source: what a tile needs of the image, (samples, channels, height, width)."""
 
-    configuration: int
     request: int
     tile: int
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class TileOutput(Typed, kind="tiled"):
+class TileOutput(Numbered, kind="tiled"):
     """To the source: what came out of a tile, (samples, channels, height, width)."""
 
-    configuration: int
     request: int
     tile: int
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
-class TileOverlap(Typed, kind="overlap"):
+class TileOverlap(Numbered, kind="overlap"):
     """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
 
     (samples, elements), map after map in the order of `deepthings.overlaps`.
     """
 
-    configuration: int
     request: int
     lender: int
     borrower: int
