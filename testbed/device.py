@@ -105,7 +105,7 @@ class Device(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether it has been told to leave (the fault `retire`); it is off as soon as its program has returned."""
+        """Whether it has been asked to leave (the fault `retire`); it is off as soon as its program has returned."""
 
     async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably, in the order of the calls per peer; return once the peer has acknowledged.

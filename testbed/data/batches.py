@@ -57,10 +57,7 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
 
 
 def batch(samples: int, batch_size: int, seed: int | None, step: int) -> Indices:
-    """Return the indices of the samples of training step ``step``, (samples,), counted from 0 through all epochs.
-
-    Without a seed they are in their order in every epoch.
-    """
+    """Return the indices of the samples of a training step from 0, (samples,); without a seed in their own order."""
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
     order = np.arange(samples) if seed is None else _order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]

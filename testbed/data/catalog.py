@@ -310,10 +310,7 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
-    """Return which value of the split's column each training sample has, (samples,); None: the data have no columns.
-
-    Raises `InputError` as `load`.
-    """
+    """Return which value of the split's column each training sample has, (samples,), or None; raises `InputError`."""
     return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
 
 

@@ -22,10 +22,7 @@ TRAIN, TEST = 2000, 500
 
 
 def parse(name: str) -> tuple[tuple[int, int, int], int]:
-    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``; 1x8x8 and 10 where they are left out.
-
-    Raises `InputError` for another name.
-    """
+    """Return shape and classes of ``synthetic[-CxHxW[-CLASSES]]``, by default 1x8x8 and 10; raises `InputError`."""
     match = _NAME.match(name)
     if match is None:
         raise InputError(f"'{name}' is not synthetic-CxHxW or synthetic-CxHxW-CLASSES", ("data", "name"))
@@ -47,10 +44,7 @@ def _labels(count: int, classes: int) -> npt.NDArray[np.int64]:
 
 
 def make(name: str, train: int | None, test: int | None, blank: bool = False) -> Dataset:
-    """Make the set of that name; the same for everybody, whatever the scenario's seed.
-
-    ``blank``: its labels, and black images.
-    """
+    """Make the set of that name, the same whatever the scenario's seed; ``blank``: its labels, and black images."""
     shape, classes = parse(name)
     channels, height, width = shape
     generator = np.random.default_rng(derive(0, "synthetic", "prototypes", *shape, classes))

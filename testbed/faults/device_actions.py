@@ -99,10 +99,7 @@ class ThrottlePart(Part):
         return self
 
     def slowed(self, factor: float, own: float) -> float:
-        """Return what is left of a share of a device's own speed, which is ``own`` FLOP/s.
-
-        A speed counts whatever was before it, a slowdown slows what is left.
-        """
+        """Return what is left of a share of its own speed, ``own`` FLOP/s: a speed replaces it, a slowdown slows it."""
         return self.speed / own if self.speed is not None else factor / (self.slowdown or 1.0)
 
 

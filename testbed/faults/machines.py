@@ -47,7 +47,7 @@ class Machines(Protocol):
         """Boot a device that is down, with the links and the speed that are in force."""
 
     def retire(self, device: str) -> None:
-        """Tell a device's program to leave; once that has returned, the device is off."""
+        """Ask a device to leave; once its program has returned, it is off."""
         ...
 
     def pause(self, device: str) -> None:

@@ -259,10 +259,7 @@ class TraceScript:
 
 
 def traced_links(links: Mapping[Pair, Link], changes: Iterable[Change], first: str) -> Iterator[tuple[int, Pair, Link]]:
-    """Yield each link as each change leaves it: (index of the change, pair, link).
-
-    ``first`` is the first device of the scenario. Changes of links that are not there are passed over.
-    """
+    """Yield (index, pair, link) for each link as each change leaves it; ``first`` is the scenario's first device."""
     now: dict[Pair, Link] = {}
     for index, change in enumerate(changes):
         for pair in change.pairs:

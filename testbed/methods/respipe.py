@@ -30,11 +30,7 @@ class TakeOverPartitioner(Partitioner[ResPipeOptions]):
     admits = False
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices as the options ask for.
-
-        With ``capacities`` it is the one that FTPipeHD comes to, so that after a loss the take-over is the only
-        difference.
-        """
+        """Return the pipeline over these devices, for equal ones or, as FTPipeHD comes to, by their capacities."""
         given = self.problem.options.partition == "capacities"
         return as_given(self.problem, names) if given else super().pipeline(names)
 

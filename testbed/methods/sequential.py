@@ -74,10 +74,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     begins = frozenset({"load", "forward"})
 
     def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
-        """Cut the model over the devices.
-
-        Raises `InputError` for too many stages, missing links and too little memory.
-        """
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
         options = problem.options
         chain, cuts = _cut(problem, all_devices(problem))
         latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)

@@ -26,10 +26,7 @@ _COUNTER = "num_batches_tracked"
 
 
 def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
-    """Return the slice of a layer's tensors out of a whole state, under the same names; none of them is empty.
-
-    A layer that cannot be divided is returned whole.
-    """
+    """Return the slice of a layer's tensors in a whole state, none of them empty; whole where it cannot be divided."""
     prefixes = tuple(f"{name}." for name in layer.names)
     divisible = layer.splits or layer.by_channel
     found = {
@@ -90,10 +87,7 @@ class SlicedLayer:
         self._whole: nn.Sequential | None = None
 
     def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
-        """Return what some input channels add to some output channels; None: all of the slice.
-
-        ``inputs`` is (samples, elements of the columns), the result (samples, elements of the rows).
-        """
+        """Return what input channels, (samples, elements), add to output channels, (samples, elements); None: all."""
         columns = self.part.columns if columns is None else columns
         rows = self.part.rows if rows is None else rows
         weight = pick(pick(self._states[0]["weight"], 0, rows, self.part.rows), 1, columns, self.part.columns)
@@ -115,10 +109,7 @@ class SlicedLayer:
         return finished
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
-        """Compute all channels of a tile, (samples, channels, height, width), padded by ``around`` pixels.
-
-        ``around``: left, right, top and bottom.
-        """
+        """Compute all channels of a tile, (samples, channels, height, width), padded left, right, top and bottom."""
         assert self.layer.window is not None
         padded = functional.pad(inputs, around, value=self.layer.window.fill)
         values = self.layer.sequence[0].product(padded, self._states[0].get("weight"), padding=0)

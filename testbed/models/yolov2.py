@@ -62,10 +62,7 @@ class Yolov2Options(Part):
 
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
-    """Make YOLOv2 for colour images whose sides are multiples of 32; it was trained for 416x416 to 608x608.
-
-    Raises ValueError for other images.
-    """
+    """Make YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
         raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
     units = [_named(index, layer) for index, layer in enumerate(_LAYERS)]

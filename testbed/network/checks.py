@@ -60,7 +60,7 @@ def prefix_for(devices: int) -> int:
 
 
 def has_room(subnet: IPv4Network, devices: int) -> bool:
-    """Tell whether a range of addresses has one for every device."""
+    """Say whether a range of addresses has one for every device."""
     return subnet.num_addresses >= devices + _RESERVED_ADDRESSES
 
 

@@ -35,10 +35,7 @@ def look_up(tree: object, dotted: str) -> Any:
 
 
 def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Figure]) -> list[Expectation]:
-    """Return each condition with the figure it is about and whether it holds, in the order of the scenario.
-
-    ``figures`` are those of the run; raises KeyError for a condition on none of them.
-    """
+    """Return each condition with its figure and whether it holds, in order; raises KeyError for an unknown figure."""
     results = []
     for key, text in expect.items():
         value = look_up(metrics, key)

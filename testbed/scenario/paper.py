@@ -33,10 +33,7 @@ def _value(point: Mapping[str, Any], key: str) -> object:
 
 
 def row_kind(row: PaperRow, figures: Mapping[str, Figure]) -> FigureKind:
-    """Return what a row's value is measured in: a ratio is a number, a figure of the plan what its name says.
-
-    ``figures`` are those of the runs that the row is about; KeyError for none of them.
-    """
+    """Return what a row's value is measured in; raises KeyError for a figure that is none of the runs'."""
     if row.over is not None or row.over_figure is not None:
         return "number"
     if row.figure.startswith(PLAN):

@@ -11,10 +11,7 @@ from testbed.scenario.schema import Scenario
 
 
 def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
-    """Return the radio by which the named devices hear each other; None where the scenario has none.
-
-    Raises `InputError` naming file and line.
-    """
+    """Return the radio of the named devices, None where there is none; raises `InputError` naming file and line."""
     problems = list(_problems(scenario))
     if problems:
         raise scenario.source.error(problems)

@@ -77,10 +77,7 @@ def changes(
     links: Mapping[Pair, Link],
     no_such_device: Callable[[str], str | None],
 ) -> tuple[tuple[Change, ...], list[Diagnostic]]:
-    """Read a whole trace; return its changes and what is wrong with them, each problem at key ("trace", index).
-
-    ``no_such_device`` says what is wrong with a name, None where it is right.
-    """
+    """Read a trace; return changes and problems; ``no_such_device`` says what is wrong with a name, None if nothing."""
     found: list[Change] = []
     problems: list[Diagnostic] = []
 

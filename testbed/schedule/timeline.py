@@ -37,10 +37,7 @@ def _free(stage: int, action: Action) -> tuple[float, float]:
 
 
 def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free) -> list[Slot]:
-    """Return every action's slot, in the order of their starts.
-
-    Raises `ScheduleError` on a deadlock, naming what each stage waits for.
-    """
+    """Return every action's slot, in the order of starts; raises `ScheduleError` naming what waits in a deadlock."""
     slots: list[Slot] = []
     done = [0] * len(stages)
     clock = [0.0] * len(stages)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 
 def in_flight(stages: int, stage: int, window: int | None = None) -> int:
-    """Return how many batches a stage has forwarded and not yet done backward at most: n - i, each with its version.
-
-    Fewer where ``window``, how many are anywhere in the pipeline at once, is smaller.
-    """
+    """Return the batches a stage has forwarded and not done backward at most: n - i, or ``window`` if smaller."""
     return min(window or stages, stages - stage)
 
 

@@ -32,10 +32,7 @@ class Stopping:
         self._judged = -1
 
     def judge(self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]) -> None:
-        """Take in the fields of an evaluation after so many steps; ``weights`` returns what it was made with.
-
-        One that is made again after a recovery was judged before.
-        """
+        """Take in an evaluation, once for each step; ``weights`` returns what it was made with."""
         if step <= self._judged:
             return
         self._judged = step

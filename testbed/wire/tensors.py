@@ -108,10 +108,7 @@ def type_of(name: str, tensor: torch.Tensor) -> str:
 
 
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
-    """Return the tensors of a safetensors body, as views of it, and its metadata.
-
-    Raises TensorError for anything but a body that `write` or the safetensors library makes.
-    """
+    """Return the tensors of a safetensors body, as views, and its metadata; raises TensorError for anything else."""
     view = memoryview(body).cast("B")
     if len(view) < 8:
         raise TensorError("too short for tensors")
@@ -182,10 +179,7 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return torch tensors that share the memory of a writable buffer (and copy that of another).
-
-    Raises TensorError for a shape without values that is too large in its other axes.
-    """
+    """Return torch tensors that share a writable buffer's memory; raises TensorError for shapes beyond torch."""
     result = {}
     for raw in tensors:
         dtype = getattr(torch, _TORCH_NAMES[raw.dtype])
@@ -201,10 +195,7 @@ def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
 
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
-    """Return arrays as bytes: views where they are contiguous, copies where they are not.
-
-    Raises TensorError for a type that does not travel.
-    """
+    """Return arrays as bytes, views where contiguous; raises TensorError for a type that does not travel."""
     import numpy as np
 
     dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}

@@ -39,10 +39,7 @@ class Score:
         self._metrics = training.metrics()
 
     def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:
-        """Count outputs, (samples, classes), or (samples, ...) as the loss wants them, and labels, (samples, ...).
-
-        Outputs without numbers leave nothing to score.
-        """
+        """Count outputs, (samples, ...) as the loss wants them, and labels, (samples, ...); nothing without numbers."""
         if outputs.is_meta:
             return
         wanted = torch.from_numpy(labels)

@@ -158,10 +158,7 @@ class LayerShard:
         return before
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Add to the gradients as `backward` does, where nobody wants that of the inputs: those of the network.
-
-        ``gradient`` is that of the outputs, (samples, elements of the rows).
-        """
+        """Add to the gradients as `backward` does with (samples, elements), where nobody wants that of the inputs."""
         self.add_gradients(self._steps.pop(key).learn(gradient))
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Presence:
         mailbox.on(Probe, self._answer)
 
     def greet(self) -> None:
-        """Tell the coordinator that this device has started and holds nothing."""
+        """Report to the coordinator that this device has started and holds nothing."""
         self._mailbox.post(self._coordinator, Hello(self.incarnation))
 
     def answer(self) -> Alive:
@@ -176,10 +176,7 @@ class Membership:
         return set()
 
     async def gather(self, deadlines: Mapping[str, float], greeted: bool = False) -> None:
-        """Ask all others, and wait for the answers of some of them, for each until its deadline.
-
-        ``greeted``: the word that one has started will do.
-        """
+        """Ask all others and wait for some, each until its deadline; ``greeted``: that it has started will do."""
         self.ask(self.others)
         heard: Collection[str] = self.present if greeted else self.answers
         awaited = {name: until for name, until in deadlines.items() if name != self._device.name}
@@ -255,10 +252,7 @@ class RoleHolder:
         mailbox.on_open(self._end)
 
     def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
-        """Have the roles that messages of this kind bring, each as soon as it arrives.
-
-        The kind has a field ``configuration`` and opens it.
-        """
+        """Have each role that messages of this kind bring, as soon as it arrives; the kind opens its configuration."""
 
         def take(message: Any) -> None:
             if self.assume(message.configuration, lambda: role_of(message)):
@@ -279,7 +273,7 @@ class RoleHolder:
         self._mailbox.start_in_configuration(self._serve())
 
     def ready(self) -> None:
-        """Tell the coordinator that this device is ready for its role."""
+        """Report to the coordinator that this device is ready for its role."""
         configured = Configured(self._mailbox.configuration, self.presence.incarnation)
         self._mailbox.post(self._coordinator, configured)
 

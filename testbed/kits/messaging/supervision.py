@@ -216,7 +216,7 @@ class RecoveryPolicy(Protocol):
     """Sets devices up, and does so again after a loss."""
 
     async def establish(self) -> None:
-        """Tell every device what it is to be, and wait until all are ready. Raises `Lost`."""
+        """Send every device its role, and wait until all are ready. Raises `Lost`."""
 
     async def recover(self, lost: Lost, start: int) -> None:
         """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
@@ -225,10 +225,7 @@ class RecoveryPolicy(Protocol):
 async def run_with_recovery(
     work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
 ) -> None:
-    """Work to the end through whatever happens; raises `TestbedError` when nothing helps.
-
-    ``recovering``: devices were lost before this began.
-    """
+    """Work to the end; ``recovering``: devices were lost before. Raises `TestbedError` when nothing helps."""
     record = supervisor.device.record
     fruitless = 0
     await asyncio.sleep(0)  # devices that start at this very instant greet before they are sent anything

@@ -43,10 +43,7 @@ async def forward_all(
 
 
 async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> dict[str, Any]:
-    """Send the test part through the stages, enough batches at once to keep them all busy.
-
-    Record the score, and return its fields.
-    """
+    """Send the test part through the stages, as many batches at once as keep all busy; record and return the score."""
     score = Score(training)
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):

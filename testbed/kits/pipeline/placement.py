@@ -176,10 +176,7 @@ class Replicas:
         return {name: tensor for unit in units for name, tensor in held[unit].items()}
 
     def keep(self, points: Collection[Point], later: bool = True) -> None:
-        """Free every point that is none of these; with ``later`` spare what came after all of them.
-
-        That is what the newest of their configurations has made since.
-        """
+        """Free every point but these; with ``later`` spare what the newest of their configurations has made since."""
         newest = max(points, default=None)
         self._held = {
             point: held

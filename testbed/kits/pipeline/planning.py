@@ -196,10 +196,7 @@ def pipeline_over(
     profile: UnitTimes | None = None,
     capacities: Sequence[float] | None = None,
 ) -> AsynchronousPipeline:
-    """Return the pipeline over these devices, by default with all as fast as the first.
-
-    Without a profile the units take on the first device what the testbed charges it.
-    """
+    """Return the pipeline over these devices, by default all as fast as the first, with unit times by formula."""
     options, workload, units = problem.options, problem.workload, problem.model.units
     update_flops = problem.training.update_flops
     chain = options.chain_every > 0

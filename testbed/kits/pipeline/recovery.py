@@ -281,10 +281,7 @@ class FromReplicas:
         return self._fitting(self._partitioner.over, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
-        """Open a configuration without a failure; return the devices that are there, in the scenario's order.
-
-        Raises `Lost` when a stage is not among them any more.
-        """
+        """Open a configuration without a failure; return who is there, in order. Raises `Lost` where a stage is not."""
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather(names, self._supervisor.patience)
         there = self._there()

@@ -45,10 +45,7 @@ Sent = Callable[[State, State], State]
 
 
 async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
-    """Take a step of the optimizer in every iteration, on the whole model: federated averaging.
-
-    ``change`` alters the gradients before each step.
-    """
+    """Take a step in every iteration, on the whole model; ``change`` alters the gradients before each."""
     losses = []
     for step in local.steps:
         losses.append(await local.gradients(step))

@@ -138,10 +138,12 @@ def transfer(link: Link, content: float) -> float:
     return link.transmission_time(size_around(content)) + link.delay
 
 
-def layer_times(model: Model, training: Recipe, device: DeviceSpec, at_once: float = 1.0) -> tuple[LayerTimes, ...]:
+def layer_times(
+    model: Model, training: Recipe, device: DeviceSpec, concurrent_clients: float = 1.0
+) -> tuple[LayerTimes, ...]:
     """Return by formula what each layer takes a device.
 
-    ``at_once`` others share one of its processors: each finds it as many times slower.
+    ``concurrent_clients`` others share one of its processors: each finds it as many times slower.
     """
 
     def of(unit: Unit) -> LayerTimes:
@@ -149,7 +151,7 @@ def layer_times(model: Model, training: Recipe, device: DeviceSpec, at_once: flo
         works = [each.scaled(flops=1, accessed=1, weights=0) for each in (forward, backward)]
         works.append(costs.update((unit,), training))
         works += [each.scaled(flops=0, accessed=0, weights=1) for each in (forward, backward)]
-        return LayerTimes(*(at_once * device.seconds(work) for work in works))
+        return LayerTimes(*(concurrent_clients * device.seconds(work) for work in works))
 
     return tuple(of(unit) for unit in model.units)
 

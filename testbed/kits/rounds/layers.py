@@ -69,10 +69,7 @@ class Layers:
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Go back through the layers with a mini-batch of this many samples; return the gradient of its inputs.
-
-        Both gradients are (samples, ...).
-        """
+        """Go back with a mini-batch of this many samples; return the gradient of its inputs, both (samples, ...)."""
         work = partial(self._shard.backward, (step, micro), gradient)
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
 

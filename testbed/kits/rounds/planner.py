@@ -138,10 +138,10 @@ class Participants:
         mine, theirs = self._layer_times(device), self._layer_times(server, share)
         return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options))
 
-    def _layer_times(self, device: DeviceSpec, at_once: float = 1.0) -> tuple[LayerTimes, ...]:
-        key = (device.rates, at_once)
+    def _layer_times(self, device: DeviceSpec, concurrent_clients: float = 1.0) -> tuple[LayerTimes, ...]:
+        key = (device.rates, concurrent_clients)
         if key not in self._known:
-            self._known[key] = layer_times(self.problem.model, self.problem.training, device, at_once)
+            self._known[key] = layer_times(self.problem.model, self.problem.training, device, concurrent_clients)
         return self._known[key]
 
     @cached_property

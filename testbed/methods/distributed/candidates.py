@@ -128,11 +128,7 @@ class Candidate:
 
 
 def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> Candidate:
-    """Return a plan that fits into the devices; where there is none, the one with the smallest shortfall.
-
-    Raises:
-        InputError: for layers, grids and pairs that cannot be.
-    """
+    """Return a plan that fits, else the one with the smallest shortfall; raises `InputError` for what cannot be."""
     names, scheme = [device.name for device in devices], settings.options.scheme
     if scheme == "single":
         return Candidate.of(dataflow(graph, single_plan(scheme, graph, names, settings.source), settings))
@@ -218,12 +214,7 @@ _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 
 
 def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
-    """Return the plan of a scheme.
-
-    Raises:
-        InputError: for layers, grids and pairs that cannot be, and where a device has too little memory: with the
-            smallest number of devices that would do.
-    """
+    """Return the plan of a scheme; raises `InputError` where it cannot be, with the number of devices that would do."""
     found = candidate(graph, devices, settings)
     if not found.excess(devices):
         return found.flow.plan

@@ -176,10 +176,7 @@ def overlapped(phases: Sequence[Phase]) -> float:
 
 
 def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
-    """Return the seconds from one result to the next; with several under way one's computing hides another's sending.
-
-    With one under way that is its latency.
-    """
+    """Return the seconds from one result to the next: alone its latency; of several, computing and sending overlap."""
     computing, sending = sum(phase.compute for phase in phases), sum(phase.network for phase in phases)
     return max(computing, sending, overlapped(phases) / in_flight)
 

@@ -92,11 +92,7 @@ def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
 
 
 def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes:
-    """Return LOP with the given pairs of layers fused.
-
-    Raises:
-        InputError: where a pair cannot be fused or overlaps another, naming those that can.
-    """
+    """Return LOP with the given pairs of layers fused; raises `InputError` naming the pairs that can be."""
     schemes = list(everywhere(graph, "lop", first))
     for one, other in pairs:
         if other != one + 1 or one < first or not graph.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
