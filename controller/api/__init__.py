@@ -33,8 +33,7 @@ from testbed.common.errors import InputError
 from testbed.prepare import Prepared, prepare
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
-from testbed.scenario.schema import TOGETHER, Scenario
-from testbed.scenario.source import Source
+from testbed.scenario.schema import TOGETHER, Scenario, Source
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,9 +30,8 @@ from controller.hosts.lab import open_lab
 from controller.lab import runstate
 from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import Changed, Conditions, FaultSetting
+from testbed.faults.conditions import Changed, Conditions, FaultSetting, RecordedStep, carry_out
 from testbed.faults.link_actions import Flap
-from testbed.faults.machines import RecordedStep, carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network import checks

@@ -19,9 +19,8 @@ from controller.hosts.lab import AnyLab
 from controller.lab import runstate
 from controller.lab.clients import AgentGone
 from testbed.common.errors import TestbedError
-from testbed.faults.conditions import Changed, Conditions, DeviceState
+from testbed.faults.conditions import Changed, Conditions, DeviceState, RecordedStep
 from testbed.faults.device_actions import MIN_FACTOR
-from testbed.faults.machines import RecordedStep
 from testbed.faults.parts import ActionPart
 from testbed.network.link import Link, Pair, links_from_json, links_to_json
 from testbed.trace.events import link_fields
@@ -39,7 +38,7 @@ _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 
 
 class Containers:
-    """The devices of a lab, their links and their speeds (`testbed.faults.machines.Machines`).
+    """The devices of a lab, their links and their speeds (`testbed.faults.conditions.Machines`).
 
     Links and speeds stay as they are for the rest of the run, also when a device restarts. ``admit`` is done to a
     device that has been switched on; it has to end in `inform`.

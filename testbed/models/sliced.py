@@ -3,19 +3,22 @@
 With the weights cut by output channels each device finishes its outputs; with weights cut by input channels a device
 has sums that are complete only together with the others', and bias, normalisation and activation must wait for that
 (Stahl et al., Sections 4.1 and 4.4). Values are flat, (samples, elements), channel after channel, as they travel.
-Everything is differentiable.
+Everything is differentiable; of a fully connected layer, with a ReLU or without, gradients are also there in closed
+form, which is what autograd comes to, to round-off: for layers as small as those of one device, autograd takes longer
+than the arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 
 from testbed.common.lazy import functional, nn, torch
 from testbed.common.seeds import derive
 from testbed.models.chain import Model
 from testbed.models.graph import GraphLayer
-from testbed.models.layers import shapes
+from testbed.models.layers import Linear, ReLU, shapes
 from testbed.models.slices import NONE, Channels, Slice, pick
 
 Tensors = Mapping[str, "torch.Tensor"]
@@ -183,3 +186,42 @@ class SlicedShape:
 
     def _made(self, inputs: torch.Tensor, channels: Channels) -> torch.Tensor:
         return torch.empty((len(inputs), len(channels) * self.layer.pixels), device="meta")
+
+
+@dataclass(frozen=True)
+class DenseStep:
+    """One forward that waits for its gradient."""
+
+    inputs: torch.Tensor
+    """(samples, inputs)."""
+    weight: torch.Tensor
+    """(neurons, inputs)."""
+    outputs: torch.Tensor
+    """(samples, neurons)."""
+    rectified: bool
+
+    def of_sums(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of what the ReLU gets from that of the outputs, both (samples, neurons)."""
+        return gradient * (self.outputs > 0) if self.rectified else gradient
+
+    def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the inputs, (samples, inputs), from `of_sums`."""
+        return sums @ self.weight
+
+    def of_parameters(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of weight, (neurons, inputs), and bias, (neurons,), from `of_sums`."""
+        return sums.T @ self.inputs, sums.sum(dim=0)
+
+
+def is_dense(layer: GraphLayer) -> bool:
+    """Say whether a layer is fully connected, and followed by a ReLU at most."""
+    first, *others = layer.sequence or (None,)
+    return isinstance(first, Linear) and others in ([], [ReLU()])
+
+
+def dense_forward(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rectified: bool
+) -> torch.Tensor:
+    """Return the outputs, (samples, neurons), of inputs, (samples, inputs)."""
+    sums = inputs @ weight.T if bias is None else torch.addmm(bias, inputs, weight.T)
+    return sums.relu_() if rectified else sums

@@ -19,8 +19,7 @@ from testbed.network.link import Link, Pair
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import training_bytes
 from testbed.partition.pipeline import Chain, TrainingPipeline
-from testbed.schedule import Action, asynchronous_1f1b
-from testbed.schedule.timeline import Slot
+from testbed.schedule import Action, Slot, asynchronous_1f1b
 from testbed.schedule.versions import in_flight, kept
 from testbed.wire.message import size_around
 

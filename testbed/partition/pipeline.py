@@ -25,8 +25,7 @@ from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
 from testbed.partition.memory import inference_bytes, training_bytes
-from testbed.schedule import Action, Schedule, in_flight, orders, play
-from testbed.schedule.timeline import Slot
+from testbed.schedule import Action, Schedule, Slot, in_flight, orders, play
 from testbed.wire.message import size_around
 
 OfStage = Callable[[int, int, int], float]

@@ -16,8 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from testbed.common.errors import Diagnostic, InputError, Key, closest, format_key, nearest, parse_key
-from testbed.scenario.schema import Scenario
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Scenario, Source
 
 SCENARIOS = Path("scenarios")
 _INSTALLED = Path(__file__).parent / "shipped"

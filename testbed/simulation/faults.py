@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.conditions import RecordedStep, carry_out
 from testbed.faults.script import Changes, FaultOperation, FaultScript, TraceScript
 from testbed.simulation.world import World
 from testbed.trace.events import Event

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import State, weights_of
-from testbed.models import dense
-from testbed.models.dense import DenseStep, is_dense
 from testbed.models.graph import GraphLayer
 from testbed.models.layers import Dropout
-from testbed.models.sliced import SlicedLayer
+from testbed.models.sliced import DenseStep, SlicedLayer, dense_forward, is_dense
 from testbed.models.slices import Channels, Slice, as_channels, pick
 from testbed.training.optimizers import MOMENTUM, Sgd
 from testbed.training.schema import OptimizerPart
@@ -140,7 +138,7 @@ class LayerShard:
             self._steps[key] = _Recorded(inputs, outputs, self._noted)
             return outputs.detach()
         weight, bias = self._weights()
-        outputs = dense.forward(inputs, weight, bias, self._rectified)
+        outputs = dense_forward(inputs, weight, bias, self._rectified)
         self._steps[key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
         return outputs
 
@@ -164,7 +162,7 @@ class LayerShard:
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs, (samples, elements), as `forward` does, in evaluation mode and keeping nothing."""
         if self._dense and columns is None:
-            return dense.forward(inputs, *self._weights(), self._rectified)
+            return dense_forward(inputs, *self._weights(), self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             return layer.finish(layer.sums(inputs, columns))

@@ -11,9 +11,9 @@ from testbed.kits.layers.shard import Adjust, State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.messaging.transfer import Codec
-from testbed.kits.rounds.layers import Layers
+from testbed.kits.rounds.layers import Layers, Share
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Norms, Ping, Update
-from testbed.kits.rounds.share import Length, Share
+from testbed.kits.rounds.options import Length
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Layers of the model on one device: their numerics, and what each piece of work is charged."""
+"""What a device trains: layers of the model, with what each piece of work is charged, on its share of the samples."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from testbed.common.lazy import torch
+from testbed.data.batches import batch, steps_per_epoch
+from testbed.data.dataset import Dataset
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import shard
@@ -103,3 +105,31 @@ class Layers:
         """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
         work = partial(self._shard.infer, inputs)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))
+
+
+class Share:
+    """A device's samples in iterations of N mini-batches of floor(B/N).
+
+    Each epoch is another order of the samples, cut into whole iterations; what is left over sits out that epoch and
+    comes up in others. Fewer samples than a batch are one iteration.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None) -> None:
+        """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
+        self._dataset = dataset
+        self._seed = seed
+        self.samples = len(dataset.train_labels)
+        self.parallel = parallel
+        self.mini_batch = min(batch_size, self.samples) // parallel
+        if not self.mini_batch:
+            raise ValueError(f"{self.samples} samples do not make {parallel} mini-batches")
+        self._size = self.mini_batch * parallel
+        self.per_epoch = steps_per_epoch(self.samples, self._size)
+
+    def iteration(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,)."""
+        chosen = batch(self.samples, self._size, self._seed, number)
+        images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
+        labels = torch.from_numpy(self._dataset.train_labels[chosen])
+        parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]
+        return [(images[part], labels[part]) for part in parts]

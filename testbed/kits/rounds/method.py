@@ -23,13 +23,12 @@ from testbed.kits.rounds.client import (
     with_server,
 )
 from testbed.kits.rounds.figures import DECLARED
-from testbed.kits.rounds.layers import Layers
+from testbed.kits.rounds.layers import Layers, Share
 from testbed.kits.rounds.messages import KINDS
 from testbed.kits.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
 from testbed.kits.rounds.server import GlobalModel, Merge, Server, ServerSide, mean
-from testbed.kits.rounds.share import Share
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
 

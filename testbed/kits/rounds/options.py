@@ -1,9 +1,10 @@
-"""Options of methods that train in rounds."""
+"""Options of methods that train in rounds, and how long rounds are by them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -71,3 +72,27 @@ SPLIT = (
     "the layers that a device trains, the first P: one number for all, or `{device: P}`; best: the shortest epoch by "
     "the stage graph"
 )
+
+
+@dataclass(frozen=True)
+class Length:
+    """How much a device trains in a round: epochs, or else iterations; and in all rounds together."""
+
+    epochs: bool
+    """Whether the two numbers are of epochs; else they are of iterations."""
+    each: int
+    total: int
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the whole workload."""
+        return -(-self.total // self.each)
+
+    def iterations(self, number: int, per_epoch: int) -> range:
+        """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
+
+        A device that trains on, since others are slower, has rounds of full length beyond that.
+        """
+        unit = per_epoch if self.epochs else 1
+        end = (number + 1) * self.each
+        return range(number * self.each * unit, (end if number >= self.rounds else min(end, self.total)) * unit)

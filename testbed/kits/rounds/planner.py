@@ -22,8 +22,7 @@ from testbed.kits.rounds.estimate import (
     profile,
     shortest_epoch,
 )
-from testbed.kits.rounds.options import RoundOptions, SplitPoints, transfer_of
-from testbed.kits.rounds.share import Length
+from testbed.kits.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
 from testbed.method import Problem
 from testbed.network.link import Link
 from testbed.partition.memory import inference_bytes, training_bytes

@@ -18,7 +18,7 @@ from controller.lab import runstate
 from controller.lab.lab import Lab
 from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.machines import carry_out
+from testbed.faults.conditions import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network.link import GilbertElliott, Link, Pair, links_to_json

@@ -12,9 +12,8 @@ from controller.lab.lab import Lab
 from controller.running.control import answer, flap
 from controller.running.machines import HALTED, Containers
 from testbed.common.errors import HostError
-from testbed.faults.conditions import Changed
+from testbed.faults.conditions import Changed, carry_out
 from testbed.faults.device_actions import ThrottlePart
-from testbed.faults.machines import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import Change, Changes, FaultOperation, FaultPhase
 from testbed.network.link import Link

@@ -16,8 +16,7 @@ from controller.lab.lab import Lab
 from controller.running import control
 from controller.running.machines import Containers, events_of
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import Changed
-from testbed.faults.machines import RecordedStep
+from testbed.faults.conditions import Changed, RecordedStep
 from tests.helpers.remembered import RememberedLab
 
 RUN = "run-1"

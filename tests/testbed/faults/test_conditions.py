@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testbed.faults.conditions import Changed, Conditions
-from testbed.faults.machines import carry_out
+from testbed.faults.conditions import Changed, Conditions, carry_out
 from testbed.faults.parts import ACTIONS, ActionPart, mending
 from testbed.faults.script import FaultOperation
 from testbed.hardware import DeviceSpec

@@ -15,7 +15,7 @@ from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Source
 from testbed.scenario.trace import KEYS, parse
 
 SCENARIO = """

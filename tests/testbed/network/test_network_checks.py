@@ -14,7 +14,7 @@ from testbed.network.link import Cell, GilbertElliott, Link, cell_of
 from testbed.network.parts import LinkPart, overlay
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, validate
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Source
 
 BASE = {
     "name": "small",

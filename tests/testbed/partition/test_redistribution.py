@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.methods.respipe import take_over
+from testbed.methods.pipedream import take_over
 from testbed.partition.redistribution import StagePartition, UnitsLostError, missing, needs
 from tests.helpers.replicated import chained, moved, own, redistribution, without
 

@@ -19,8 +19,7 @@ from testbed.models.layers import Linear
 from testbed.network.link import Link
 from testbed.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities, divisible_limit, measured
 from testbed.partition.cuts import Cuts
-from testbed.schedule import Action, orders
-from testbed.schedule.generators import one_forward_one_backward
+from testbed.schedule import Action, one_forward_one_backward, orders
 from testbed.schedule.versions import aggregates, in_flight, kept, used
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE

@@ -8,7 +8,7 @@ from testbed.network.link import Link, directed_pairs
 from testbed.network.parts import PRESETS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Source
 
 BASE = {
     "name": "small",

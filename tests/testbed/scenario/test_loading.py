@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.scenario.loading import SHIPPED, load, validate
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Source
 from tests.helpers import ROOT
 
 GOOD = """\

@@ -8,7 +8,7 @@ from testbed.common.errors import InputError
 from testbed.network.radio import Propagation
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import validate
-from testbed.scenario.source import Source
+from testbed.scenario.schema import Source
 
 EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
 

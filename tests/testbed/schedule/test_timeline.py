@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.schedule import SCHEDULES, Action, ScheduleError, orders
-from testbed.schedule.timeline import Slot, grid, play
+from testbed.schedule import SCHEDULES, Action, ScheduleError, Slot, grid, orders, play
 
 sizes = given(stages=st.integers(1, 7), micros=st.integers(1, 9))
 

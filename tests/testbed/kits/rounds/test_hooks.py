@@ -76,7 +76,7 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
     outcome = run("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
     prepared = ready("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
     problem, data = prepared.problem, load_data(prepared.scenario.workload.data)
-    from testbed.kits.rounds.share import Share
+    from testbed.kits.rounds.layers import Share
 
     states, counts = [], []
     for name in prepared.method.data_owners(problem):

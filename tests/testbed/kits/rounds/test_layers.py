@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from testbed.data.dataset import Dataset
-from testbed.kits.rounds.share import Length, Share
+from testbed.kits.rounds.layers import Share
+from testbed.kits.rounds.options import Length
 
 
 def data(samples: int) -> Dataset:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from testbed.models import create
-from testbed.models.dense import DenseStep, forward, is_dense
 from testbed.models.graph import graph_of
+from testbed.models.sliced import DenseStep, dense_forward, is_dense
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6))
 
@@ -24,7 +24,7 @@ def test_outputs_and_gradients_are_those_of_autograd(sizes, biased: bool, rectif
         for size in ((samples, entering), (leaving, entering), (leaving,), (samples, leaving))
     )
     given_bias = bias if biased else None
-    outputs = forward(inputs, weight, given_bias, rectified)
+    outputs = dense_forward(inputs, weight, given_bias, rectified)
     step = DenseStep(inputs, weight, outputs, rectified)
     leaves = [each.clone().requires_grad_() for each in (inputs, weight, bias)]
     expected = functional.linear(leaves[0], leaves[1], leaves[2] if biased else None)
