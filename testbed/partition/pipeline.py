@@ -170,8 +170,8 @@ class Chain:
         return replace(self, devices=devices, links=links)
 
     @property
-    def passage_costs(self) -> Costs:
-        """What adds up to the time of one batch, or micro-batch, alone on its whole way."""
+    def latency_costs(self) -> Costs:
+        """What adds up to the time of one batch that passes forward through all stages."""
 
         def stage(index: int, first: int, last: int) -> float:
             return self.forward_time(index, first, last, self.batch_size)
@@ -183,11 +183,16 @@ class Chain:
 
     def latency(self, cuts: Cuts) -> float:
         """Return the seconds of one batch through all stages, without what brings it there and the result back."""
-        return self.passage_costs.of(cuts, lambda one, other: one + other)
+        return self.latency_costs.of(cuts, lambda one, other: one + other)
 
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` where none fits."""
-        return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.passage_costs)))
+        return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of one batch, or micro-batch, alone on its whole way."""
+        return self.latency_costs
 
     @property
     def bottleneck_costs(self) -> Costs:
@@ -196,7 +201,7 @@ class Chain:
         def boundary(stage: int, cut: int) -> float:
             return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
 
-        return replace(self.passage_costs, boundary=boundary)
+        return replace(self.latency_costs, boundary=boundary)
 
     def bottleneck(self, cuts: Cuts) -> float:
         """Return the seconds of the busiest stage or link for what passes together: a full pipeline's pace."""
