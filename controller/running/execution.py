@@ -27,8 +27,7 @@ from controller.running.fidelity import HostMonitor
 from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.common.lazy import torch
-from testbed.faults.conditions import Changed
-from testbed.faults.machines import RecordedStep, carry_out
+from testbed.faults.conditions import Changed, RecordedStep, carry_out
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
