@@ -74,11 +74,17 @@ class DataSource:
         return Entering(self.shape, self.integers, self.fields)
 
 
-def _missing(source: DataSource, folder: Path, names: list[str]) -> InputError:
-    return InputError(
-        f"{folder}: {source.name} needs {', '.join(names)} there (plain or .gz); "
-        f"`testbed data fetch {source.name}` downloads what is missing"
-    )
+def _all_of(source: DataSource, *folders: Path) -> list[Path]:
+    """Return the files of a set, each from the first folder that has it; raises `InputError` naming what is missing."""
+    found = {name: [files.find(folder, name) for folder in folders] for name in source.files}
+    paths = [path for places in found.values() for path in [*filter(None, places)][:1]]
+    if len(paths) < len(found):
+        names = ", ".join(name for name, places in found.items() if not any(places))
+        raise InputError(
+            f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
+            f"`testbed data fetch {source.name}` downloads what is missing"
+        )
+    return paths
 
 
 def _split(samples: Samples) -> tuple[Samples, Samples]:
@@ -88,26 +94,19 @@ def _split(samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    found = {name: files.find(folder, name) for name in source.files}
-    train_images, train_labels, test_images, test_labels = (found[name] for name in source.files)
-
-    def pair(images: Path | None, labels: Path | None) -> Samples:
-        absent = [name for name, path in found.items() if path is None]
-        if images is None or labels is None:
-            raise _missing(source, folder, absent)
+    def pair(images: Path, labels: Path) -> Samples:
         pixels = source.shape[1:]
         return files.read_idx_pair(images, labels, (pixels[0], pixels[1]), source.classes)
 
-    if train_images is None and train_labels is None and test_images is not None:
-        return (f"{source.name}-t10k", *_split(pair(test_images, test_labels)))
-    return source.name, pair(train_images, train_labels), pair(test_images, test_labels)
+    train_images, train_labels, *tests = (files.find(folder, name) for name in source.files)
+    there = [path for path in tests if path is not None]
+    if train_images is None and train_labels is None and len(there) == 2:
+        return f"{source.name}-t10k", *_split(pair(*there))
+    paths = _all_of(source, folder)
+    return source.name, pair(*paths[:2]), pair(*paths[2:])
 
 
 def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    found = [files.find(folder, name) for name in source.files]
-    if None in found:
-        raise _missing(source, folder, [name for name, path in zip(source.files, found, strict=True) if path is None])
-    paths = [path for path in found if path is not None]
     # The letters are numbered from 1.
     begin = 1 if source.name == "emnist-letters" else 0
 
@@ -118,16 +117,12 @@ def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
         # EMNIST stores its images column by column.
         return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
 
+    paths = _all_of(source, folder)
     return source.name, pair(*paths[:2]), pair(*paths[2:])
 
 
 def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
-    inner = folder / "cifar-10-batches-bin"
-    found = {name: files.find(folder, name) or files.find(inner, name) for name in source.files}
-    absent = [name for name, path in found.items() if path is None]
-    if absent:
-        raise _missing(source, folder, absent)
-    *train, test = (path for path in found.values() if path is not None)
+    *train, test = _all_of(source, folder, folder / "cifar-10-batches-bin")
     return source.name, files.read_cifar(train), files.read_cifar([test])
 
 

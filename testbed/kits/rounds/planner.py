@@ -121,11 +121,6 @@ class Participants:
         """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
         return min(self.problem.workload.batch_size, self.problem.samples[device.name])
 
-    def iterations(self, device: DeviceSpec, parallel: int) -> dict[str, int]:
-        """Return the iterations of a round and of an epoch."""
-        per_epoch = iterations(self.problem.samples[device.name], self.batch(device), parallel)
-        return {"iterations": len(self.length.iterations(0, per_epoch)), "epoch": per_epoch}
-
     def profile(self, device: DeviceSpec, concurrent_clients: int) -> PairProfile:
         """Return what a device and the server take, ``concurrent_clients`` devices together keeping the server busy."""
         problem, server = self.problem, self.server
@@ -169,26 +164,17 @@ class Participants:
         return found
 
 
-def _whole(team: Participants, device: DeviceSpec) -> ClientPlan:
-    """Return what a device does that trains all layers by itself."""
-    found, batch = team.profile(device, 0), team.batch(device)
-    return ClientPlan(
-        split=found.depth,
-        parallel=1,
-        iteration_time=found.local_training(batch, batch),
-        exchange_time=found.exchange(found.depth),
-        **team.iterations(device, 1),
-    )
-
-
-def _divided(team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice) -> ClientPlan:
-    """Return what a device does that trains some layers and leaves the rest to the server."""
+def _client(
+    team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice, iteration_time: float
+) -> ClientPlan:
+    per_epoch = iterations(team.problem.samples[device.name], team.batch(device), choice.parallel)
     return ClientPlan(
         split=choice.split,
         parallel=choice.parallel,
-        iteration_time=found.iteration(choice, team.batch(device)),
+        iteration_time=iteration_time,
         exchange_time=found.exchange(choice.split),
-        **team.iterations(device, choice.parallel),
+        iterations=len(team.length.iterations(0, per_epoch)),
+        epoch=per_epoch,
     )
 
 
@@ -198,7 +184,12 @@ def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
     Raises `InputError` where devices, links or options do not fit, or a device has too little memory.
     """
     team.check()
-    return plan(method, team, {device.name: _whole(team, device) for device in team.devices}, {})
+    clients = {}
+    for device in team.devices:
+        found, batch = team.profile(device, 0), team.batch(device)
+        alone = found.local_training(batch, batch)
+        clients[device.name] = _client(team, device, found, Choice(found.depth), alone)
+    return plan(method, team, clients, {})
 
 
 Choices = Callable[[PairProfile, int], Sequence[Choice]]
@@ -247,7 +238,7 @@ def split_plan(
         found = team.profile(device, concurrent_clients)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
         choice = _best(choices, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
-        portions[name] = _divided(team, device, found, choice)
+        portions[name] = _client(team, device, found, choice, found.iteration(choice, batch))
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 
