@@ -67,13 +67,10 @@ class InputError(TestbedError):
     exit_code = 2
 
     def __init__(self, text: str, key: Key = ()) -> None:
-        """Make the error of one value.
+        """Say what is wrong and what would be right, of the value at a key.
 
-        Args:
-            text: what is wrong; what would be right.
-            key: the value, where it is one of a scenario: of its workload, ``("method", "stages")``, or another one,
-                ``("network", "topology")`` or ``("devices", name, "memory")`` with the name of a single device.
-
+        Its key is one of the workload, ``("method", "stages")``, or of the scenario, ``("network", "topology")`` or
+        ``("devices", name, "memory")`` with the name of a single device.
         """
         super().__init__(str(Diagnostic(key, text)))
         self.text = text

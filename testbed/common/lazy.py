@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from testbed.common.errors import InputError, Key
 
 if TYPE_CHECKING:
-    import torch as torch
-    from torch import nn as nn
-    from torch.nn import functional as functional
+    import numpy as np
+    import torch
+    from numpy import typing as npt
+    from torch import nn
+    from torch.nn import functional
 else:
 
     class _Lazy:
@@ -22,7 +24,10 @@ else:
             setattr(self, attribute, found)  # it is not asked for here again
             return found
 
+    np, npt = _Lazy("numpy"), _Lazy("numpy.typing")
     torch, nn, functional = _Lazy("torch"), _Lazy("torch.nn"), _Lazy("torch.nn.functional")
+
+__all__ = ["functional", "need", "nn", "np", "npt", "torch"]
 
 
 def need(module: str, extra: str, what: str, key: Key = ()) -> Any:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +19,7 @@ from testbed.data import files, own, pictures, synthetic, tables
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes
 from testbed.data.split import holdout
-
-if TYPE_CHECKING:
-    from testbed.workload import DataPart
+from testbed.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
 """Images and labels, as they lie in the files."""
@@ -267,8 +264,6 @@ def describe(name: str) -> DataSource:
 
 def part_of(text: str) -> DataPart:
     """Return the data that a command names: a set of the list, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
-    from testbed.workload import DataPart
-
     place, _, name = text.rpartition(":")
     if place.endswith(".py"):
         return DataPart(file=place, name=name)

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from testbed.common.errors import InputError, nearest
+from testbed.method import Method
 from testbed.methods import external
 from testbed.workload import MethodPart
-
-if TYPE_CHECKING:
-    from testbed.method import Method
 
 _CLASSES = {
     "single": "testbed.methods.single:Single",

@@ -13,15 +13,12 @@ from collections.abc import Mapping
 from importlib.abc import InspectLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
+from testbed.method import Method
 from testbed.trace.registry import figures_of
-
-if TYPE_CHECKING:
-    from testbed.method import Method
 
 GROUP = "testbed.methods"
 """Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
@@ -42,8 +39,6 @@ def from_code(code: Code) -> Method:
 
 def _classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     """Return the methods that a module defines, by name."""
-    from testbed.method import Method
-
     own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ in code.sources)
     return {each.name: each for each in own if issubclass(each, Method) and isinstance(vars(each).get("name"), str)}
 

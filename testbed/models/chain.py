@@ -18,11 +18,11 @@ from testbed.common.fields import Fields
 from testbed.common.lazy import nn, torch
 from testbed.common.seeds import derive
 from testbed.device import Cost
+from testbed.models.detection import Detector
 from testbed.models.layers import Layer, sequence, shapes
 from testbed.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 
 if TYPE_CHECKING:
-    from testbed.models.detection import Detector
     from testbed.models.modules import Segment
     from testbed.workload import Initialisation
 

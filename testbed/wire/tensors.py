@@ -14,13 +14,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from testbed.common.lazy import torch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from testbed.common.lazy import np, npt, torch
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -196,8 +192,6 @@ def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
     """Return arrays as bytes, views where contiguous; raises TensorError for a type that does not travel."""
-    import numpy as np
-
     dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
     result = []
     for name, array in arrays.items():
@@ -210,8 +204,6 @@ def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
 
 def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
     """Return arrays that share the memory of the buffer; raises TensorError for bfloat16, which numpy lacks."""
-    import numpy as np
-
     result = {}
     for raw in tensors:
         if raw.dtype == "BF16":
@@ -221,6 +213,4 @@ def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _numpy_name(dtype: str) -> np.dtype[Any]:
-    import numpy as np
-
     return np.dtype(_TORCH_NAMES[dtype])

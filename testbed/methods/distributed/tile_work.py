@@ -106,15 +106,7 @@ class TileQueue:
         lending: Collection[tuple[int, int]],
         pace: Sequence[float],
     ) -> None:
-        """Take what is known of tiles and devices before the first request.
-
-        Args:
-            tiles: of the plan.
-            work: multiplications of each tile.
-            lending: pairs of tiles, the second of which takes something of the first.
-            pace: seconds of each device for a multiplication.
-
-        """
+        """Take tiles, multiplications of each, pairs (lender, borrower), and devices' seconds for a multiplication."""
         self._tiles = tiles
         # A tile of no more than pooling counts as one multiplication.
         self._work = [max(1, each) for each in work]
