@@ -13,6 +13,7 @@ from testbed.common import formats
 from testbed.network.link import links_from_json
 from testbed.plan import Piece
 from testbed.scenario.expect import Expectation
+from testbed.trace.log import EventLog
 from testbed.trace.registry import kind_of
 
 MOST_DIRECTIONS = 400
@@ -128,10 +129,9 @@ def _across(run: Run) -> str:
 def _changed(run: Run) -> Section:
     """Return what links became while the run went on, by faults, by a trace or by hand; alike changes are one."""
     changes: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
-    for event in run.outcome.events:
-        if event.event == "link":
-            (link,) = links_from_json([event.fields]).values()
-            changes.setdefault((event.time, describe(link.to_json())), []).append(event.fields)
+    for event in EventLog.made_of(run.outcome.events).of("link"):
+        (link,) = links_from_json([event.fields]).values()
+        changes.setdefault((event.time, describe(link.to_json())), []).append(event.fields)
     rows = [
         [Cell(formats.moment(time)), Cell(name_of(links)), Cell(link)]
         for (time, link), links in list(changes.items())[:MOST_DIRECTIONS]

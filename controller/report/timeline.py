@@ -33,7 +33,8 @@ def timeline(run: Run) -> dict[str, Any]:
     end = metrics["duration"]
     devices = list(metrics["devices"])[:MOST_DEVICES]
     log = EventLog.made_of(run.outcome.events)
-    shown = (bar for bar in bars(log, end) if bar.device in devices and bar.start <= end)
+    known = set(devices)
+    shown = (bar for bar in bars(log, end) if bar.device in known and bar.start <= end)
     views = interesting(run)
     many = len(log.of(*CHARTED)) > MOST_BARS
     found = _join(shown, [(view["start"], view["end"]) for view in views[1:]], end * FINEST) if many else shown

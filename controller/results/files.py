@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list",
 """Figures of every run that pages of several runs take for granted; an older run may lack some."""
 READ = 1 << 18
 """Bytes at the end of the events that are looked at."""
+_AT_ONCE = 4096
+"""Lines of a file that are read together, which takes half the time."""
+_DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
+"""What reading a line raises that is no event."""
 
 
 def begun(folder: Path) -> Trial:
@@ -159,14 +164,29 @@ def _read_events(path: Path) -> EventLog:
     events = EventLog()
     if not path.is_file():
         return events
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = 1
+        while lines := list(islice(file, _AT_ONCE)):
             try:
-                events.append(Event.from_json(line))
-            except (ValueError, KeyError, AttributeError):
-                if line.endswith("\n"):
-                    raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
+                found = [Event.from_fields(fields) for fields in json.loads(f"[{','.join(lines)}]")]
+            except _DAMAGED:
+                found = _one_by_one(path, lines, first)
+            for event in found:
+                events.append(event)
+            first += len(lines)
     return events
+
+
+def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
+    """Read lines of which one holds no event, as the last of a file may, if it was cut off."""
+    found = []
+    for number, line in enumerate(lines, first):
+        try:
+            found.append(Event.from_json(line))
+        except _DAMAGED:
+            if line.endswith("\n"):
+                raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
+    return found
 
 
 @dataclass

@@ -125,5 +125,12 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
     @staticmethod
     def from_json(line: str) -> Event:
         """Read a line that `to_json` wrote."""
-        fields = json.loads(line)
+        return Event.from_fields(json.loads(line))
+
+    @staticmethod
+    def from_fields(fields: dict[str, Any]) -> Event:
+        """Return the event of a line that was read; ``fields`` are left without what is not the event's own.
+
+        Raises KeyError, TypeError or AttributeError for what is no event.
+        """
         return Event(fields.pop("time"), fields.pop("device"), fields.pop("event"), fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -118,15 +119,11 @@ def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Seque
 
 def spans(charted: Iterable[Bar]) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
     """Return the stretches of bars by device, kind and label, each in the order of their starts."""
-    found: dict[str, dict[BarKind, dict[str, array[float]]]] = {}
+    found: dict[tuple[str, BarKind, str], array[float]] = defaultdict(partial(array, "d"))
     for bar in charted:
-        own = found.setdefault(bar.device, {}).setdefault(bar.kind, {}).setdefault(bar.label, array("d"))
-        own.append(bar.start)
-        own.append(bar.end)
-    return {
-        device: {
-            kind: {label: in_order(np.frombuffer(own).reshape(-1, 2)) for label, own in labels.items()}
-            for kind, labels in kinds.items()
-        }
-        for device, kinds in found.items()
-    }
+        found[bar.device, bar.kind, bar.label].extend((bar.start, bar.end))
+    stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
+    for (device, kind, label), own in found.items():
+        labels = stretches.setdefault(device, {}).setdefault(kind, {})
+        labels[label] = in_order(np.frombuffer(own).reshape(-1, 2))
+    return stretches
