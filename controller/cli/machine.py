@@ -94,7 +94,9 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE]")
+@click.argument(
+    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE] [--compare REV]"
+)
 def bench(arguments: tuple[str, ...]) -> None:
     """Measure the overhead of the testbed itself on this machine, each figure beside its target.
 
@@ -106,7 +108,8 @@ def bench(arguments: tuple[str, ...]) -> None:
     All of them by default, a quarter of an hour. Run it on an
     idle machine: what else runs here is in the figures. Needs a checkout of the repository.
 
-    --json prints the figures as JSON, --out FILE writes that to a file as well.
+    --json prints the figures as JSON, --out FILE writes that to a file as well. Figures are kept by revision in
+    results/bench.json; --compare REV shows each over that of another revision, and marks what is a tenth worse.
 
     \b
     Example:

@@ -56,7 +56,7 @@ def manifest(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "weights": weights or _drawn(trial.scenario.workload),
         "command": shlex.join(["testbed", *sys.argv[1:]]),
-        "revision": _revision(),
+        "revision": revision(),
         "versions": {
             "testbed": testbed.__version__,
             "python": platform.python_version(),
@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _revision() -> str | None:
+def revision() -> str | None:
     """Return the git revision of this code, with a mark when it was changed since; None outside a checkout."""
     home = Path(testbed.__file__).resolve().parent.parent
     if not (home / ".git").exists():

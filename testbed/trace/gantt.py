@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -119,7 +118,7 @@ def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Seque
 
 def spans(charted: Iterable[Bar]) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
     """Return the stretches of bars by device, kind and label, each in the order of their starts."""
-    found: dict[tuple[str, BarKind, str], array[float]] = defaultdict(partial(array, "d"))
+    found: dict[tuple[str, BarKind, str], array[float]] = defaultdict(lambda: array("d"))
     for bar in charted:
         found[bar.device, bar.kind, bar.label].extend((bar.start, bar.end))
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}

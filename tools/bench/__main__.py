@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import click
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from controller.report import tables
 from controller.report.tables import Cell, Column, Section
+from tools.bench import kept
 from tools.bench.figure import Measurement
 
 PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance", "hosts")
@@ -26,8 +27,10 @@ def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
 @click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
-def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
+@click.option("--compare", metavar="REV", help="Show each figure over that of another revision, measured before.")
+def bench(parts: tuple[str, ...], as_json: bool, out: Path | None, compare: str | None) -> None:
     """Measure these parts, all by default; `testbed bench --help` says what each is about."""
+    before = kept.of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
     figures: list[Measurement] = []
     for part in parts or PARTS:
@@ -36,26 +39,28 @@ def bench(parts: tuple[str, ...], as_json: bool, out: Path | None) -> None:
             figures.append(figure)
             mark = {None: " ", True: "[green]✔[/]", False: "[red]✘[/]"}[figure.reached]
             console.print(f"  {mark} {figure.name}: {figure.value:.4g} {figure.unit}  [dim]{figure.detail}[/]")
+    kept.keep(figures)
     document = json.dumps([figure.to_json() for figure in figures], indent=2)
     if out:
         out.write_text(document + "\n")
     if as_json:
         click.echo(document)
         return
-    console.print(tables.draw(_section(figures), console.width))
+    console.print(tables.draw(_section(figures, compare, before), console.width))
 
 
-def _section(figures: list[Measurement]) -> Section:
-    rows = [
-        [
-            Cell(figure.name),
-            Cell(f"{figure.value:.4g} {figure.unit}"),
-            Cell(figure.to_json()["target"] or ""),
-            Cell({None: "", True: "✔", False: "✘"}[figure.reached], tone="no" if figure.reached is False else ""),
-        ]
-        for figure in figures
-    ]
-    return Section("", "", "", (Column("Figure", "name"), *tables.figures("Value", "Target", "")), rows)
+def _section(figures: list[Measurement], compare: str | None, before: Mapping[str, float]) -> Section:
+    rows = []
+    for figure in figures:
+        mark = {None: "", True: "✔", False: "✘"}[figure.reached]
+        cells = [Cell(figure.name), Cell(f"{figure.value:.4g} {figure.unit}"), Cell(figure.to_json()["target"] or "")]
+        cells.append(Cell(mark, tone="no" if figure.reached is False else ""))
+        if compare:
+            text, worse = kept.ratio(figure, before)
+            cells.append(Cell(text, tone="no" if worse else ""))
+        rows.append(cells)
+    heads = ("Value", "Target", "", *([f"Over {compare}"] if compare else []))
+    return Section("", "", "", (Column("Figure", "name"), *tables.figures(*heads)), rows)
 
 
 if __name__ == "__main__":
