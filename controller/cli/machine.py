@@ -105,7 +105,8 @@ def bench(arguments: tuple[str, ...]) -> None:
     real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
     working devices. startup: devices up and shaped against bare containers.
     conformance: links requested and achieved, by backend. hosts: start-up on all hosts of TESTBED_HOSTS against one.
-    All of them by default, a quarter of an hour. Run it on an
+    All of these by default, a quarter of an hour. peers, if it is named: Flower's simulation and SimPy, which it
+    installs into .build/peers, beside the simulator. Run it on an
     idle machine: what else runs here is in the figures. Needs a checkout of the repository.
 
     --json prints the figures as JSON, --out FILE writes that to a file as well. Figures are kept by revision in

@@ -16,6 +16,8 @@ from tools.bench import kept
 from tools.bench.figure import Measurement
 
 PARTS = ("clocks", "pacing", "transfer", "gloo", "memory", "startup", "conformance", "hosts")
+BESIDE = ("peers",)
+"""Measured when they are named: they install others' packages."""
 
 
 def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
@@ -24,7 +26,7 @@ def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
 
 
 @click.command()
-@click.argument("parts", nargs=-1, type=click.Choice(PARTS), metavar="[PART]...")
+@click.argument("parts", nargs=-1, type=click.Choice([*PARTS, *BESIDE]), metavar="[PART]...")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
 @click.option("--compare", metavar="REV", help="Show each figure over that of another revision, measured before.")

@@ -1,0 +1,168 @@
+# mypy: ignore-errors
+"""What `tools.bench.peers` runs in processes of their own: ``python -m tools.bench.peers_program PART JSON``.
+
+Prints one line of JSON at its end. Only ``ours`` needs the testbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import random
+import sys
+import time
+from typing import Any
+
+DEVICES, MESSAGES, PEERS = 1000, 200_000, 8
+"""As of `testbed.simulation.benchmark.messages_per_second`."""
+
+
+def simpy(_: dict[str, Any]) -> dict[str, Any]:
+    """Return messages per second of processor time over links with a rate, a delay and a queue, each acknowledged."""
+    import simpy
+
+    chance, world, events = random.Random(1), simpy.Environment(), []
+    inboxes = [simpy.Store(world) for _ in range(DEVICES)]
+    links: dict[tuple[int, int], tuple[Any, float, float]] = {}
+    chosen = {me: chance.sample([other for other in range(DEVICES) if other != me], PEERS) for me in range(DEVICES)}
+    for me, others in chosen.items():
+        for pair in [(me, other) for other in others] + [(other, me) for other in others]:
+            links[pair] = (simpy.Resource(world), chance.uniform(1e6, 1e8), chance.uniform(1e-3, 5e-2))
+
+    def carry(pair: tuple[int, int], what: Any, size: int, delay: float) -> Any:
+        yield world.timeout(delay)
+        if size:
+            events.append((world.now, pair, "receive", size))
+            inboxes[pair[1]].put((pair, what))
+        else:
+            what.succeed()
+
+    def sender(me: int) -> Any:
+        for number in range(MESSAGES // DEVICES):
+            pair = (me, chosen[me][number % PEERS])
+            queue, rate, delay = links[pair]
+            acknowledged = world.event()
+            with queue.request() as turn:
+                yield turn
+                yield world.timeout(8 * 1000 / rate)
+            events.append((world.now, pair, "send", 1000))
+            world.process(carry(pair, acknowledged, 1000, delay))
+            yield acknowledged
+
+    def receiver(me: int) -> Any:
+        while True:
+            pair, acknowledged = yield inboxes[me].get()
+            world.process(carry(pair, acknowledged, 0, links[pair[::-1]][2]))
+
+    for me in range(DEVICES):
+        world.process(sender(me))
+        world.process(receiver(me))
+    began = time.process_time()
+    world.run()
+    assert len(events) == 2 * MESSAGES
+    return {"rate": MESSAGES / (time.process_time() - began), "version": f"SimPy {importlib.metadata.version('simpy')}"}
+
+
+def ours(_: dict[str, Any]) -> dict[str, Any]:
+    """Return what `simpy` does of the testbed's simulator."""
+    from testbed.simulation.benchmark import messages_per_second
+
+    return {"rate": messages_per_second(DEVICES, MESSAGES, PEERS).rate}
+
+
+def flower(given: dict[str, Any]) -> dict[str, Any]:
+    """Train a perceptron on the digits by federated averaging in Flower's simulation; return its accuracy."""
+    import flwr
+    import numpy as np
+    import torch
+    from flwr.client import ClientApp, NumPyClient
+    from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+    from flwr.server.strategy import FedAvg
+    from flwr.simulation import run_simulation
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    order = np.random.default_rng(1).permutation(len(digits.target))
+    samples = torch.tensor(digits.data[order] / 16, dtype=torch.float32)
+    labels, tests = torch.tensor(digits.target[order]), len(order) // 5
+    shares = np.array_split(np.arange(tests, len(order)), given["clients"])
+    accuracies = []
+
+    def network() -> Any:
+        torch.manual_seed(0)
+        hidden = given["hidden"]
+        return torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
+
+    def filled(values: list[Any]) -> Any:
+        model = network()
+        with torch.no_grad():
+            for mine, value in zip(model.parameters(), values, strict=True):
+                mine.copy_(torch.from_numpy(np.array(value)))
+        return model
+
+    class Client(NumPyClient):
+        def __init__(self, share: Any) -> None:
+            self.share = torch.tensor(share)
+
+        def fit(self, parameters: Any, config: Any) -> Any:
+            torch.set_num_threads(1)
+            model = filled(parameters)
+            optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"], momentum=0.9)
+            for chosen in self.share[torch.randperm(len(self.share))].split(given["batch"]):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(samples[chosen]), labels[chosen]).backward()
+                optimizer.step()
+            return [value.detach().numpy() for value in model.parameters()], len(self.share), {}
+
+    def evaluate(_round: int, parameters: Any, _config: Any) -> Any:
+        with torch.no_grad():
+            right = filled(parameters)(samples[:tests]).argmax(1) == labels[:tests]
+        accuracies.append(float(right.float().mean()))
+        return 0.0, {}
+
+    def server(_context: Any) -> Any:
+        first = [value.detach().numpy() for value in network().parameters()]
+        strategy = FedAvg(
+            fraction_evaluate=0.0,
+            min_available_clients=given["clients"],
+            initial_parameters=flwr.common.ndarrays_to_parameters(first),
+            evaluate_fn=evaluate,
+        )
+        return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=given["rounds"]))
+
+    def client(context: Any) -> Any:
+        return Client(shares[int(context.node_config["partition-id"])]).to_client()
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(ServerApp(server_fn=server), ClientApp(client_fn=client), given["clients"], backend_config=resources)
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("flwr", "ray"))
+    return {"accuracy": accuracies[-1], "version": ", ".join(versions)}
+
+
+def watch(command: list[str]) -> dict[str, Any]:
+    """Run a command; return its seconds, and the processor seconds and most bytes (PSS) of it and what descends of it.
+
+    Of each process that counts which it has when it is seen last, twenty times a second.
+    """
+    import psutil
+
+    began, took, most = time.monotonic(), {}, 0
+    root = psutil.Popen(command)
+    while root.poll() is None:
+        size = 0
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                took[process.pid] = times.user + times.system
+                size += process.memory_full_info().pss
+        most = max(most, size)
+        time.sleep(0.05)
+    if root.returncode:
+        sys.exit(root.returncode)
+    return {"seconds": time.monotonic() - began, "processor": sum(took.values()), "bytes": most}
+
+
+if __name__ == "__main__":
+    part, given = sys.argv[1], json.loads(sys.argv[2])
+    print(json.dumps({"simpy": simpy, "ours": ours, "flower": flower, "watch": watch}[part](given)))
