@@ -22,7 +22,7 @@ HOME = ROOT / ".build/peers"
 PACKAGES = ("flwr[simulation]", "simpy")
 CLIENTS = {100: 10, 1000: 3}
 """Rounds by the number of clients, which all take part in each."""
-HIDDEN, BATCH, RATE = 64, 32, 0.05
+HIDDEN, BATCH, RATE = 64, 32, 0.2
 
 
 def measure() -> Iterator[Measurement]:
@@ -68,8 +68,9 @@ def _ours(training: Mapping[str, Any]) -> dict[str, Any]:
         "workload": {
             "model": {"name": "mlp", "hidden": [training["hidden"]]},
             "data": {"name": "digits", "split": "iid"},
+            "initialisation": "torch",
             "method": {"name": "federated"},
-            "training": {"optimizer": {"learning_rate": training["rate"], "momentum": 0.9}},
+            "training": {"optimizer": {"learning_rate": training["rate"]}},
             "batch_size": min(training["batch"], 1437 // training["clients"]),
             "epochs": training["rounds"],
         },

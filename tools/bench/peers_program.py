@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """What `tools.bench.peers` runs in processes of their own: ``python -m tools.bench.peers_program PART JSON``.
 
-Prints one line of JSON at its end. Only ``ours`` needs the testbed.
+Prints one line of JSON at its end.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
     from flwr.server import ServerApp, ServerAppComponents, ServerConfig
     from flwr.server.strategy import FedAvg
     from flwr.simulation import run_simulation
-    from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    order = np.random.default_rng(1).permutation(len(digits.target))
-    samples = torch.tensor(digits.data[order] / 16, dtype=torch.float32)
-    labels, tests = torch.tensor(digits.target[order]), len(order) // 5
-    shares = np.array_split(np.arange(tests, len(order)), given["clients"])
+    from testbed.data import load
+    from testbed.workload import DataPart
+
+    digits = load(DataPart(name="digits"))
+    samples, labels = (torch.from_numpy(each) for each in (digits.train_images.reshape(-1, 64), digits.train_labels))
+    tests, answers = (torch.from_numpy(each) for each in (digits.test_images.reshape(-1, 64), digits.test_labels))
+    shares = np.array_split(np.random.default_rng(1).permutation(len(labels)), given["clients"])
     accuracies = []
 
     def network() -> Any:
@@ -108,7 +109,7 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
         def fit(self, parameters: Any, config: Any) -> Any:
             torch.set_num_threads(1)
             model = filled(parameters)
-            optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"], momentum=0.9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=given["rate"])
             for chosen in self.share[torch.randperm(len(self.share))].split(given["batch"]):
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(model(samples[chosen]), labels[chosen]).backward()
@@ -117,7 +118,7 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
 
     def evaluate(_round: int, parameters: Any, _config: Any) -> Any:
         with torch.no_grad():
-            right = filled(parameters)(samples[:tests]).argmax(1) == labels[:tests]
+            right = filled(parameters)(tests).argmax(1) == answers
         accuracies.append(float(right.float().mean()))
         return 0.0, {}
 
