@@ -51,13 +51,11 @@ class Sample(NamedTuple):
     """One exchange; all in seconds, of two clocks."""
 
     sent: float
-    """Here."""
+    """By the clock here, as `back` is."""
     arrived: float
-    """There."""
+    """By the clock there, as `returned` is."""
     returned: float
-    """There."""
     back: float
-    """Here."""
 
     @property
     def round_trip(self) -> float:

@@ -127,18 +127,9 @@ class Recorder:
     ) -> None:
         """Make ``folder``, which must not exist or be empty.
 
-        Args:
-            folder: where the run is to be found.
-            trial: what is run.
-            plan: who does what.
-            runtime: on which clock.
-            weights: which file the first weights were read from, if any.
-            owned: how many training samples of which classes each device owns, where they are shared.
-
-        Raises:
-            InputError: the folder holds something.
-            HostError: it cannot be written.
-
+        ``weights`` says which file the first weights were read from, ``owned`` how many training samples of which
+        classes each device owns. Raises InputError where the folder holds something, HostError where it cannot be
+        written.
         """
         self.path = folder.absolute()
         self._trial = trial

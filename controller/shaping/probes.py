@@ -51,7 +51,7 @@ class _Tally:
     crowd: int = 1
     """Links measured on the same channel, or behind the same access limit."""
     place: int = 0
-    """Among those."""
+    """Its number among those, from 0."""
     late: bool = False
     """Whether the lowest rate is the downlink's: packets meet it after the kernel has noted their arrival."""
     sent: int = 0

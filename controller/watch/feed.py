@@ -44,10 +44,8 @@ class Tail:
 def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]:
     """Yield what happened, in batches: ``events`` (as `shown` has them), ``now`` (seconds of the run), ``over``.
 
-    Args:
-        folder: of a run, finished or not.
-        pace: seconds of the run in a second of the reader's, from its start; None: all there is, then as it comes.
-
+    The run may be finished or not. ``pace`` is in seconds of the run in a second of the reader's, from the run's start;
+    None: all there is, then as it comes.
     """
     tail = Tail(folder / "events.jsonl")
     began = time.monotonic()

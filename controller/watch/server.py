@@ -37,13 +37,8 @@ def application(
 ) -> flask.Flask:
     """Return the WSGI application of the page of one run.
 
-    Args:
-        folder: where the run is written.
-        token: what every request must bear, in its query or as ``Authorization: Bearer``.
-        origin: the page's own, such as ``http://127.0.0.1:4000``; requests that name another are refused.
-        strike: None for a run that cannot be struck.
-        pace: see `batches`.
-
+    Every request must bear the token, in its query or as ``Authorization: Bearer``; one that names another ``origin``
+    than ``http://127.0.0.1:PORT``, the page's own, is refused. Without ``strike`` the run cannot be struck.
     """
     app = flask.Flask("watch")
     page = Environment(loader=PackageLoader("controller.watch", "."), autoescape=True).get_template("page.html")
@@ -115,5 +110,5 @@ class PageServer:
             webbrowser.open(self.address)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server."""
         self._server.stop()
