@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controller.report import ownership, radiomap
+from controller.report import devices
 from controller.report.declared import Drawn, curves, head
 from controller.report.plots import FEW, STYLES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
 from controller.report.sections import directions, expected, holdings, sections
@@ -179,7 +179,7 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
     if owned := run.manifest.get("owned"):
         most = max(count for each in owned.values() for count in each.values())
         note = f"Training samples of each device by class: the largest disc is {most:,} samples, areas in proportion."
-        yield "Who owns what", note, partial(ownership.draw, owned)
+        yield "Who owns what", note, partial(devices.draw_owned, owned)
 
 
 def _map(run: Run) -> tuple[str, str, Draw]:
@@ -187,7 +187,7 @@ def _map(run: Run) -> tuple[str, str, Draw]:
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    plot = partial(radiomap.draw, radio.positions, radiomap.reception(run.experiment.links), holdings(run), part.area)
+    plot = partial(devices.draw_map, radio.positions, devices.reception(run.experiment.links), holdings(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from controller.report import html, radiomap
+from controller.report import devices, html
 from controller.report.plots import Axis, Line, inline, line_plot, thin
 from controller.report.timeline import MOST_BARS, timeline
 from controller.results.declared import declared_by
@@ -148,7 +148,7 @@ def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
 def test_the_map_has_devices_and_only_links_that_are_heard() -> None:
     positions = {"a": (0.0, 0.0), "b": (50.0, 50.0), "c": (49.0, 49.0)}
     ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
-    page = inline(partial(radiomap.draw, positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
+    page = inline(partial(devices.draw_map, positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
     parsed(page)
     for word in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
         assert word in page

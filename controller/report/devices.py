@@ -1,4 +1,4 @@
-"""Where devices are and how well they hear each other, as a plot."""
+"""Devices as plots: where they are and how well they hear each other, and who owns how many samples of which class."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from controller.report.plots import COLOURS, STYLE, WIDTH, legend
+from controller.report.plots import COLOURS, HEIGHT, STYLE, WIDTH, legend
 from testbed.network.link import Link, Pair
 from testbed.network.radio import Position
 
 GRADES = ((0.9, "green", 1.8), (0.7, "blue", 1.3), (0.4, "orange", 0.9), (0.0, "fault", 0.6))
 """Least PRR of each grade of links, its colour, and the width of its lines in points; a PRR of 0 is not drawn."""
-MOST_TOLD = 8
+MOST_HOLDING = 8
 """Devices with what they hold beside their names; of more it is in the table of devices alone."""
 MOST_NAMED = 60
 """Devices; of more, names would hide the map."""
+MOST_OWNERS_NAMED = 12
+"""Devices whose names fit below; more are numbered."""
+_LARGEST = 120.0
+"""Area of the largest disc, in square points."""
 
 
 def reception(links: Mapping[Pair, Link]) -> dict[Pair, float]:
@@ -28,7 +33,7 @@ def reception(links: Mapping[Pair, Link]) -> dict[Pair, float]:
 
 
 @mpl.rc_context(STYLE)
-def draw(
+def draw_map(
     positions: Mapping[str, Position],
     ratios: Mapping[Pair, float],
     held: Mapping[str, str],
@@ -53,7 +58,7 @@ def draw(
         above = least
     axes.plot([x for x, _ in positions.values()], [y for _, y in positions.values()], "o", color=COLOURS["ink"], ms=4)
     if len(positions) <= MOST_NAMED:
-        _name(axes, positions, held if len(positions) <= MOST_TOLD else {}, area)
+        _name(axes, positions, held if len(positions) <= MOST_HOLDING else {}, area)
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
@@ -86,3 +91,26 @@ def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str]
 def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Position]:
     (x, y), (other_x, other_y) = positions[pair[0]], positions[pair[1]]
     return (x, y), ((x + other_x) / 2, (y + other_y) / 2)
+
+
+@mpl.rc_context(STYLE)
+def draw_owned(owned: Mapping[str, Mapping[str, int]], *, width: float = WIDTH) -> Figure:
+    """Draw a disc for each device and class, its area in proportion to the samples.
+
+    ``owned`` are the samples of each device by class, as a manifest has them.
+    """
+    figure = Figure((width, HEIGHT), layout="constrained")
+    axes = figure.subplots()
+    found = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
+    most = max(count for _, _, count in found)
+    places, classes, counts = zip(*found, strict=True)
+    axes.scatter(places, classes, [_LARGEST * count / most for count in counts], color=COLOURS["blue"], linewidths=0)
+    named = len(owned) <= MOST_OWNERS_NAMED
+    if named:
+        axes.set_xticks(range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0)
+    axes.set_xlabel("device" if named else "device, by its place in the scenario")
+    axes.set_ylabel("class")
+    axes.set_xlim(-0.5, len(owned) - 0.5)
+    axes.set_ylim(min(classes) - 0.7, max(classes) + 0.7)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
