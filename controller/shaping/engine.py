@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -100,7 +101,6 @@ class Loop:
         self._buffer = bytearray(1 << 17)
         self._arrivals = nfqueue.Stamps()
         self._lateness = LatenessHistogram()
-        self._sequence = 0
         self._patience = 0.0
         # Any socket that asks for timestamps makes the kernel note every packet's arrival, so that a packet that
         # waits for this process is not late because of it.
@@ -339,6 +339,10 @@ class Loop:
         port.injector.close()
 
     def _set(self, port: _Port, request: Mapping[str, Any]) -> None:
+        def arrived(length: int) -> None:  # while the kernel is configured
+            now = time.monotonic()
+            self._arrive(port, self._buffer, length, now, time.time() - now)
+
         rate, limit = request["downlink"] or (math.inf, sys.maxsize)
         if port.downlink is not None:
             port.downlink.alter(time.monotonic(), rate, limit)
@@ -351,23 +355,14 @@ class Loop:
                 port.lines[queue].alter(link, seed)
             else:
                 port.lines[queue] = _DelayQueue(queue, link, seed)
-                self._acknowledged(port, nfqueue.bind(queue, self._sequence + 1))
-            self._acknowledged(port, nfqueue.configure(queue, each["limit"], content, self._sequence + 1))
+                nfqueue.agree(port.socket, partial(nfqueue.bind, queue), self._buffer, arrived)
+            limits = partial(nfqueue.configure, queue, each["limit"], content)
+            nfqueue.agree(port.socket, limits, self._buffer, arrived)
         shortest = min((line.constant for each in self._ports.values() for line in each.lines.values()), default=0.0)
         self._patience = min(_PATIENCE, shortest / 4)
         if port.downlink is not None:
             self._serve(port, time.monotonic())
             self._send(port)
-
-    def _acknowledged(self, port: _Port, message: bytes) -> None:
-        """Have the kernel agree to a configuration message; packets meanwhile are not missed."""
-
-        def arrived(length: int) -> None:
-            now = time.monotonic()
-            self._arrive(port, self._buffer, length, now, time.time() - now)
-
-        self._sequence += 1
-        nfqueue.agree(port.socket, message, self._sequence, self._buffer, arrived)
 
     def _statistics(self) -> dict[str, Any]:
         usage = os.times()

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from functools import partial
 from typing import Any
 
 from controller.shaping import nfqueue
@@ -37,7 +38,7 @@ class Loop:
         self._buffer = bytearray(4096)
         self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
         self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
-        self._passed = self._dropped = self._refused = self._overflows = self._sequence = 0
+        self._passed = self._dropped = self._refused = self._overflows = 0
 
     def run(self) -> None:
         """Go on until the server is gone."""
@@ -116,8 +117,8 @@ class Loop:
         self._sockets[device] = opened
         self._names[opened.fileno()] = device
         self._epoll.register(opened.fileno(), select.EPOLLIN)
-        self._acknowledged(device, nfqueue.bind(QUEUE, self._sequence + 1))
-        self._acknowledged(device, nfqueue.configure(QUEUE, LIMIT, _IP_HEADER, self._sequence + 1))
+        nfqueue.agree(opened, partial(nfqueue.bind, QUEUE), self._buffer)
+        nfqueue.agree(opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer)
 
     def _close(self, device: str) -> None:
         opened = self._sockets.pop(device, None)
@@ -127,11 +128,6 @@ class Loop:
         self._epoll.unregister(opened.fileno())
         del self._names[opened.fileno()]
         opened.close()
-
-    def _acknowledged(self, device: str, message: bytes) -> None:
-        """Have the kernel agree to a configuration message; nothing is queued before that."""
-        self._sequence += 1
-        nfqueue.agree(self._sockets[device], message, self._sequence, self._buffer)
 
     def _statistics(self) -> dict[str, Any]:
         usage = os.times()

@@ -13,6 +13,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 from controller.shaping.namespaces import read_proc
 from testbed.common.errors import HostError
@@ -44,6 +46,7 @@ _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
 _STAMP = struct.Struct(">QQ")
 _FIRST_ATTRIBUTE = 20
+_SEQUENCES = count(1)
 IDENTITY = 4
 """Bytes that name a packet."""
 
@@ -136,24 +139,24 @@ def check() -> None:
     with open_socket() as opened:
         opened.setblocking(False)
         try:
-            agree(opened, bind(1, 1), 1, bytearray(4096))
+            agree(opened, partial(bind, 1), bytearray(4096))
         except OSError as error:
             raise HostError(f"no netfilter queue can be bound: {error.strerror or error}") from error
 
 
 def agree(
     opened: socket.socket,
-    message: bytes,
-    sequence: int,
+    message: Callable[[int], bytes],
     buffer: bytearray,
     arrived: Callable[[int], None] = lambda length: None,
 ) -> None:
-    """Send a configuration message and wait until the kernel has agreed to it.
+    """Send a configuration message, made of its sequence number, and wait until the kernel has agreed to it.
 
     ``arrived`` is called with the length of each packet's message that comes meanwhile and is in ``buffer``. Raises
     OSError when the kernel refuses or does not answer within two seconds.
     """
-    opened.send(message)
+    sequence = next(_SEQUENCES)
+    opened.send(message(sequence))
     patience = time.monotonic() + 2.0
     while time.monotonic() < patience:
         select.select([opened], [], [], 0.1)
