@@ -92,57 +92,41 @@ def _measured(client: docker.DockerClient, backend: str) -> HostCheck:
     return HostCheck(name, "ok", detail)
 
 
+def _judged(name: str, lacking: str, fine: str, helps: str, *, needed: bool = False) -> HostCheck:
+    """Return what is ``lacking``, with what helps; that all is ``fine`` where nothing is."""
+    return HostCheck(name, "missing", lacking, helps, needed) if lacking else HostCheck(name, "ok", fine, needed=needed)
+
+
 def _python() -> HostCheck:
     lacking = [name for name in ("torch", "docker", "flask", "safetensors") if importlib.util.find_spec(name) is None]
     version = platform.python_version()
-    if lacking:
-        return HostCheck(
-            "python",
-            "missing",
-            f"{version} without {', '.join(lacking)}",
-            "install them by pip, or in a checkout by 'make environment'",
-            needed=True,
-        )
-    return HostCheck("python", "ok", f"{version} in {sys.prefix}")
+    without = f"{version} without {', '.join(lacking)}" if lacking else ""
+    helps = "install them by pip, or in a checkout by 'make environment'"
+    return _judged("python", without, f"{version} in {sys.prefix}", helps, needed=bool(lacking))
 
 
 def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
     known, info = facts(client), client.info()
-    if is_local():
-        yield HostCheck(
-            "engine", "ok", f"Docker {known['version']} (API {known['api']}) on {known['system']}", needed=True
-        )
-    else:
-        yield HostCheck(
-            "engine",
-            "missing",
-            f"Docker {known['version']} is on another machine",
-            "run testbed on that machine",
-            needed=True,
-        )
+    engine, cgroup = f"Docker {known['version']}", known["cgroup"]
+    elsewhere = "" if is_local() else f"{engine} is on another machine"
+    fine = f"{engine} (API {known['api']}) on {known['system']}"
+    yield _judged("engine", elsewhere, fine, "run testbed on that machine", needed=True)
     yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
     limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
-    if limits:
-        help_ = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
-        yield HostCheck("cgroup", "missing", f"{known['cgroup']} without limits on {', '.join(limits)}", help_)
-    else:
-        yield HostCheck("cgroup", "ok", f"{known['cgroup']} with limits on memory and processes")
-    if known["storage"] == "vfs":
-        yield HostCheck("storage", "missing", "vfs copies every image for each container", "give the engine overlay2")
-    else:
-        yield HostCheck("storage", "ok", known["storage"])
+    without = f"{cgroup} without limits on {', '.join(limits)}" if limits else ""
+    helps = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
+    yield _judged("cgroup", without, f"{cgroup} with limits on memory and processes", helps)
+    copies = "vfs copies every image for each container" if known["storage"] == "vfs" else ""
+    yield _judged("storage", copies, known["storage"], "give the engine overlay2")
     yield _images(client)
     yield _registry(client)
 
 
 def _images(client: docker.DockerClient) -> HostCheck:
     wanted = names()
-    lacking = [kind for kind, tag in vars(wanted).items() if not exists(client, tag)]
-    if lacking:
-        return HostCheck(
-            "images", "missing", f"not built yet: {', '.join(lacking)}", "'testbed images', or the first run does"
-        )
-    return HostCheck("images", "ok", f"{wanted.device}, {wanted.shaper}")
+    lacking = ", ".join(kind for kind, tag in vars(wanted).items() if not exists(client, tag))
+    unbuilt = f"not built yet: {lacking}" if lacking else ""
+    return _judged("images", unbuilt, f"{wanted.device}, {wanted.shaper}", "'testbed images', or the first run does")
 
 
 def _registry(client: docker.DockerClient) -> HostCheck:
@@ -185,10 +169,8 @@ def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]
 
 def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     cores = os.cpu_count() or 1
-    if cores < 2:
-        yield HostCheck("processors", "missing", "1", "two at least: the shaper must not wait for the devices")
-    else:
-        yield HostCheck("processors", "ok", str(cores))
+    few = "1" if cores < 2 else ""
+    yield _judged("processors", few, str(cores), "two at least: the shaper must not wait for the devices")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
     folder = Path(str(client.info().get("DockerRootDir"))) if client else Path("/var/lib")
@@ -196,7 +178,5 @@ def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
         free = shutil.disk_usage(folder).free
         status: CheckStatus = "ok" if free > _ROOM else "missing"
         yield HostCheck("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
-    if shutil.which("qemu-system-x86_64"):
-        yield HostCheck("qemu", "ok", "tests can boot a kernel with sch_netem")
-    else:
-        yield HostCheck("qemu", "missing", "only tests of netem want it", "apt-get install qemu-system-x86")
+    unbootable = "" if shutil.which("qemu-system-x86_64") else "only tests of netem want it"
+    yield _judged("qemu", unbootable, "tests can boot a kernel with sch_netem", "apt-get install qemu-system-x86")
