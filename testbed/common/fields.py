@@ -90,10 +90,7 @@ def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...
 
 
 def arguments(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return what ``forward`` is called with: inputs by name, in their order if they have none, or all as one mapping.
-
-    Raises `InputError` where it takes others.
-    """
+    """Return how ``forward`` takes inputs by name: in order, by name, or all as one mapping; raises `InputError`."""
     parameters = [each for each in inspect.signature(forward).parameters.values() if each.name != "self"]
     if all(name.isdecimal() for name in inputs):
         return list(inputs.values()), {}

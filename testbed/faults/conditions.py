@@ -290,10 +290,7 @@ class Machines(Protocol):
 
 
 def carry_out(step: RecordedStep, machines: Machines) -> Changed:
-    """Bring about the conditions after a step; return what changed.
-
-    A step that switches a device takes no lock: a boot takes long, and a kill must not wait for it.
-    """
+    """Bring about the conditions after a step; return what changed. A boot takes long, so switches take no lock."""
     if step.switches:
         before = replace(machines.shown, devices=machines.states())
         changed = step.apply(before).changed(before)

@@ -65,10 +65,7 @@ def _instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
 
 
 def code_of(method: Method) -> Code | None:
-    """Return a method as text, to be sent to devices; None for one of this code, which they have.
-
-    Raises `InputError` where it is no text, or too much.
-    """
+    """Return a method as text for devices, None for one of this code; raises `InputError` for none or too much."""
     module = type(method).__module__
     if module == "testbed" or module.startswith("testbed."):
         return None

@@ -275,10 +275,7 @@ def backward_of(cost: Cost, samples: int) -> Cost:
 
 
 def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
-    """Return the shape of several tensors one after the other along the first axis; raises ValueError for odd ones.
-
-    Not ``whole``: of several, all values along one axis.
-    """
+    """Return the shape of tensors joined along the first axis, or along one axis; raises ValueError for odd ones."""
     if not whole and len(parts) > 1:
         return (sum(math.prod(part) for part in parts),)
     if len({part[1:] for part in parts}) > 1:

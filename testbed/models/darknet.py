@@ -98,10 +98,7 @@ def check(path: Path, model: Model) -> Header:
 
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
-    """Return the weights keyed as `Model.build` names them, normalisation folded.
-
-    Raises InputError where the file is not this model's, or holds what no trained network does.
-    """
+    """Return the weights by `Model.build`'s names, normalisation folded; raises `InputError` for other files."""
     size = check(path, model).size
     state: dict[str, torch.Tensor] = {}
     with path.open("rb") as file:

@@ -148,10 +148,7 @@ class GraphLayer:
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
-        """Return the slice that makes part of every output channel's sums from some input channels.
-
-        ``channels`` are those that it finishes, once their sums are complete; None: all.
-        """
+        """Return the slice of all channels' sums from some input channels, that finishes ``channels``; None: all."""
         return Slice(self.whole.rows, columns, self.whole.channels if channels is None else channels)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:

@@ -135,10 +135,7 @@ class Layer:
         return 1
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module, its initial weights drawn from ``generator`` and nothing else.
-
-        Raises TypeError for what is no module by itself, such as a unit of one's own network.
-        """
+        """Make the torch module, weights drawn from ``generator`` alone; raises TypeError for what is no module."""
         raise TypeError(f"{type(self).__name__} is not built by itself")
 
     def initialised(self, how: Initialisation) -> Self:

@@ -41,10 +41,7 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
 
 
 def received(message: Message, header: int, frame: int | None, heard: Callable[[int | None], bool]) -> Message | None:
-    """Return what a receiver has of a cast, or None: nothing.
-
-    ``header`` is in bytes. With ``frame`` bytes in a frame each of them is heard or not, else only the whole (None).
-    """
+    """Return what is heard of a cast of ``header`` bytes and values, in frames of ``frame`` bytes or whole."""
     if frame is None:
         return message if heard(None) else None
     size = header + sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding

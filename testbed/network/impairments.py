@@ -37,11 +37,7 @@ def quantiles(distribution: Distribution) -> tuple[float, ...]:
 
 
 def chain(link: Link) -> GilbertElliott | None:
-    """Return the chain behind a link's losses, None where they are independent.
-
-    Correlated loss is the chain of two states with the right share of losses whose neighbouring fates have just that
-    correlation. netem's own ``loss random P C`` is not used: it loses a share that is not P.
-    """
+    """Return the chain behind a link's losses, correlated ones with the right share; None: independent."""
     if link.bursts is not None or not link.loss_correlation or not link.loss:
         return link.bursts
     apart = 1 - link.loss_correlation

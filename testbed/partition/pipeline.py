@@ -208,10 +208,7 @@ class Chain:
         return self.bottleneck_costs.of(cuts, max)
 
     def least_bottleneck(self) -> Cuts:
-        """Return the fitting partition with the least bottleneck, of several the one with the quickest passage.
-
-        Exact. Raises `InputError` where none fits.
-        """
+        """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
         fitting = self._fitting(self.bottleneck_costs)
         found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
         return self._chosen(found)

@@ -349,10 +349,7 @@ class Scenario(Part):
 
     @property
     def data_folder(self) -> Path:
-        """Where the files of the data lie: their ``folder``, or where `testbed data fetch` puts them.
-
-        Of data that are one file, and of one's own, that file or folder.
-        """
+        """Where the data's files lie: what the scenario names, or where `testbed data fetch` puts them."""
         part = self.workload.data
         if (named := part.file or part.path or part.folder) is not None:
             return self.source.folder / named

@@ -86,10 +86,7 @@ class Recipe:
         return {name: make(each, self.codes, part.loss.name, self.classes) for name, each in part.metrics.items()}
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return the part of the mean loss of ``samples`` samples that these are, as a value without axes.
-
-        ``outputs`` are (samples of the micro-batch, ...) and ``labels`` (samples of the micro-batch, ...).
-        """
+        """Return these samples' part of the mean loss of ``samples``, no axes; arguments are (samples, ...)."""
         if isinstance(self._criterion, torch.nn.CTCLoss):
             return temporal_loss(self._criterion, outputs, labels) * (len(labels) / samples)
         outputs = aligned(outputs, labels)

@@ -53,10 +53,7 @@ class CastForm:
         self._header_sizes: dict[object, int] = {}
 
     def header_size(self, message: Message, peers: Collection[str], fields: int) -> int:
-        """Return how many bytes `header` makes, most often without making it; ``fields``: bytes of the fields as JSON.
-
-        Raises WireError as `header` does.
-        """
+        """Return the bytes of `header`, mostly without making it, raising as it does; ``fields``: their JSON bytes."""
         tensors = ((name, tensor.dtype, tensor.shape) for name, tensor in message.tensors.items())
         form = (message.kind, fields, message.padding, *tensors)
         size = self._header_sizes.get(form)
@@ -65,10 +62,7 @@ class CastForm:
         return size
 
     def header(self, message: Message, peers: Collection[str]) -> bytes:
-        """Return what stands before the values of a message.
-
-        Raises WireError for fields that are not JSON, tensors of no type that travels, and what has no room.
-        """
+        """Return what stands before the values; raises WireError for what is no JSON, too long or does not travel."""
         audience = sum(1 << self._places[peer] for peer in set(peers))
         found = bytearray(self._places[self.name].to_bytes(2, "little"))
         found += audience.to_bytes(self._bitmap, "little")

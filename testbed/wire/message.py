@@ -123,10 +123,7 @@ def size(message: Message, sender: str) -> float:
 
 
 def size_around(tensor: float) -> float:
-    """Return about how many bytes on the wire a message will have that carries one tensor of this many bytes.
-
-    For planners: they know what a message will carry before there is one.
-    """
+    """Return about the bytes on the wire of a message that carries one tensor of this many bytes, for planners."""
     return wire_bytes(tensor + ENVELOPE)
 
 

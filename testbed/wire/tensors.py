@@ -80,10 +80,7 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
 
 
 def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
-    """Return how many bytes `write` makes of tensors, without making them; ``offset`` is that of `write`.
-
-    Raises TensorError as `from_torch` and `write` do.
-    """
+    """Return how many bytes `write` makes of tensors from ``offset`` on; raises TensorError as it does."""
     header, end = len("{}") - 1, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes

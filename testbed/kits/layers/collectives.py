@@ -49,10 +49,7 @@ class Group:
         return (await self.scatter(sent, root))[""]
 
     async def scatter(self, states: Sequence[State] | None, root: str) -> State:
-        """Return on each member what the root has for it: named tensors, in the order of the members.
-
-        The others pass None.
-        """
+        """Return on each member the named tensors that the root has for it, in members' order; others pass None."""
         operation = next(self._operations)
         if states is None:
             return await self._take(operation, root)

@@ -88,10 +88,7 @@ class Training:
         return min(self._size, self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0.
-
-        Of images the samples are (samples, channels, height, width).
-        """
+        """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
         epoch = step // steps_per_epoch(self._samples, self._size)
         return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch)), self.labels(step)
 

@@ -54,10 +54,7 @@ class Versions:
         self.newest = number
 
     def begin_next(self, oldest_needed: int) -> dict[str, torch.nn.Parameter]:
-        """Return the next version's parameters, equal to the newest's and to be changed in place.
-
-        Where the newest is needed no more, they are the same ones.
-        """
+        """Return the next version's parameters, a copy of the newest's, or those where they are needed no more."""
         before = self.latest
         if self.newest >= oldest_needed:
             following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}

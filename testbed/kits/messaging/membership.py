@@ -160,10 +160,7 @@ class Membership:
             self._probes[name] = self._mailbox.post(name, Probe(self._mailbox.configuration, self._question))
 
     async def ping_all(self, allowed: Mapping[str, float], enough: Callable[[], bool] = lambda: False) -> set[str]:
-        """Ask devices for a sign of life; return those that have not given it when the last of them should have.
-
-        ``allowed`` are seconds from when all that was posted to a device should have arrived. ``enough`` ends it early.
-        """
+        """Ask for a sign of life; return who is silent for its ``allowed`` seconds beyond what was posted before."""
         self.ask(allowed)
         deadlines = {name: self._mailbox.sends.due(name) + seconds for name, seconds in allowed.items()}
         while silent := deadlines.keys() - self.answers.keys():

@@ -119,11 +119,7 @@ def synchronous_cut(
 
 
 def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
-    """Return the devices to begin with.
-
-    Raises `InputError` for more stages than devices, and for devices that the first one cannot talk to: it sends them
-    what to do and receives how they are.
-    """
+    """Return the devices to begin with; raises `InputError` where they are too few or lack a link to the first."""
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
         raise InputError(f"{count} stages need {count} devices, there are {len(problem.devices)}", ("method", "stages"))

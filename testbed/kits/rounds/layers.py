@@ -76,10 +76,7 @@ class Layers:
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
-        """Change gradients before an update; ``flops`` are charged for each trained value.
-
-        A workload without numbers has no gradients: it is charged alone.
-        """
+        """Change gradients before an update; ``flops`` are charged for each trained value, numbers or none."""
         work = partial(self._shard.adjust, change)
         await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
 

@@ -144,10 +144,7 @@ class Participants:
         return {}
 
     def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
-        """Return a number that a scenario gives for each device, or for all; empty where it is to be the best.
-
-        Raises `InputError` where it is not from ``lowest`` to ``highest``.
-        """
+        """Return a given number by device, empty for the best; raises `InputError` outside of the bounds."""
         names = self.names
         if value == "best":
             return {}
@@ -179,10 +176,7 @@ def _client(
 
 
 def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
-    """Return the plan that gives the whole model to each device with data, and to the server.
-
-    Raises `InputError` where devices, links or options do not fit, or a device has too little memory.
-    """
+    """Return the plan that gives each device and the server the whole model; raises `InputError` if that cannot be."""
     team.check()
     clients = {}
     for device in team.devices:

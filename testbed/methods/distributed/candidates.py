@@ -246,10 +246,7 @@ def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettin
 
 
 def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> int:
-    """Return the smallest number of devices that hold a scheme; 0 where none does, up to the last of `_PROBES`.
-
-    The source and the first of the others; beyond those that there are, more like the last one.
-    """
+    """Return how many devices hold a scheme, if need be more like the last; 0 where none of `_PROBES` does."""
     others = [device for index, device in enumerate(devices) if index != settings.source]
     ordered = [devices[settings.source], *others]
     inner = replace(settings, source=0)

@@ -71,10 +71,7 @@ def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
 def tasks_of(
     graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
 ) -> tuple[LayerTask, ...]:
-    """Return what each device does of a layer that is not tiled.
-
-    ``homes``: by earlier value and device, the elements that the device has made.
-    """
+    """Return what each device does of a layer without tiles; ``homes``: elements made, by value and device."""
     layer, decided, everyone = graph.layers[index], plan.layers[index], range(len(plan.devices))
     everything = Range(0, layer.inputs)
     if decided.scheme in ("lop", "fuse1"):

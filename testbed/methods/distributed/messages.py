@@ -67,7 +67,7 @@ class TileOutput(Numbered, kind="tiled"):
 class TileOverlap(Numbered, kind="overlap"):
     """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
 
-    (samples, elements), map after map in the order of `deepthings.overlaps`.
+    (samples, elements), map after map in the order of `tiles.overlaps`.
     """
 
     request: int
