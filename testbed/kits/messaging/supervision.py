@@ -81,7 +81,7 @@ class Supervisor:
         """Rises with every piece of work done: recoveries without any in between are fruitless."""
         self.layout: Sequence[Piece] = ()
         """Who has which part, in the order of the stages."""
-        self._presence = presence
+        self.presence = presence
         self._backlog = backlog
         self._established = False
         self._still: tuple[int, float] = (-1, 0.0)
@@ -177,7 +177,7 @@ class Supervisor:
         for replicas, and not be reached either; that the coordinator does not reach such a device means nothing.
         """
         own, patience = self.device.name, self.timeouts.standstill
-        answers = {**self.membership.answers, own: self._presence.answer()}
+        answers = {**self.membership.answers, own: self.presence.answer()}
         order = [part.device for part in self.layout]
         now = self.device.now()
         actions = sum(answers[name].actions for name in order)

@@ -72,7 +72,7 @@ async def run_asynchronous(device: Device, job: Job[AsynchronousOptions], partit
         member = ReplicatingMember(mailbox, job)
         # Though all devices answer, they count as lost after so many seconds without anything done.
         supervisor = await _supervisor(mailbox, member.holder, job, max(2 * options.patience, options.return_window))
-        recovery = FromReplicas(supervisor, member.holder.presence, member.store, partitioner, job, _steps(job))
+        recovery = FromReplicas(supervisor, member.store, partitioner, job, _steps(job))
         await recovery.begin()
         work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)

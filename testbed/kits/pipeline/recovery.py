@@ -15,7 +15,7 @@ from functools import partial
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import result_of
-from testbed.kits.messaging.membership import Held, Presence
+from testbed.kits.messaging.membership import Held
 from testbed.kits.messaging.supervision import Lost, Supervisor
 from testbed.kits.pipeline.messages import Commit, Keep, Prepare, Replicated
 from testbed.kits.pipeline.placement import (
@@ -117,7 +117,6 @@ class FromReplicas:
     def __init__(
         self,
         supervisor: Supervisor,
-        presence: Presence,
         store: ReplicaStore,
         partitioner: Partitioner,
         job: Job[AsynchronousOptions],
@@ -135,7 +134,6 @@ class FromReplicas:
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
         self._members = supervisor.membership
-        self._presence = presence
         self._replicas = store.replicas
         self._partitioner = partitioner
         self._problem = problem
@@ -339,7 +337,7 @@ class FromReplicas:
 
     def _present(self, names: Collection[str]) -> dict[str, float]:
         """Return the incarnations of devices that are there."""
-        return {name: self._members.present.get(name, self._presence.incarnation) for name in names}
+        return {name: self._members.present.get(name, self._supervisor.presence.incarnation) for name in names}
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
         """Return the stages to go on with, and who is there.

@@ -5,7 +5,6 @@ What distinguishes synchronous from asynchronous training is the `UpdatePolicy` 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,6 @@ from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import ShapeShard, shard
 from testbed.kits.layers.shard import Shard, State
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
 from testbed.kits.pipeline.messages import (
     Activation,
     Configure,
@@ -126,10 +124,6 @@ class Stage:
             else:
                 await self._forward_only(await self.mailbox.take(Activation))
 
-    def post(self, peer: str, message: Typed) -> asyncio.Future[None]:
-        """Send without waiting."""
-        return self.mailbox.post(peer, message)
-
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do a piece of work on the device's processor, and count it."""
         self.computing = True
@@ -150,9 +144,9 @@ class Stage:
         cost, span = costs.forward(self.units, len(inputs)), Span(SPANS[given.work], given.batch)
         outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
         if position.after is None:
-            self.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
+            self.mailbox.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
         else:
-            self.post(position.after, replace(given, tensor=outputs))
+            self.mailbox.post(position.after, replace(given, tensor=outputs))
 
 
 @dataclass(frozen=True)
@@ -250,7 +244,7 @@ class _Executor:
         else:
             forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
             outputs, seconds = await stage.timed(partial(forward, key, inputs, rows=rows), cost, span)
-            stage.post(stage.position.after, replace(given, tensor=outputs))
+            stage.mailbox.post(stage.position.after, replace(given, tensor=outputs))
         self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
         policy.forward_done(passage)
         return True
@@ -278,7 +272,7 @@ class _Executor:
         if stage.position.before is not None:
             assert gradient is not None
             handed_on = Gradient(stage.position.configuration, *passage.key, gradient, times, loss)
-            stage.post(stage.position.before, handed_on)
+            stage.mailbox.post(stage.position.before, handed_on)
 
     def _span(self, name: str, batch: int, micro: int) -> Span:
         return Span(name, batch) if self._policy.whole_batches else Span(name, batch, micro)

@@ -75,7 +75,7 @@ class SynchronousUpdates:
         """Take an optimizer step, report it to the coordinator, and make a checkpoint when it is time."""
         stage, position, batch = self._stage, self._stage.position, self._batch
         if position.after is None:
-            stage.post(position.coordinator, Loss(position.configuration, batch, self._loss))
+            stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
         cost = costs.update(stage.units, stage.problem.training)
         update = partial(stage.shard.update, batch, await self._norms(batch))
         await stage.compute(update, cost, Span("update", batch))
@@ -83,7 +83,7 @@ class SynchronousUpdates:
         if judged or self._options.checkpoints(batch + 1, position.steps):
             await self._checkpoint(batch)
         if position.before is None:
-            stage.post(position.coordinator, Updated(position.configuration, batch))
+            stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
 
     async def _norms(self, batch: int) -> torch.Tensor | None:
         """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.
@@ -97,10 +97,10 @@ class SynchronousUpdates:
         if position.after is not None:
             norms = torch.cat([norms, (await stage.mailbox.take(Norms, (batch, False))).tensor])
         if position.before is not None:
-            stage.post(position.before, Norms(position.configuration, batch, False, norms))
+            stage.mailbox.post(position.before, Norms(position.configuration, batch, False, norms))
             norms = (await stage.mailbox.take(Norms, (batch, True))).tensor
         if position.after is not None:
-            stage.post(position.after, Norms(position.configuration, batch, True, norms))
+            stage.mailbox.post(position.after, Norms(position.configuration, batch, True, norms))
         return norms
 
     async def _checkpoint(self, batch: int) -> None:
@@ -120,7 +120,7 @@ class SynchronousUpdates:
         position = self._stage.position
         for unit in range(*position.units):
             piece = restrict(state, unit, unit + 1)
-            await self._stage.post(position.coordinator, UnitState(position.configuration, step, unit, piece))
+            await self._stage.mailbox.post(position.coordinator, UnitState(position.configuration, step, unit, piece))
 
 
 class AsynchronousUpdates:
@@ -176,7 +176,7 @@ class AsynchronousUpdates:
             return arrived
         self._end = batch
         if position.after is not None:
-            self._stage.post(position.after, End(position.configuration, batch))
+            self._stage.mailbox.post(position.after, End(position.configuration, batch))
         return None
 
     def version(self, batch: int) -> int:
@@ -206,7 +206,7 @@ class AsynchronousUpdates:
             # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
             # replica of it has left: so the coordinator has recorded every batch that such a state contains.
             updated = Updated(position.configuration, batch, [self._mean(), *later], loss)
-            self._stage.post(position.coordinator, updated)
+            self._stage.mailbox.post(position.coordinator, updated)
 
     async def _advance(self, batch: int) -> float:
         """Make the next version; return the seconds that it took."""
@@ -259,8 +259,8 @@ class AsynchronousUpdates:
         stage, configuration = self._stage, self._stage.position.configuration
         for unit in range(*stage.position.units):
             replica = Replica(configuration, done, unit, restrict(state, unit, unit + 1))
-            await asyncio.gather(*(stage.post(keeper, replica) for keeper in sorted(keepers)))
-        stage.post(stage.position.coordinator, Replicated(configuration, done))
+            await asyncio.gather(*(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers)))
+        stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
 
     async def _drained(self) -> None:
         """Report that nothing is under way, and keep the state for the device that is to have these units next."""
@@ -277,4 +277,4 @@ class AsynchronousUpdates:
                 bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
                 replicas=self._store.replicas.bytes(),
             )
-        stage.post(position.coordinator, Drained(position.configuration, self._end))
+        stage.mailbox.post(position.coordinator, Drained(position.configuration, self._end))

@@ -88,7 +88,7 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             )
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
             job = SimpleNamespace(problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None)
-            found.policy = FromReplicas(supervisor, holder.presence, store, partitioner, job, STEPS)
+            found.policy = FromReplicas(supervisor, store, partitioner, job, STEPS)
             found.supervisor, found.replicas = supervisor, store.replicas
             await lead(found)
 
