@@ -45,7 +45,7 @@ class Entry:
         """Return what changes with the scenario and with nothing else. Raises `InputError`."""
         # What the file says, and no defaults: an option that is new would make everything stale.
         said = load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        rows = (said.get("paper") or {}).get("rows")
+        rows = [dict(row, note=None) for row in (said.get("paper") or {}).get("rows", ())]
         kept = {key: value for key, value in said.items() if key not in UNSHOWN} | {"rows": rows}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

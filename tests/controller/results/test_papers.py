@@ -51,6 +51,13 @@ def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_d
     other = papers.Entry("stahl-example", ("seed=7",))
     assert papers.stale([usual, other], kept) == [other]
     assert papers.stale([usual], {}) == [usual]
+    noted = [
+        papers.Entry(
+            "stahl-example", (f"paper={{source: s, rows: [{{name: {name}, figure: latency, note: {note}}}]}}",)
+        )
+        for name, note in (("a", "b"), ("a", "c"), ("d", "b"))
+    ]
+    assert noted[0].digest() == noted[1].digest() != noted[2].digest(), "a note is no figure"
 
 
 def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
