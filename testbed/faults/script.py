@@ -150,8 +150,10 @@ class FaultScript:
         if not first:
             return
         self._struck.add(index)
-        if Flap.name in action.undoes:
-            self._end_flaps()
+        if Flap.name in action.undoes:  # no flap that has begun goes on
+            self._flaps = dict.fromkeys(self._flaps, iter(()))
+            self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
+            heapq.heapify(self._deadlines)
         if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
             self._schedule(index + 1, "strike", actual + wait)
 
@@ -171,12 +173,6 @@ class FaultScript:
         following = next(self._flaps[index], ("undo", actual) if phase == "strike" else None)
         if following is not None:
             self._schedule(index, *following)
-
-    def _end_flaps(self) -> None:
-        """Let no flap that has begun go on."""
-        self._flaps = dict.fromkeys(self._flaps, iter(()))
-        self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
-        heapq.heapify(self._deadlines)
 
 
 def _handle(index: int) -> str:

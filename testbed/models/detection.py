@@ -69,20 +69,16 @@ class Detector:
         odds = np.exp(values[:, 5:] - values[:, 5:].max(axis=1, keepdims=True))
         scores = _sigmoid(values[:, 4])[:, None] * odds / odds.sum(axis=1, keepdims=True)
         best = scores.max(axis=1)
+        edges = (centre_x - wide / 2, centre_y - high / 2, centre_x + wide / 2, centre_y + high / 2)
         found = [
             Box(
                 self.labels[int(scores[(place[0], slice(None), *place[1:])].argmax())],
                 float(best[place]),
-                *(float(np.clip(edge, 0, 1)) for edge in _edges(centre_x, centre_y, wide, high, place)),
+                *(float(np.clip(edge[place], 0, 1)) for edge in edges),
             )
             for place in zip(*np.nonzero(best >= self.threshold), strict=True)
         ]
         return sorted(found, key=lambda box: -box.score)
-
-
-def _edges(x: Any, y: Any, wide: Any, high: Any, place: tuple[Any, ...]) -> tuple[float, float, float, float]:
-    half_wide, half_high = wide[place] / 2, high[place] / 2
-    return x[place] - half_wide, y[place] - half_high, x[place] + half_wide, y[place] + half_high
 
 
 def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -35,7 +35,8 @@ def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] 
     steps = _steps(maker, _found(maker, entering, units))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
-    names = _unlike([_name(piece, steps) for piece in pieces])
+    given = [_name(piece, steps) for piece in pieces]
+    names = [f"{name}@{count}" if (count := given[:at].count(name)) else name for at, name in enumerate(given)]
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
     return _chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
@@ -362,11 +363,6 @@ def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
     ways = [[*_callers(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
     common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
     return str((common or ways[0] or [working[0].name])[-1])
-
-
-def _unlike(names: Sequence[str]) -> list[str]:
-    """Return names with a number behind those that were there before."""
-    return [f"{name}@{count}" if (count := names[:at].count(name)) else name for at, name in enumerate(names)]
 
 
 def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node) -> fx.Graph:

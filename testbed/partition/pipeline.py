@@ -132,7 +132,8 @@ class Chain:
         if self.fullness[0] <= 1:
             return "an optimal partition would fit"
         ways = []
-        batch_size = self._largest_batch()
+        smaller = range(1, self.batch_size)
+        batch_size = bisect(smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1)
         if batch_size:
             ways.append(f"a batch_size of at most {batch_size} fits")
         devices = self._enough_devices()
@@ -144,11 +145,6 @@ class Chain:
 
     def _with_batch(self, batch_size: int) -> Chain:
         return replace(self, batch_size=batch_size)
-
-    def _largest_batch(self) -> int:
-        """Return the largest batch size that fits; 0 where none does."""
-        smaller = range(1, self.batch_size)
-        return bisect(smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1)
 
     def _enough_devices(self) -> int:
         """Return how many devices would hold the model, more like the last one added; 0 where no number does."""

@@ -11,7 +11,7 @@ stage's device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -105,12 +105,8 @@ def _need(device: str, old: StagePartition, new: StagePartition, held: HeldUnits
         if unit in held.get(device, ()):
             local.append(unit)
             continue
-        source = next(candidate for candidate in _candidates(unit, old, held) if unit in held.get(candidate, ()))
+        holder = old.holder(unit)
+        best_first = (holder, old.successor(holder), old.coordinator, *sorted(held))
+        source = next(candidate for candidate in best_first if unit in held.get(candidate, ()))
         fetch.setdefault(source, []).append(unit)
     return Need(tuple(local), {source: tuple(units) for source, units in fetch.items()})
-
-
-def _candidates(unit: int, old: StagePartition, held: HeldUnits) -> Iterable[str]:
-    """Whom to ask for a unit, best first."""
-    holder = old.holder(unit)
-    return (holder, old.successor(holder), old.coordinator, *sorted(held))

@@ -20,21 +20,17 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
         return None
     given = {name: device.position for name, device in scenario.devices.items() if device.position is not None}
     positions = draw_positions(names, given, part.area, seed)
-    propagation = _propagation(part)
-    if part.mean_reception is not None:
-        propagation = with_mean_reception(propagation, positions.values(), part.mean_reception)
-    return Radio(propagation, positions, part.packets, seed)
-
-
-def _propagation(part: RadioPart) -> Propagation:
     preset = TRANSCEIVERS[part.preset]
-    return Propagation(
+    propagation = Propagation(
         preset.transmit_power if part.transmit_power is None else part.transmit_power,
         preset.sensitivity if part.sensitivity is None else part.sensitivity,
         part.path_loss_exponent,
         part.reference_loss,
         part.shadowing,
     )
+    if part.mean_reception is not None:
+        propagation = with_mean_reception(propagation, positions.values(), part.mean_reception)
+    return Radio(propagation, positions, part.packets, seed)
 
 
 def _problems(scenario: Scenario) -> Iterator[Diagnostic]:

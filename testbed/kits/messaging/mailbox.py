@@ -339,20 +339,14 @@ class Mailbox:
             handler = self._handlers.get(message.kind)
             if handler is not None:
                 handler(message)
+            elif (waiter := next((waiter for waiter in self._waiters if waiter.wants(message)), None)) is not None:
+                waiter.found.set_result(message)
             else:
-                self._hand_over(message)
+                self._keep(message)
         news, self._news = self._news, []
         for waiting in news:
             if not waiting.done():
                 waiting.set_result(True)
-
-    def _hand_over(self, message: Typed) -> None:
-        """Give a message to the first that waits for it, or keep it."""
-        waiter = next((waiter for waiter in self._waiters if waiter.wants(message)), None)
-        if waiter is not None:
-            waiter.found.set_result(message)
-        else:
-            self._keep(message)
 
     def _counts(self, message: Typed) -> bool:
         """Say whether a message is of the present configuration, or begins another, and not too late."""
