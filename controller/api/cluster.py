@@ -8,11 +8,12 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 SECONDS = 10
 """Seconds for a scheduler to answer."""
 DEATHS = 3
-"""Workers that died while they had the same trial, after which that trial is given up."""
+"""Workers that died while they ran the same trial, after which that trial is given up."""
 _PIECES = ("testbed", "controller")
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -64,21 +65,26 @@ def simulate_on_cluster(
 ) -> None:
     """Simulate the trials of these numbers on the workers of a cluster, each as one task, and take in their folders.
 
-    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Raises
+    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Dask
+    counts a death for all tasks that a worker was to run, so who really began is counted here. Raises
     HostError where there is no worker, or one has another version of the testbed; TestbedError for what is given up.
     """
-    from distributed import KilledWorker
+    from distributed import KilledWorker, Queue
 
     files, argv, batch = _files_of(scenario), list(sys.argv), secrets.token_hex(4)
     _check(client)
     client.run_on_scheduler(_bound_deaths)
-    executor, waiting = client.get_executor(pure=False), {}
-    for number, folder in todo.items():
-        key, place = f"{folder.name}-{batch}", str(folder.absolute())
-        waiting[executor.submit(_simulate, files, argv, version(), number, place, key=key)] = number
-    workers = len(client.scheduler_info(n_workers=-1)["workers"])
-    console.print(f"{len(todo)} runs on {workers} workers of {client.scheduler.address}")
+    executor, ours = client.get_executor(pure=False), version()
+    console.print(f"{len(todo)} runs on {_workers(client)} workers of {client.scheduler.address}")
     given_up: list[str] = []
+    attempts = Counter[int]()
+
+    def submit(number: int) -> Future[Files]:
+        attempts[number] += 1
+        begun, place = f"{todo[number].name}-{batch}", str(todo[number].absolute())
+        key = f"{begun}-{attempts[number]}"
+        submitted: Future[Files] = executor.submit(_task, _simulate, begun, files, argv, ours, number, place, key=key)
+        return submitted
 
     def taken(number: int, ended: Future[Files]) -> Path:
         folder = todo[number]
@@ -93,15 +99,18 @@ def simulate_on_cluster(
         draft.rename(folder)
         return folder
 
-    def lost(number: int, ended: Future[Files]) -> bool:
+    def lost(number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
         if not isinstance(ended.exception(), KilledWorker):
-            return False
-        given_up.append(todo[number].name)
-        console.print(f"{todo[number].name} is given up: {DEATHS} workers died that had it")
-        return True
+            return None
+        name = todo[number].name
+        if Queue(f"{name}-{batch}", client=client).qsize() < DEATHS:
+            return "again"
+        given_up.append(name)
+        console.print(f"{name} is given up: {DEATHS} workers died that ran it")
+        return "given up"
 
     try:
-        take_in(waiting, taken, console, done, lost)
+        take_in(todo, submit, taken, console, done, lost=lost, at_once=lambda: max(1, _workers(client)))
     except BaseException:
         executor.shutdown(wait=False)  # cancels them
         raise
@@ -110,6 +119,10 @@ def simulate_on_cluster(
             f"{len(given_up)} of {len(todo)} runs ended with their workers {DEATHS} times ({', '.join(given_up)}): "
             "look at the workers' memory and logs, then go on with --resume"
         )
+
+
+def _workers(client: Client) -> int:
+    return len(client.scheduler_info(n_workers=-1)["workers"])
 
 
 def version() -> str:
@@ -160,12 +173,21 @@ def _files_of(scenario: Scenario) -> dict[str, str]:
     return {"scenario.yaml": scenario_yaml(moved), **sources}
 
 
+def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
+    """Note in a queue of this name that the trial begins, and simulate it."""
+    from distributed import Queue
+
+    # One at a time in a process: user code and random numbers are global in it.
+    with _ONE_AT_A_TIME:
+        Queue(begun).put(1)
+        return simulate(*arguments)
+
+
 def _simulate(files: Mapping[str, str], argv: Sequence[str], wanted: str, number: int, there: str) -> Files:
     """Simulate one trial, in a worker, and return the files of its folder, which is to lie ``there``."""
     if version() != wanted:  # a worker that joined later
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
-    # One at a time in a process: user code and random numbers are global in it.
-    with _ONE_AT_A_TIME, tempfile.TemporaryDirectory(prefix="testbed-") as name:
+    with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         for file, text in files.items():
             Path(name, file).write_text(text, encoding="utf-8")
         sys.argv, before = list(argv), sys.argv

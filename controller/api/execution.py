@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -192,9 +193,9 @@ def _side_by_side(
 ) -> None:
     # Spawned, since torch's threads do not survive a fork.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(run_one, number, folder): number for number, folder in todo.items()}
         try:
-            take_in(waiting, lambda _number, ended: ended.result(), console, done)
+            submit = lambda number: pool.submit(run_one, number, todo[number])  # noqa: E731
+            take_in(todo, submit, lambda _number, ended: ended.result(), console, done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -229,23 +230,31 @@ def _run_one(prepared: Prepared, runtime: Literal["emulate", "simulate"], folder
 
 
 def take_in(
-    waiting: Mapping[Future[T], int],
+    todo: Iterable[int],
+    submit: Callable[[int], Future[T]],
     place: Callable[[int, Future[T]], Path],
     console: Console,
     done: Done,
-    lost: Callable[[int, Future[T]], bool] = lambda _number, _ended: False,
+    *,
+    lost: Callable[[int, Future[T]], Literal["again", "given up"] | None] = lambda _number, _ended: None,
+    at_once: Callable[[], int] = lambda: sys.maxsize,
 ) -> None:
-    """Pass on runs as they end, which are waited for by their numbers.
+    """Submit runs, so many at once, and pass them on as they end.
 
-    ``place`` says in which folder one lies, unless it is ``lost``.
+    ``place`` says in which folder one lies, unless it is ``lost``, and to be submitted again or given up.
     """
-    began, left = time.monotonic(), dict(waiting)
-    while left:
+    began, waiting, left = time.monotonic(), list(todo), dict[Future[T], int]()
+    total = len(waiting)
+    while waiting or left:
+        while waiting and len(left) < at_once():
+            number = waiting.pop(0)
+            left[submit(number)] = number
         for ended in wait(left, return_when=FIRST_COMPLETED).done:
             number = left.pop(ended)
-            if lost(number, ended):
+            if (verdict := lost(number, ended)) is not None:
+                waiting += [number] if verdict == "again" else []
                 continue
-            over, total = len(waiting) - len(left), len(waiting)
+            over = total - len(left) - len(waiting)
             finished = load_figures(place(number, ended))
             console.print(f"[bold]{over} of {total}[/] {finished.path.name}{_left(began, over, total)}")
             done(number, finished)

@@ -63,13 +63,33 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     with pytest.raises(TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"):
         cluster.simulate_on_cluster(scenario(), todo, client, SILENT, lambda number, _run: done.append(number))
     assert sorted(done) == [0, 2]
-    # A worker that has just been started may also end before it has begun.
-    assert 1 <= len(counts.read_text()) <= cluster.DEATHS
+    assert len(counts.read_text()) == cluster.DEATHS
 
 
 def _deadly(files: dict[str, str], _argv: list[str], _version: str, number: int, _there: str) -> cluster.Files:
     if number == 1:
         with Path(files["counts"]).open("a") as file:
+            file.write("x")
+        os._exit(1)
+    return {"figure": b"1"}
+
+
+def test_only_those_are_given_up_that_were_under_way_as_workers_died(
+    client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_simulate", _deadly_twice)
+    monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(tmp_path / "deaths")})
+    done: list[int] = []
+    todo = {number: tmp_path / f"run{number}" for number in range(8)}
+    cluster.simulate_on_cluster(scenario(), todo, client, SILENT, lambda number, _run: done.append(number))
+    assert sorted(done) == [*range(8)]
+
+
+def _deadly_twice(files: dict[str, str], _argv: list[str], _version: str, number: int, _there: str) -> cluster.Files:
+    deaths = Path(f"{files['counts']}{number}")
+    if number < 2 and (not deaths.exists() or len(deaths.read_text()) < 2):
+        with deaths.open("a") as file:
             file.write("x")
         os._exit(1)
     return {"figure": b"1"}
