@@ -78,6 +78,7 @@ class TorchOptimizer:
     """The same of an optimizer of torch's kind, for parameters that are others in each version of the weights."""
 
     def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
+        self._make = make
         self._optimizer = make([torch.nn.Parameter(torch.zeros(1, 1))])
         self._state: dict[str, dict[str, Any]] = {}
         """By parameter."""
@@ -91,7 +92,11 @@ class TorchOptimizer:
         """Take one step along the gradients; a parameter without one stays as it is."""
         (group,) = self._optimizer.param_groups
         group |= {"params": [parameters[name] for name in gradients], **settings}
-        known: dict[torch.Tensor, Any] = {parameters[name]: self._state.setdefault(name, {}) for name in gradients}
+        for name in gradients:
+            if name not in self._state:
+                # Some of older torch are made with a state, which others make in their first step.
+                self._state[name] = self._make([parameters[name]]).state[parameters[name]]
+        known: dict[torch.Tensor, Any] = {parameters[name]: self._state[name] for name in gradients}
         self._optimizer.state = defaultdict(dict, known)
         for name, gradient in gradients.items():
             parameters[name].grad = gradient
