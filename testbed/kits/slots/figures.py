@@ -68,8 +68,8 @@ def _last_backward(record: Record) -> float:
 
 def _timeslots(record: Record) -> float | None:
     """Counted by the clock, in seconds of which rounding must not make the slot before."""
-    last = _last_backward(record)
-    return (last + 1e-6) // details_of(record).slot + 1 if last else None
+    last, details = _last_backward(record), details_of(record)
+    return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
 
 
 def _time_to_good(record: Record) -> float | None:
@@ -83,7 +83,7 @@ def _time_to_good(record: Record) -> float | None:
 def _rate(record: Record) -> float | None:
     """As the paper counts packets: to each receiver one."""
     last = _last_backward(record)
-    seconds = last - sum(end - begin for begin, end in _tests(record) if end < last)
+    seconds = last - (details_of(record).begin or 0.0) - sum(end - begin for begin, end in _tests(record) if end < last)
     meant = sum(len(each.fields["peers"]) for each in _training_casts(record))
     return meant / seconds / len(record.plan.devices) if seconds > 0 else None
 

@@ -12,7 +12,6 @@ import torch
 
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.kits.slots.casts import CASTS
 from testbed.kits.slots.samples import TestRuns
 from testbed.models.slices import Channels
 
@@ -31,10 +30,6 @@ class Tested(Typed, kind="tested", key=("step", "test", "sender")):
     """Outputs of its own neurons, (samples, classes), and zeros for the others'."""
     right: torch.Tensor
     """Which samples, (samples,), are right by the results that it heard itself."""
-
-
-KINDS = (*CASTS, Tested)
-"""What the devices send each other."""
 
 
 class Gathering:

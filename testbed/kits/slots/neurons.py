@@ -13,7 +13,7 @@ from testbed.kits.layers.shard import State
 from testbed.kits.slots.missing import Work
 from testbed.kits.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
 from testbed.method import Problem
-from testbed.models.sliced import draw
+from testbed.models.sliced import cut_copies, draw
 from testbed.models.slices import Channels
 
 Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
@@ -23,7 +23,9 @@ Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
 class Neurons:
     """Some neurons of each of some layers, from 1 on; all work takes time on the device."""
 
-    def __init__(self, device: Device, problem: Problem[SlotOptions]) -> None:
+    def __init__(self, device: Device, problem: Problem[SlotOptions], given: State | None = None) -> None:
+        """``given``: first weights of the whole network; None: those drawn from the seed."""
+        self._given = given
         self._device = device
         self._problem = problem
         self._layers = layers_of(problem)
@@ -90,7 +92,9 @@ class Neurons:
         self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
-        if state is None:
+        if state is None and self._given is not None:
+            state = cut_copies([(whole, part)], self._given)
+        elif state is None:
             state = draw(self._problem.model, [(whole, part)], self._problem.seed)
         if layer in self.shards:
             self.shards[layer].take(neurons, state)

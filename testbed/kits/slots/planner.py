@@ -56,6 +56,8 @@ class SlotOptions(Options):
     test_results: Literal["cast", "gathered"] = "cast"
     """Which results of tests are scored: as the device that leads heard their casts, with zeros for those that it did
     not, as where a model is deployed; or gathered there without loss after the tests. Gathered, both are figures."""
+    final_weights: bool = False
+    """Whether devices send their weights to the one that leads after the last slot, so that results have them."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
     slot: Duration | None = Field(None, gt=0)
@@ -89,6 +91,8 @@ class SlotDetails(Details):
     """By layer, the seconds of a batch's forward on the device that takes longest."""
     backward: tuple[float, ...]
     """The same of its backward and update."""
+    begin: float | None = None
+    """Seconds at which the first slot begins where weights are given, and handed out before; None: at once."""
     answered: tuple[float, ...]
     """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
@@ -156,8 +160,6 @@ def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Pro
 
 def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1) -> Plan[SlotDetails]:
     """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`."""
-    if problem.workload.model.weights is not None:
-        raise InputError(f"{method} begins with weights drawn from the seed: leave this out", ("model", "weights"))
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
     order, reached = _mapped(problem, divide(neurons, names), mapping.matrix(names, ratios))
@@ -167,9 +169,10 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
     table = _table(held.groups, problem.options.pipelined, micro_batches)
     slot = _slot(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
     times = [_computation(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
+    lead = held.holders(held.output)[0]
     return Plan(
         method=method,
-        lead=held.holders(held.output)[0],
+        lead=lead,
         pieces=tuple(_piece(problem, table, held, name) for name in held.devices),
         step_time=table.period * slot,
         steps=_steps(problem, table, slot),
@@ -185,6 +188,7 @@ def plan(method: str, problem: Problem[SlotOptions], divide: Divide, micro_batch
             test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
             forward=tuple(forward for forward, _ in times),
             backward=tuple(backward for _, backward in times),
+            begin=_handed_out(problem, lead),
             answered=tuple(_answering_time(problem, name) for name in held.devices),
         ),
     )
@@ -258,6 +262,24 @@ def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int 
         least = formats.seconds(table.slots(table.micro) * slot)
         raise InputError(f"{formats.seconds(time)} is too short: one step takes {least}", ("method", "time"))
     return steps
+
+
+def _handed_out(problem: Problem[SlotOptions], lead: str) -> float | None:
+    """Return the seconds until every device has the weights to begin with; None where they are drawn from the seed.
+
+    Twice what their bytes take from the device that leads to all others, one after the other, and some round trips.
+    Raises `InputError` where it has no link to one of them.
+    """
+    if problem.workload.model.weights is None:
+        return None
+    others = [device.name for device in problem.devices if device.name != lead]
+    unlinked = [name for name in others if (lead, name) not in problem.links]
+    if unlinked:
+        text = f"no link leads from {lead}, which has the weights to begin with, to {unlinked[0]}: use mesh"
+        raise InputError(text, ("network", "topology"))
+    rate, delay = _leaving(problem, lead)
+    size = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units) * len(others)
+    return 2 * (0.0 if rate is None else 8 * size / rate) + 4 * delay + problem.options.margin
 
 
 def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> tuple[float, float]:
@@ -353,6 +375,7 @@ class SlotMethod(Method[Given, Planned]):
     """
 
     samples_everywhere = True
+    takes_weights = True
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),
         "its neurons are updated by plain descent on cross-entropy",

@@ -14,9 +14,10 @@ from testbed.common.errors import TestbedError
 from testbed.kits.layers.feed import Training
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.slots import weights
 from testbed.kits.slots.arrangement import Arrangement
-from testbed.kits.slots.casts import Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
-from testbed.kits.slots.gathering import PATIENCE, Gathering
+from testbed.kits.slots.casts import CASTS, Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
+from testbed.kits.slots.gathering import PATIENCE, Gathering, Tested
 from testbed.kits.slots.missing import OnMissing, Usable, Work
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
@@ -26,6 +27,8 @@ from testbed.method import Job
 from testbed.models.slices import pick
 
 SlotJob = Job[SlotOptions, SlotDetails]
+KINDS = (*CASTS, Tested, *weights.KINDS)
+"""What the devices send each other."""
 
 
 class MissedTestsError(TestbedError):
@@ -100,7 +103,15 @@ class SlotProgram:
         self._training = MicroBatches(Training(job.dataset, problem.workload, problem.seed), table.micro)
         self._tests = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
         steps = min(self._training.steps, job.plan.steps or self._training.steps)
-        self._times = (details.slot, steps, details.test_slot, len(self._tests), problem.options.evaluate_every)
+        self._job = job
+        self._times = (
+            details.slot,
+            steps,
+            details.test_slot,
+            len(self._tests),
+            problem.options.evaluate_every,
+            details.begin or 0.0,
+        )
         self._under_way = table.staleness(1) * table.micro
         self._neurons = neurons
         self._arranging = arranging
@@ -133,6 +144,9 @@ class SlotProgram:
         if self._gathering is not None:
             await self._gathering.sent(last.end + PATIENCE * last.slot)
             await asyncio.gather(*self._evaluations)
+        if self._job.problem.options.final_weights and group is not None:
+            until = last.end + PATIENCE * last.slot
+            await weights.leave_weights(self._mailbox, self._job, self._neurons, self._arranging.now, until)
         if self._leads and self._evaluated < last.trained:
             text = (
                 f"the evaluation after step {last.trained} is lost: {self._device.name}, which leads, was off or had "

@@ -143,13 +143,20 @@ class SlotSegment:
 
 
 def segments(
-    table: Timetable, slot: float, steps: int, test_slot: float, tests: int, every: int | None = None
+    table: Timetable,
+    slot: float,
+    steps: int,
+    test_slot: float,
+    tests: int,
+    every: int | None = None,
+    first: float = 0.0,
 ) -> Iterator[SlotSegment]:
     """Yield training, and the test batches after each ``every`` steps (None: after all) and after the last step.
 
-    The pipeline drains before tests and fills again after them. Slots are in seconds.
+    The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant at which the
+    ``first`` begins.
     """
-    start, number, testing = 0.0, 0, _forward_only(table)
+    start, number, testing = first, 0, _forward_only(table)
     for begin in range(0, steps, every or steps):
         end = min(begin + (every or steps), steps)
         trained = range(begin * table.micro, end * table.micro)

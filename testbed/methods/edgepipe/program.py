@@ -7,11 +7,11 @@ import torch
 from testbed.device import Device
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.slots.gathering import KINDS
 from testbed.kits.slots.missing import Arrived, Usable, Work, back
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import SlotDetails
-from testbed.kits.slots.program import Fixed, SlotProgram, transmit_of
+from testbed.kits.slots.program import KINDS, Fixed, SlotProgram, transmit_of
+from testbed.kits.slots.weights import given_weights
 from testbed.method import Job
 from testbed.methods.edgepipe.planner import EdgePipeOptions, Learns, arrangement
 
@@ -81,7 +81,7 @@ class TreatedAsNull:
 async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     """Train and test, slot by slot, from the slot that it is."""
     async with Mailbox(device, job.problem.links, KINDS) as mailbox:
-        neurons = Neurons(device, job.problem)
+        neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
         held = Fixed(arrangement(job.problem, job.plan), neurons, device.name)
         null = TreatedAsNull(job.problem.options.learns, job.plan.details.micro_batches)
         await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()

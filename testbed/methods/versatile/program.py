@@ -8,11 +8,12 @@ from typing import Any
 from testbed.data.batches import steps_per_epoch
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.slots import gathering
+from testbed.kits.slots import program
 from testbed.kits.slots.casts import Outputs, Sent, Values
 from testbed.kits.slots.neurons import Neurons
 from testbed.kits.slots.planner import timetable_of
 from testbed.kits.slots.program import SlotProgram, answering_time, transmit_of
+from testbed.kits.slots.weights import given_weights
 from testbed.method import Job
 from testbed.methods.versatile.controller import ArrangementController, Join, Leave
 from testbed.methods.versatile.handover import Arrange, Handover, Moved
@@ -24,7 +25,7 @@ from testbed.models.slices import Channels
 from testbed.wire.message import Message
 
 VersatileJob = Job[VersatileOptions, VersatileDetails]
-KINDS: tuple[type[Any], ...] = (*gathering.KINDS, Complete, Arrange, Moved, Join, Leave)
+KINDS: tuple[type[Any], ...] = (*program.KINDS, Complete, Arrange, Moved, Join, Leave)
 STARTED = "started"
 """What a device keeps on its disk, to know when it boots that it was there before."""
 
@@ -73,7 +74,7 @@ async def run(device: Device, job: VersatileJob) -> None:
     epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
     window = details.window or max(epoch, details.grace + 1)
     async with Mailbox(device, problem.links, KINDS) as mailbox:
-        update, neurons = DynamicUpdate(options), Neurons(device, problem)
+        update, neurons = DynamicUpdate(options), Neurons(device, problem, await given_weights(mailbox, job))
         confirm = Confirming(mailbox, lambda: handover.now, answering_time(mailbox, details))
         maintenance = Maintenance(options, update, confirm)
         handover = Handover(mailbox, neurons, first, maintenance.forget)
