@@ -22,7 +22,7 @@ SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).ya
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario test smoke stress bench corpus lint site format images environment lock clean distclean
+.PHONY: help scenario test smoke stress bench corpus papers lint site format images environment lock clean distclean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1  /p' $(MAKEFILE_LIST) | awk '{printf "  make %-12s", $$2; $$1=$$2=""; print}'
@@ -53,6 +53,9 @@ bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 
 corpus: $(READY) ## trace and cut 87 public architectures, in parts against whole; needs torchvision and transformers in .venv
 	@$(VENV)/bin/python -m tests.corpus.architectures $(ARGS)
+
+papers: $(READY) ## figures of publications that are missing or stale, into docs/papers.md; ARGS="'stahl-*' --jobs 2"
+	@$(TESTBED) papers $(ARGS)
 
 lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff check

@@ -42,6 +42,7 @@ COMMANDS = {
     "report": "controller.cli.report:report",
     "compare": "controller.cli.report:compare",
     "export": "controller.cli.export:export",
+    "papers": "controller.cli.papers:papers",
     "images": "controller.cli.machine:images",
     "bench": "controller.cli.machine:bench",
     "doctor": "controller.cli.machine:doctor",

@@ -33,12 +33,17 @@ def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Se
 
 def markdown(part: PaperPart, rows: Sequence[ReproducedRow]) -> str:
     """Return the table as Markdown."""
-    lines = [f"# {part.source}", "", "| | paper | ours | ± | ratio | runs | note |", "|---|---|---|---|---|---|---|"]
+    return "\n".join([f"# {part.source}", "", *table(rows)]) + "\n"
+
+
+def table(rows: Sequence[ReproducedRow]) -> list[str]:
+    """Return the lines of the table in Markdown."""
+    lines = ["| | paper | ours | ± | ratio | runs | | note |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
         ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.note])} |")
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.outcome or '', row.note])} |")
+    return lines
 
 
 def show(console: Console, source: str, rows: Sequence[ReproducedRow], folder: Path) -> None:

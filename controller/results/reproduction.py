@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
 from controller.results.run import Run, point_text
 from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
@@ -16,6 +17,12 @@ from testbed.scenario.expect import look_up
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
 from testbed.scenario.schema import PaperPart, PaperRow
 from testbed.trace.figures import Figure
+
+CLOSE = 0.05
+"""Of the paper's figure: ours is the same if it differs by no more."""
+POINTS = 0.03
+"""The same of a share, such as an accuracy: three points."""
+Outcome = Literal["reproduced", "reproduced under a stated reading", "not reproduced"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class ReproducedRow:
     holds: bool | None
     """Whether ``ours`` fulfils the condition; None without one."""
     note: str
+    outcome: Outcome | None = None
+    """None where the paper has no figure, or none came out here."""
 
     @property
     def ratio(self) -> float | None:
@@ -46,19 +55,37 @@ class ReproducedRow:
         return None if self.ours is None or not self.paper else self.ours / self.paper
 
 
+def outcome(row: PaperRow, kind: FigureKind, paper: float | None, ours: float | None, reading: str) -> Outcome | None:
+    """Say whether the paper's figure came out, within `CLOSE` of it or for shares within `POINTS`; or its ranking.
+
+    ``reading`` is how the scenario reads what the paper leaves open.
+    """
+    if paper is None or ours is None:
+        return None
+    if row.claim == "ranking":
+        even = 0 if row.minus is not None else 1
+        reproduced = (ours - even) * (paper - even) > 0
+    else:
+        reproduced = abs(ours - paper) <= max(CLOSE * abs(paper), POINTS if kind == "share" else 0.0)
+    if not reproduced:
+        return "not reproduced"
+    return "reproduced under a stated reading" if reading else "reproduced"
+
+
 def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[ReproducedRow]:
     """Return the table of a publication from all runs of its scenario."""
     figures = all_figures(runs)
-    return [_row(row, runs, figures) for row in part.rows]
+    return [_row(row, runs, figures, part.reading) for row in part.rows]
 
 
-def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> ReproducedRow:
+def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], reading: str) -> ReproducedRow:
     chosen = [run for run in runs if is_at(run.trial.point, row.at)]
     note = row.note
     if row.least:
         chosen, where = _least(chosen, row)
         note = "; ".join(filter(None, (where, note)))
-    below = chosen if row.over is None else [run for run in runs if is_at(run.trial.point, row.over)]
+    other = row.minus if row.over is None else row.over
+    below = chosen if other is None else [run for run in runs if is_at(run.trial.point, other)]
     pairs = _paired(chosen, below)
     values = []
     for over, under in pairs:
@@ -66,6 +93,9 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> R
         if row.over is not None or row.over_figure is not None:
             divisor = figure(under, row.over_figure or row.figure)
             value = value / divisor if value is not None and divisor else None
+        elif row.minus is not None:
+            less = figure(under, row.figure)
+            value = None if value is None or less is None else value - less
         if value is not None:
             values.append(value)
     mean, half = interval(values) if values else (None, None)
@@ -77,7 +107,18 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure]) -> R
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
     paper = paper_value(row, figures)
     return ReproducedRow(
-        row.name, _measure(row), kind, paper, mean, half, len(values), untrusted, row.expect, holds, note
+        row.name,
+        _measure(row),
+        kind,
+        paper,
+        mean,
+        half,
+        len(values),
+        untrusted,
+        row.expect,
+        holds,
+        note,
+        outcome(row, kind, paper, mean, reading),
     )
 
 
@@ -86,6 +127,8 @@ def _measure(row: PaperRow) -> str:
     name, under = (each.rpartition(".")[2].replace("_", " ") for each in (row.figure, row.over_figure or row.figure))
     if row.over_figure is not None and name != under:
         return f"{name} / {under}"
+    if row.minus is not None:
+        return f"difference of {name}"
     return name if row.over is None else f"ratio of {name}"
 
 
@@ -124,6 +167,7 @@ def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow]) -> None:
     """Write ``paper.json`` into the folder of the runs."""
     document = {
         "source": part.source,
+        "reading": part.reading,
         "confidence": CONFIDENCE,
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
     }

@@ -57,7 +57,13 @@ def paper_value(row: PaperRow, figures: Mapping[str, Figure]) -> float | None:
 def problems(part: PaperPart | None, points: Sequence[Mapping[str, Any]] | None) -> Iterator[Diagnostic]:
     """Yield what is wrong with rows and charts, given all points of the scenario, if it has any."""
     for index, row in enumerate(part.rows if part else ()):
-        for name in ("at", "over"):
+        if row.claim == "ranking" and row.over is None and row.over_figure is None and row.minus is None:
+            text = "'ranking' says which of two is larger: give `over`, `over_figure` or `minus`"
+            yield Diagnostic(("paper", "rows", index, "claim"), text)
+        if row.minus is not None and (row.over is not None or row.over_figure is not None):
+            text = "a figure is divided by another or less another, not both: leave one out"
+            yield Diagnostic(("paper", "rows", index, "minus"), text)
+        for name in ("at", "over", "minus"):
             wanted = getattr(row, name)
             if wanted and points is not None and not any(is_at(point, wanted) for point in points):
                 shown = ", ".join(f"{inner}: {value}" for inner, value in wanted.items())
@@ -72,7 +78,7 @@ def figure_problems(
 ) -> Iterator[Diagnostic]:
     """Yield what is wrong with the figures that rows ask of the run at a point, given those that the run has."""
     for index, row in enumerate(part.rows if part else ()):
-        if not any(is_at(point, wanted) for wanted in (row.at, row.over) if wanted is not None):
+        if not any(is_at(point, wanted) for wanted in (row.at, row.over, row.minus) if wanted is not None):
             continue
         key: Key = ("paper", "rows", index)
         wrong = [item for name in ("figure", "over_figure") for item in _figure_problems(row, name, key, figures)]

@@ -136,9 +136,16 @@ class PaperRow(Part):
     over: dict[str, Any] | None = Field(
         None, description="divide by the same figure at these points, repetition by repetition"
     )
+    minus: dict[str, Any] | None = Field(
+        None, description="subtract the same figure at these points, repetition by repetition"
+    )
     over_figure: str | None = Field(None, description="divide by this other figure")
     value: str | float | None = Field(None, description="the paper's; a time or a size with its unit")
     expect: str | None = Field(None, description="condition on our mean, as in `expect`; decides the exit status")
+    claim: Literal["figure", "ranking"] = Field(
+        "figure",
+        description="what the paper claims: the figure, or, of one divided by or less another, alone which is larger",
+    )
     note: str = Field("", description="why the two differ, what to know")
 
 
@@ -187,6 +194,9 @@ class PaperPart(Part):
     """A table or a figure of a publication that the scenario reproduces."""
 
     source: str = Field(description="which one, as one would cite it")
+    reading: str = Field(
+        "", description="how the scenario reads what the paper leaves open; without, nothing is left open that matters"
+    )
     rows: tuple[PaperRow, ...] = Field(min_length=1, description="its figures")
     charts: tuple[PaperChart, ...] = Field((), description="its plots, drawn into paper.html")
 

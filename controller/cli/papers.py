@@ -1,0 +1,64 @@
+"""`testbed papers`: the figures of publications, run again where they are missing or stale."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import click
+
+from controller.lab.paths import ROOT
+from testbed.common.errors import InputError
+
+RUNS = Path("results/papers")
+
+
+@click.command()
+@click.argument("patterns", nargs=-1)
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulate this many runs at a time.")
+@click.option("--again", is_flag=True, help="Run them though nothing of their scenarios has changed.")
+@click.option("--list", "listing", is_flag=True, help="Only say which would be run, with their commands.")
+def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> None:
+    """Run what is missing or stale of all figures of publications, and write docs/papers.md from the results.
+
+    PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that docs/papers.yaml
+    lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
+    of it, is another. After Ctrl-C the same command goes on: runs that finished are kept, in results/papers.
+
+    \b
+    Examples:
+      testbed papers --list
+      testbed papers 'stahl-*' --jobs 2
+    """
+    from controller.results import papers
+
+    docs = ROOT / "docs"
+    entries = [
+        each
+        for each in papers.listed(docs)
+        if not patterns or any(fnmatch(each.scenario, pattern) for pattern in patterns)
+    ]
+    if not entries:
+        raise InputError(
+            f"docs/papers.yaml lists no scenario like {' or '.join(patterns)}: see 'testbed papers --list'"
+        )
+    wanted = entries if again else papers.stale(entries, papers.kept(docs))
+    for entry in wanted:
+        click.echo(" ".join(entry.command))
+        if listing:
+            continue
+        runs = RUNS / f"{entry.scenario}-{entry.digest()}"
+        if again:
+            shutil.rmtree(runs, ignore_errors=True)
+        place = ["--resume" if runs.exists() else "--out", str(runs)]
+        program = [sys.executable, "-c", "from controller.cli.main import main; main()"]
+        command = [*program, *entry.command[1:], *place, "--jobs", str(jobs)]
+        status = subprocess.run(command, check=False).returncode
+        if status not in (0, 1):  # 1: a condition of the scenario does not hold, which the table says
+            raise click.exceptions.Exit(status)
+        papers.keep(docs, entry, papers.result(entry, runs))
+    if not wanted:
+        click.echo("nothing is missing or stale")

@@ -1,0 +1,144 @@
+"""All figures of publications: which of their scenarios are to be run again, and what the documentation shows of them.
+
+``docs/papers.yaml`` lists scenarios, with what is changed of them. What came of each is kept in ``docs/papers.json``,
+from which the tables of ``docs/papers.md`` are written: nothing in them is typed by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from controller.report.paper import table
+from controller.results.manifest import RUNNING
+from controller.results.recorder import scenario_yaml
+from controller.results.reproduction import Outcome, ReproducedRow
+from testbed.common.errors import InputError
+from testbed.scenario.loading import load, read_keys
+
+LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
+UNSHOWN = ("description", "time_limit", "paper")
+"""Keys of a scenario that change no figure."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A scenario of a publication's figures, as it is run for the documentation."""
+
+    scenario: str
+    """Its name in ``scenarios/papers``."""
+    changes: tuple[str, ...] = ()
+    """What is changed of it, as ``--set`` has it."""
+
+    @property
+    def command(self) -> list[str]:
+        """The command that runs it."""
+        changes = [each for change in self.changes for each in ("--set", change)]
+        return ["testbed", "run", f"papers/{self.scenario}", "--runtime", "simulate", *changes]
+
+    def digest(self) -> str:
+        """Return what changes with the scenario and with nothing else. Raises `InputError`."""
+        scenario = load(f"papers/{self.scenario}", self.changes)
+        text = scenario_yaml(scenario.model_copy(update={"description": "", "paper": None, "time_limit": 1.0}))
+        rows = [] if scenario.paper is None else [row.model_dump(mode="json") for row in scenario.paper.rows]
+        return hashlib.sha256((text + json.dumps(rows)).encode()).hexdigest()[:16]
+
+
+def listed(folder: Path) -> list[Entry]:
+    """Return the scenarios that ``papers.yaml`` in the folder of the documentation lists. Raises `InputError`."""
+    file = folder / LIST
+    if not file.is_file():
+        raise InputError(f"{file}: is not there: the figures are kept in a checkout of the testbed, so work in one")
+    return [
+        Entry(
+            name, tuple(f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in changes.items())
+        )
+        for name, changes in read_keys(file).items()
+    ]
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """Return what is kept of the scenarios that were run, by their names."""
+    file = folder / RESULTS
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def result(entry: Entry, runs: Path) -> dict[str, Any]:
+    """Return what is kept of a scenario whose runs are in a folder. Raises `InputError` where one did not finish."""
+    manifests = [json.loads(each.read_text(encoding="utf-8")) for each in sorted(runs.glob("**/manifest.json"))]
+    failed = [each for each in manifests if each["status"] != "finished"]
+    if failed or not manifests or not (runs / "paper.json").is_file():
+        said = {RUNNING: "was cut off"}.get(failed[0]["status"], failed[0]["status"]) if failed else "is not there"
+        raise InputError(f"{runs}: a run of {entry.scenario} {said}: run 'testbed papers' again to go on")
+    document = json.loads((runs / "paper.json").read_text(encoding="utf-8"))
+    return {
+        "command": shlex.join(entry.command),
+        "digest": entry.digest(),
+        "revision": manifests[0]["revision"],
+        "date": manifests[0]["date"][:10],
+        "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
+        "runs": len(manifests),
+        "reading": document["reading"],
+        "rows": document["rows"],
+    }
+
+
+def keep(folder: Path, entry: Entry, found: Mapping[str, Any]) -> None:
+    """Add what came of a scenario to what is kept, and write the tables of the documentation again."""
+    results = kept(folder) | {entry.scenario: dict(found)}
+    text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False) + "\n"
+    (folder / RESULTS).write_text(text, encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(written(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+
+
+def written(page: str, results: Mapping[str, Any]) -> str:
+    """Return the page with each table, between its two comments, as the results have it."""
+
+    def section(match: re.Match[str]) -> str:
+        name = match[1]
+        body = _totals(results) if name == "all" else _section(results[name]) if name in results else match[2]
+        return f"<!-- papers: {name} -->\n{body}<!-- end -->"
+
+    return re.sub(r"<!-- papers: ([a-z0-9-]+) -->\n(.*?)<!-- end -->", section, page, flags=re.DOTALL)
+
+
+def rows_of(found: Mapping[str, Any]) -> list[ReproducedRow]:
+    """Return the rows of a scenario that was run."""
+    names = {field.name for field in fields(ReproducedRow)}
+    return [ReproducedRow(**{key: value for key, value in row.items() if key in names}) for row in found["rows"]]
+
+
+def _section(found: Mapping[str, Any]) -> str:
+    seeds = ", ".join(map(str, found["seeds"]))
+    reading = [f"Reading: {found['reading']}", ""] if found["reading"] else []
+    runs = f"{found['runs']} run{'s' if found['runs'] > 1 else ''}"
+    about = f"{runs}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
+    return "\n".join([f"    {found['command']}", "", *reading, *table(rows_of(found)), "", about, ""])
+
+
+def _totals(results: Mapping[str, Any]) -> str:
+    """Return how many figures of each scenario came out."""
+    words = get_args(Outcome)
+    lines = [f"| scenario | {' | '.join(words)} |", "|---|---|---|---|"]
+    every: Counter[str | None] = Counter()
+    for name, found in sorted(results.items()):
+        count = Counter(row.outcome for row in rows_of(found))
+        every += count
+        if any(count[word] for word in words):
+            lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")
+    lines.append(f"| all | {' | '.join(str(every[word]) for word in words)} |")
+    return "\n".join([*lines, ""])
+
+
+def stale(entries: Sequence[Entry], results: Mapping[str, Any]) -> list[Entry]:
+    """Return those that were not run as their scenario and its changes are now."""
+    return [each for each in entries if results.get(each.scenario, {}).get("digest") != each.digest()]
