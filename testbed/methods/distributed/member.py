@@ -29,7 +29,7 @@ K = TypeVar("K", bound=Typed)
 
 
 class InferenceMember:
-    """A `testbed.kits.messaging.membership.LayerTask`; lives as long as its configuration."""
+    """A `testbed.kits.messaging.membership.Role`; lives as long as its configuration."""
 
     def __init__(
         self, mailbox: Mailbox, problem: Problem, flow: Dataflow, coordinator: str, state: State | None
