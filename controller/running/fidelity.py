@@ -16,7 +16,6 @@ from testbed.common.errors import HostError
 from testbed.common.quantities import format_rate
 from testbed.network.link import Pair
 from testbed.trace.outcome import LinkMeasurement
-from testbed.trace.verdict import STOLEN_SHARE
 
 SAMPLE_SECONDS = 0.25
 SATURATED = 0.95
@@ -102,6 +101,8 @@ class LinksError(HostError):
     def __init__(self, measurements: Sequence[LinkMeasurement], stolen: float = 0.0) -> None:
         bad = [each for each in measurements if each.problem]
         advice = _advice(bad)
+        from testbed.trace.verdict import STOLEN_SHARE  # late: who watches a host needs no numpy
+
         if stolen > STOLEN_SHARE:
             advice = f"a hypervisor kept {stolen:.0%} of the processors' time for others: try again later, {advice}"
         super().__init__(
