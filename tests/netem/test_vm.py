@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netem.vm import ROOT, UNAVAILABLE
+from tests.netem.vm import LEFT_OUT, ROOT, UNAVAILABLE
 
 _FILES = ("tests/integration/test_conformance.py", "tests/integration/test_shaping.py")
 _CHOSEN = "netem and (conformance or partition or every_impairment) and not 100000000.0"
@@ -42,3 +42,10 @@ def test_netem_in_a_virtual_machine(tmp_path: Path) -> None:
     assert "netem lacks sch_netem; userspace lacks nfnetlink_queue, xt_NFQUEUE" in reason
     assert "modprobe" in reason
     assert "linux-image-amd64" in reason
+
+
+def test_what_the_guest_runs_needs_nothing_that_it_goes_without() -> None:
+    modules = [file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "tests/conftest.py")]
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LEFT_OUT - {'test', 'site-packages'})}))"
+    code += f"; import tests.helpers.hostload, controller.shaping.capability, {', '.join(modules)}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

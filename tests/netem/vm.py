@@ -37,7 +37,7 @@ MODULES = [
     *("nf_tables", "nft_compat"),
 ]
 
-_LEFT_OUT = {
+LEFT_OUT = {
     *("torch", "torchgen", "functorch", "scipy", "scipy.libs", "sklearn", "numpy", "numpy.libs", "sympy", "mpmath"),
     *("networkx", "matplotlib", "kiwisolver", "fontTools", "PIL", "pillow.libs", "mypy", "mypyc", "pip", "setuptools"),
     *("test", "idlelib", "site-packages"),
@@ -150,7 +150,7 @@ def _with_files(initramfs: Path) -> Path:
     for folder in folders:
         names |= dict.fromkeys(str(each) for each in reversed(folder.parents))
         for where, inner, files in os.walk(folder):
-            inner[:] = [name for name in inner if name not in _LEFT_OUT]
+            inner[:] = [name for name in inner if name not in LEFT_OUT]
             names |= dict.fromkeys(str(Path(where, name)) for name in ("", *files))
     kept = [name[1:] for name in names if len(name) > 1 and (Path(name).is_dir() or Path(name).stat().st_size < _LARGE)]
     packed = subprocess.run(
