@@ -140,7 +140,9 @@ def main() -> int:
     known = int(last_seed.read_text()) if last_seed.exists() and not given.fresh else 0
     first = known if given.first is None else given.first
     seeds = itertools.count(first) if given.count is None else iter(range(first, first + given.count))
-    chosen = (seed for seed in seeds if given.only in (None, scenario(seed)["workload"]["method"]["name"]))
+    chosen = (
+        seed for seed in seeds if given.only is None or given.only == scenario(seed)["workload"]["method"]["name"]
+    )
     print(f"seeds from {first}, for {given.seconds:g} s")
     tried, refused, bad, last = Counter[str](), 0, 0, first
     for seed, method, found in side_by_side(WAYS[given.way].by, chosen, given.jobs, time.monotonic() + given.seconds):
@@ -164,7 +166,9 @@ def main() -> int:
 
 def side_by_side(by: Attack, seeds: Iterator[int], jobs: int, until: float) -> Iterator[tuple[int, str, list[str]]]:
     """Attack with so many processes; begin nothing after ``until``, an instant of the monotonic clock."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("forkserver"), max_tasks_per_child=200) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "controller.api", __name__])  # which takes longer than many seeds
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1000) as pool:
         pending = {pool.submit(by, seed) for seed in itertools.islice(seeds, jobs)}
         while pending:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)

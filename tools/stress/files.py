@@ -65,14 +65,18 @@ def _originals() -> tuple[Path, ...]:
     return tuple(sorted(path for path in SCENARIOS.rglob("*.yaml") if path.stat().st_size < 8000))
 
 
+@cache
+def _tree(original: Path) -> Any:
+    return YAML(typ="safe").load(original)
+
+
 def file(seed: int) -> tuple[Path, bytes]:
     """Return the scenario that a seed starts from, and what it has become."""
     draw = random.Random(seed)
     original = draw.choice(_originals())
-    text = original.read_text()
     if draw.random() < 0.4:
-        return original, torn(draw, text.encode())
-    tree = YAML(typ="safe").load(text)
+        return original, torn(draw, original.read_bytes())
+    tree = copy.deepcopy(_tree(original))
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         bend(draw, tree)
     return original, _dumped(tree)
