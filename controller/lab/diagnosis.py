@@ -107,7 +107,7 @@ def _python() -> HostCheck:
 
 def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
     known, info = facts(client), client.info()
-    engine, cgroup = f"Docker {known['version']}", known["cgroup"]
+    engine, cgroup = f"{known['name']} {known['version']}", known["cgroup"]
     elsewhere = "" if is_local() else f"{engine} is on another machine"
     fine = f"{engine} (API {known['api']}) on {known['system']}"
     yield _judged("engine", elsewhere, fine, "run testbed on that machine", needed=True)
@@ -144,27 +144,21 @@ def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     if not exists(client, image):
         yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")
         return
-    found = _backend_problems(client, image)
+    try:
+        found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))
+    except (HostError, APIError) as error:
+        text = f"nothing could be tried in a container: {getattr(error, 'explanation', None) or error}"
+        yield HostCheck("links", "missing", text, "see what the engine says of that, in its log", needed=True)
+        return
     for name, works in (
         ("netem", "works on this kernel"),
         ("userspace", "works on this kernel"),
         ("gate", "radio cells and casts take turns at their senders"),
     ):
-        problem = found.get(name, found.get("", ""))
+        problem = found[name]
         yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, MODULES_HELP)
-    if all(found.get(name, found.get("", "")) for name in ("netem", "userspace")):
+    if all(found[name] for name in ("netem", "userspace")):
         yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {MODULES_HELP}", needed=True)
-
-
-def _backend_problems(client: docker.DockerClient, image: str) -> dict[str, str]:
-    """Return by its name why something does not work here; under an empty name, why nothing could be tried."""
-    try:
-        found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))
-    except HostError as error:
-        return {"": str(error)}
-    except APIError as error:
-        return {"": str(error.explanation)}
-    return found
 
 
 def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:

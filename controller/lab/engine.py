@@ -114,7 +114,9 @@ def ensure_engine(say: Say) -> docker.DockerClient:
 def facts(client: docker.DockerClient) -> dict[str, Any]:
     """Return what the engine says of itself and of the machine it runs on; ``memory`` is in bytes."""
     info, version = client.info(), client.version()
+    parts = [str(part.get("Name", "")) for part in version.get("Components") or ()]
     return {
+        "name": "Podman" if any(part.startswith("Podman") for part in parts) else "Docker",
         "version": str(version.get("Version", "")),
         "api": str(version.get("ApiVersion", "")),
         "kernel": str(info.get("KernelVersion", "")),

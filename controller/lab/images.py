@@ -293,11 +293,9 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
         if done.returncode:
             complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
             raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
-        name, _, version = tag.partition(":")
-        try:
-            client.api.import_image_from_file(
-                str(archive), repository=name, tag=version, changes=[f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
-            )
+        labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
+        try:  # the repository with its tag, since Podman takes no tag beside it
+            client.api.import_image_from_file(str(archive), repository=tag, changes=labelled)
         except APIError as error:
             raise HostError(f"the engine does not take the base image: {_reason(error)}") from error
 

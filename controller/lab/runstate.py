@@ -112,7 +112,7 @@ def choose(run: str | None) -> str:
     if not known:
         raise InputError("no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'")
     if len(known) > 1:
-        raise InputError(f"several runs are up, say which with --run: {', '.join(known)}")
+        raise InputError(f"several runs are up, say which of {', '.join(known)}")
     return known[0]
 
 

@@ -43,6 +43,6 @@ def test_the_only_run_need_not_be_named():
     runstate.write(a_run("x-1"))
     assert runstate.choose(None) == "x-1"
     runstate.write(a_run("x-2"))
-    with pytest.raises(InputError, match=r"say which with --run: .*(x-1, x-2|x-2, x-1)"):
+    with pytest.raises(InputError, match=r"say which of .*(x-1, x-2|x-2, x-1)"):
         runstate.choose(None)
     assert runstate.choose("x-2") == "x-2"

@@ -1,0 +1,31 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from docker.errors import APIError
+
+from controller.lab import diagnosis, engine
+
+
+def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise APIError("500", explanation="runc create failed: error setting rlimits")
+
+    monkeypatch.setattr(diagnosis, "exists", lambda *_: True)
+    client: Any = SimpleNamespace(
+        containers=SimpleNamespace(run=refuses, list=lambda **_: []), networks=SimpleNamespace(list=lambda **_: [])
+    )
+    monkeypatch.setattr(diagnosis.capability, "remove_run", lambda *_, **__: [])
+    checks = list(diagnosis._links(client))
+    assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
+    assert "error setting rlimits" in checks[0].detail
+    assert "modprobe" not in f"{checks[0]}"
+
+
+@pytest.mark.parametrize(("component", "name"), [("Engine", "Docker"), ("Podman Engine", "Podman")])
+def test_an_engine_has_its_own_name(component: str, name: str) -> None:
+    client: Any = SimpleNamespace(info=dict, version=lambda: {"Version": "4.3.1", "Components": [{"Name": component}]})
+    found = engine.facts(client)
+    assert (found["name"], found["version"]) == (name, "4.3.1")
