@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
+from ruamel.yaml.composer import ReusedAnchorWarning
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
@@ -179,7 +181,9 @@ class _Reader:
             limit = f"{_MAX_SIGNS:,} lines, commas and opening brackets"
             raise InputError(f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text")
         try:
-            node = YAML(typ="safe", pure=True).compose(text)
+            with warnings.catch_warnings():  # YAML lets an anchor be used again: the later one holds
+                warnings.simplefilter("ignore", ReusedAnchorWarning)
+                node = YAML(typ="safe", pure=True).compose(text)
         except MarkedYAMLError as error:
             raise InputError(self._describe(error, text)) from None
         except (YAMLError, ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -320,3 +321,9 @@ def test_any_override_is_taken_or_refused(write, key, value):
 @given(position=st.integers(0, len(GOOD) - 1), length=st.integers(0, 9), new=st.text(max_size=6))
 def test_damaged_files_are_refused_or_read(write, position, length, new):
     _only_input_errors(write(GOOD[:position] + new + GOOD[position + length :]))
+
+
+def test_an_anchor_that_is_used_again_prints_no_warning(write):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(write(GOOD.replace("small", "&a small").replace("laptop", "&a laptop"))).name == "small"
