@@ -427,11 +427,11 @@ def check_devices(experiment: Experiment) -> None:
 
 @contextlib.contextmanager
 def _unless(*codes: int) -> Iterator[None]:
-    """Pass over these refusals of the engine, which mean that it is so already."""
+    """Pass over these refusals of the engine, which mean that it is so already; Podman has no number for that."""
     try:
         yield
     except APIError as error:
-        if error.status_code not in codes:
+        if error.status_code not in codes and "container state improper" not in str(error.explanation):
             raise HostError(f"the engine refuses: {error.explanation}") from error
 
 
@@ -459,7 +459,8 @@ class ContainerChanges:
         names = {container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]}
         filters = {
             "type": "container",
-            "event": ["start", "die", "pause", "unpause", "destroy"],
+            # The last two are Podman's names.
+            "event": ["start", "die", "pause", "unpause", "destroy", "died", "remove"],
             "label": f"{RUN}={lab.run_id}",
         }
         left = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import IPv4Network
+from pathlib import Path
 
 from controller.shaping.namespaces import command
 from controller.shaping.plan import InterfacePlan
@@ -59,6 +60,18 @@ def receiving(plan: InterfacePlan) -> RuleChain:
         elif line.queued:
             rules.append(f"-s {line.address}/32 -j NFQUEUE --queue-num {line.number}")
     return RuleChain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))
+
+
+def remove_ipv6() -> None:
+    """Take the IPv6 addresses from the calling thread's namespace, of which a wall says nothing.
+
+    Docker leaves none; Podman leaves those that the kernel gives to every interface.
+    """
+    known = Path("/proc/thread-self/net/if_inet6")
+    lines = known.read_text().splitlines() if known.exists() else []
+    for interface in sorted({line.split()[-1] for line in lines} - {"lo"}):
+        command(["ip", "link", "set", "dev", interface, "addrgenmode", "none"])
+        command(["ip", "-6", "address", "flush", "dev", interface])
 
 
 def wall(interface: str, network: IPv4Network) -> tuple[RuleChain, RuleChain]:

@@ -18,7 +18,7 @@ from typing import Any
 from controller.shaping import plan as planning
 from controller.shaping import sender, tc
 from controller.shaping.backends import Userspace, choose, queueing_iptables, walling_iptables
-from controller.shaping.chain import RuleChain, wall
+from controller.shaping.chain import RuleChain, remove_ipv6, wall
 from controller.shaping.helper import Gate
 from controller.shaping.interfaces import (
     Interface,
@@ -261,6 +261,8 @@ class Shaping:
                 # After all other chains, so that it stands before them: what they let pass is not asked again.
                 for each in self._wall(attached):
                     each.apply(self._iptables, None)
+                if attached.endpoint.network is not None:
+                    remove_ipv6()
             lines = sender.build(wanted) if old is None else sender.change(old, wanted)
             return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
 
