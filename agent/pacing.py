@@ -148,6 +148,8 @@ class Processors:
 
     def __init__(self, count: int = 1, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
+        self.computed = 0.0
+        """Seconds of processor time that the work itself has taken."""
         self._queue: queue.SimpleQueue[_PacedWork | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._changed = [self._pace.watch() for _ in range(count)]
@@ -239,7 +241,9 @@ class Processors:
         if failure is not None:
             item.end(None, failure, WorkTimes(start, busy, busy, 0.0, late))
             return origin
-        charge = item.charge(time.thread_time() - processor_time)
+        processor_time = time.thread_time() - processor_time
+        self.computed += processor_time
+        charge = item.charge(processor_time)
         due = self._wait(origin, charge, start + busy, changed)
         free = max(due, start + busy)
         if not self._stop.is_set():

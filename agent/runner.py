@@ -240,14 +240,19 @@ class Runner:
 
 
 async def _watch(device: RealDevice) -> None:
-    """Record now and then, and at the end, for how long the host kept the device waiting."""
-    waiting, since = WaitingTime(without=device.processors.threads), time.monotonic()
+    """Record now and then, and at the end, how long the processors worked for the device, and let it wait."""
+    waiting = WaitingTime(without=device.processors.threads)
+
+    def used() -> tuple[float, float, float]:
+        return time.monotonic(), time.process_time(), device.processors.computed
+
+    last = used()
 
     def record() -> None:
-        nonlocal since
-        now = time.monotonic()
-        device.record("host", waited=waiting.since_last(), interval=now - since)
-        since = now
+        nonlocal last
+        before, last = last, used()
+        interval, processor, computing = (now - then for now, then in zip(last, before, strict=True))
+        device.record("host", waited=waiting.since_last(), interval=interval, processor=processor, computing=computing)
 
     try:
         while True:

@@ -256,8 +256,10 @@ class Shapers:
         hosts: dict[str, list[str]] = {}
         for name, host in self._host.items():
             hosts.setdefault(host, []).append(name)
+        found = self._each(lambda _host, shaper: shaper.statistics(reset))
         return {
-            **merged(self._each(lambda _host, shaper: shaper.statistics(reset))),
+            **merged(found),
+            "processor_seconds": sum(each["processor_seconds"] for each in found),
             "hosts": hosts,
             "ways": [[*way, delay] for way, delay in self._ways.items()],
             "clocks": {host: channel.clock.offset.uncertainty for host, channel in self._channels.items()},

@@ -48,16 +48,18 @@ class HostMonitor:
     def __init__(self) -> None:
         self._samples: list[float] = []
         self._first = self._last = _Ticks(0.0, 0.0, 0.0)
+        self._began = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="host-monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to sample."""
+        self._began = time.process_time()
         if Path("/proc/stat").exists():
             self._thread.start()
 
     def stop(self) -> dict[str, Any]:
-        """Return the mean load and the share of samples in which the host was saturated."""
+        """Return the mean load, the share of samples in which the host was saturated, and the controller's own time."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -69,6 +71,7 @@ class HostMonitor:
             "host_load": sum(self._samples) / len(self._samples),
             "host_saturated": sum(sample >= SATURATED for sample in self._samples) / len(self._samples),
             "host_stolen": stolen / total if total > 0 else 0.0,
+            "controller_seconds": time.process_time() - self._began,
         }
 
     def _sample(self) -> None:
@@ -81,7 +84,7 @@ class HostMonitor:
 
 
 def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shaper's statistics with only those packets dropped, and bytes sent, that were between two readings.
+    """Return the shaper's statistics with only what was between two readings: packets dropped, bytes, processor time.
 
     What the measurement of the links before the run did to their queues is none of the run's business.
     """
@@ -91,8 +94,9 @@ def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
         for name, counts in after.get("queues", {}).items()
     }
     sent = {name: count - before.get("sent", {}).get(name, 0) for name, count in after.get("sent", {}).items()}
+    took = {key: after[key] - before.get(key, 0.0) for key in ("processor_seconds",) if key in after}
     # A device that has started again counts from nothing.
-    return {**after, "queues": queues, "sent": {name: max(0, count) for name, count in sent.items()}}
+    return {**after, **took, "queues": queues, "sent": {name: max(0, count) for name, count in sent.items()}}
 
 
 class LinksError(HostError):

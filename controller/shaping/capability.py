@@ -86,16 +86,11 @@ def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
     That of interrupts is not in it, and what else the host is busy with neither.
     """
     shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
-    busy, packets = _busy_seconds(shaping), _received(receiver)
+    busy, packets = shaping.statistics()["processor_seconds"], _received(receiver)
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
     passed = _received(receiver) - packets
-    return (_busy_seconds(shaping) - busy) / passed if passed > 0 else None
-
-
-def _busy_seconds(shaping: Shaping) -> float:
-    own = os.times()
-    return own.user + own.system + float(shaping.statistics().get("processor_seconds", 0.0))
+    return (shaping.statistics()["processor_seconds"] - busy) / passed if passed > 0 else None
 
 
 def _received(process: int) -> int:

@@ -320,13 +320,15 @@ class Shaping:
             }
             sent = {name: counts.pop("bytes") for name, counts in queues.items()}
             figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues, "sent": sent}
+            own = os.times()
+            figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + own.user + own.system
             if self._gate is not None:
                 gate = figures["gate"] = self._gate.statistics()
                 lateness = figures.get("lateness", {})
                 figures["lateness"] = {
                     key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()
                 }
-                figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + gate["processor_seconds"]
+                figures["processor_seconds"] += gate["processor_seconds"]
             if reset:
                 self._backend.reset()
                 if self._gate is not None:

@@ -78,7 +78,12 @@ EVENTS = (
         ("phase", "step", "missing", "partition"),
     ),
     EventType("log", "somebody has something to say", (), ("text",)),
-    EventType("host", "how long the host kept the device's threads waiting", None, ("waited", "interval")),
+    EventType(
+        "host",
+        "for how long the host kept the device's threads waiting, and the processor time that these took",
+        None,
+        ("waited", "interval", "processor", "computing"),
+    ),
     EventType(
         "fault",
         "a fault struck or was undone; `began` where the device took its time for it",

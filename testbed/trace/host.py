@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 
 from testbed.trace.critical import CriticalPaths, PathTime
+from testbed.trace.figures import Figure, Row
 from testbed.trace.intervals import Intervals, clip, total, within
 from testbed.trace.log import EventLog
 from testbed.trace.record import Record
@@ -40,6 +42,60 @@ def added(record: Record) -> HostTime:
     paths = CriticalPaths(record.log, record.experiment, packets)
     found = sum((paths.lateness(device, window) for device, window in windows), PathTime())
     return HostTime(seconds, found.computing, found.messaging)
+
+
+def processor_time(record: Record) -> dict[str, float] | None:
+    """Return the seconds of processor time by what took them; None for a run in which nobody counted them.
+
+    ``computing`` is the devices' own work, the others what the emulation takes beside it: ``agents``, ``shaper`` and
+    ``controller``. What the kernel does for packets, the engine, and programs of a user's own are in none of them.
+    """
+    shaper = record.outcome.fidelity.get("processor_seconds")
+    controller = record.outcome.fidelity.get("controller_seconds")
+    took = [pair for pair in record.log.of("host").rows("processor", "computing") if None not in pair]
+    if shaper is None or controller is None or not took:
+        return None
+    processor, computing = (float(sum(column)) for column in zip(*took, strict=True))
+    return {"computing": computing, "agents": processor - computing, "shaper": shaper, "controller": controller}
+
+
+def _overhead(record: Record) -> float | None:
+    found = record.cached(processor_time)
+    if not found or not found["computing"]:
+        return None
+    return (sum(found.values()) - found["computing"]) / found["computing"]
+
+
+def _part(name: str) -> Callable[[Record], float | None]:
+    return lambda record: (record.cached(processor_time) or {}).get(name)
+
+
+FIGURES = (
+    *(
+        Figure(f"processor_{name}", "seconds", f"of processor time that {whose} took; on containers", _part(name))
+        for name, whose in {
+            "computing": "the devices' computations",
+            "agents": "the devices' agents, beside computing,",
+            "shaper": "the shaper",
+            "controller": "the controller",
+        }.items()
+    ),
+    Figure(
+        "overhead",
+        "share",
+        "processor time of agents, shaper and controller, of that of the devices' computations; on containers",
+        _overhead,
+    ),
+)
+
+ROWS = (
+    Row(
+        "Processor time",
+        "{processor_computing}",
+        "of computing; beside it {processor_agents} of agents, {processor_shaper} of the shaper and "
+        "{processor_controller} of the controller: {overhead}",
+    ),
+)
 
 
 def lateness(late: float | None, deficit: float | None) -> float:

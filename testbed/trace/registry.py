@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from testbed.common.formats import FigureKind
-from testbed.trace import course, devices, learning, pace, phases, recovery, requests, traffic
+from testbed.trace import course, devices, host, learning, pace, phases, recovery, requests, traffic
 from testbed.trace.figures import Figure, Reporting, Row, Table, by_name
 
 COMMON: Mapping[str, Figure] = by_name(
@@ -18,6 +18,7 @@ COMMON: Mapping[str, Figure] = by_name(
         *course.FIGURES,
         *traffic.FIGURES,
         *devices.FIGURES,
+        *host.FIGURES,
     ]
 )
 """The figures that every run may have."""
@@ -34,7 +35,7 @@ def figures_of(declared: Reporting) -> dict[str, Figure]:
 def rows_of(declared: Reporting) -> tuple[Row, ...]:
     """Return the lines at the head of the report of such a run."""
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
-    return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS)
+    return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS, *host.ROWS)
 
 
 def tables_of(declared: Reporting) -> tuple[Table, ...]:
