@@ -92,6 +92,8 @@ class Deployment(BaseModel):
             raise ValueError("a device of no kind that there is")
         if not all(0 <= kind < len(self.kinds) for _, _, kind in self.links):
             raise ValueError("links of no kind that there is")
+        if any(kind.rate is not None and not kind.rate > 0 for kind in self.kinds):
+            raise ValueError("a link's rate is not above 0 bit/s")
         return self
 
     def problem(self) -> tuple[Method, Problem]:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -45,12 +46,18 @@ class Request(HTTPRequest):
             return False
 
     def read_request_headers(self) -> bool:
-        """Read the headers; answer 400 and return False where they are none."""
+        """Read the headers; answer 400 and return False where they are none, 413 where no body is so long."""
         try:
-            return bool(super().read_request_headers())  # type: ignore[no-untyped-call]
+            if not super().read_request_headers():  # type: ignore[no-untyped-call]
+                return False
         except UnboundLocalError:  # cheroot looks for the header before the first
             self.simple_response("400 Bad Request", "Illegal header line.")
             return False
+        length = self.inheaders.get(b"Content-Length", b"0")
+        if length.isdigit() and len(length) >= len(str(sys.maxsize)):  # what is left of it could not even be read away
+            self.simple_response("413 Request Entity Too Large")
+            return False
+        return True
 
 
 class Connection(HTTPConnection):

@@ -96,6 +96,13 @@ def test_another_version_of_the_schema_is_refused() -> None:
             deployment.read(text)
 
 
+def test_a_rate_of_nothing_is_refused() -> None:
+    body = json.loads(bodies(star(2))["leaf1"])
+    body["kinds"][0]["rate"] = 0
+    with pytest.raises(ValueError, match="not above 0 bit/s"):
+        deployment.read(json.dumps(body).encode())
+
+
 def test_a_device_needs_no_reader_of_scenarios(tmp_path: Path) -> None:
     """The agent, and all methods and kits, with every module blocked that scenarios are read with."""
     for file in SCENARIOS:

@@ -89,6 +89,16 @@ def test_a_header_that_continues_none_and_an_address_that_is_none_are_refused(
         assert link.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("length", ["9" * 20, "9" * 5000])
+def test_a_body_that_is_longer_than_any_is_refused(
+    address: tuple[str, int], length: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(address) as link:
+        link.sendall(f"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\nab".encode())
+        assert link.recv(1000).startswith(b"HTTP/1.1 4")
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_head_that_does_not_come_is_given_up(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PatientServer, "head_seconds", 0.2)
     with socket.create_connection(address, timeout=5) as link:
