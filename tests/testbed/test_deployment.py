@@ -99,7 +99,7 @@ def test_another_version_of_the_schema_is_refused() -> None:
 def test_a_rate_of_nothing_is_refused() -> None:
     body = json.loads(bodies(star(2))["leaf1"])
     body["kinds"][0]["rate"] = 0
-    with pytest.raises(ValueError, match="not above 0 bit/s"):
+    with pytest.raises(InputError, match="not above 0 bit/s"):
         deployment.read(json.dumps(body).encode())
 
 
