@@ -17,7 +17,7 @@ import docker
 from docker.errors import APIError
 
 from controller.lab import capability
-from controller.lab.engine import connect, facts, is_local, refusal_within
+from controller.lab.engine import connect, facts, is_local, refuse_rootless, refusal_within
 from controller.lab.images import REGISTRY_BASE, exists, names
 from controller.shaping.backends import MODULES, MODULES_HELP
 from controller.shaping.capability import DEVICE_RATE
@@ -140,6 +140,12 @@ def _registry(client: docker.DockerClient) -> HostCheck:
 
 def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
+    try:
+        refuse_rootless(client)
+    except HostError as error:
+        reason, _, help_ = str(error).partition("; ")
+        yield HostCheck("links", "missing", reason, help_, needed=True)
+        return
     image = names().shaper
     if not exists(client, image):
         yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")

@@ -111,6 +111,15 @@ def ensure_engine(say: Say) -> docker.DockerClient:
         return _start(say)
 
 
+def refuse_rootless(client: docker.DockerClient) -> None:
+    """Raise HostError for an engine whose containers may not see the host's processes, as the shaper has to."""
+    if "name=rootless" in (client.info().get("SecurityOptions") or ()):
+        raise HostError(
+            "the container engine is rootless: the shaper may not enter the network namespaces of devices there; "
+            "use an engine that root started (DOCKER_HOST=unix:///var/run/docker.sock), or '--runtime simulate'"
+        )
+
+
 def facts(client: docker.DockerClient) -> dict[str, Any]:
     """Return what the engine says of itself and of the machine it runs on; ``memory`` is in bytes."""
     info, version = client.info(), client.version()

@@ -32,7 +32,7 @@ from controller.lab.containers import (
     make_container,
     shaper_settings,
 )
-from controller.lab.engine import connect, ensure_engine, facts, is_local
+from controller.lab.engine import connect, ensure_engine, facts, is_local, refuse_rootless
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
 from controller.lab.networks import device_addresses, make_networks, subnet_of
@@ -171,6 +171,7 @@ class Lab(RunLab):
         say = progress or (lambda _text: None)
         check_devices(trial.experiment)
         client = ensure_engine(say)
+        refuse_rootless(client)
         if not is_local():
             raise HostError(
                 "DOCKER_HOST is another machine, whose loopback ports cannot be reached from here: "

@@ -1,6 +1,7 @@
 """What keeps a device's traffic on its data network, in namespaces of its own."""
 
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def test_a_namespace_whose_engine_left_ipv6_addresses_has_none_any_more() -> Non
         command(["ip", "link", "add", "one", "type", "veth", "peer", "name", "two"])
         for name in ("one", "two"):
             command(["ip", "link", "set", name, "up"])
-        before = addresses()
+        until = time.monotonic() + 10  # the kernel gives them once it has seen the link come up
+        while len(before := addresses()) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
         remove_ipv6()
         after = addresses()
         command(["ip", "link", "set", "one", "down"])
