@@ -17,7 +17,7 @@ import docker
 from docker.errors import APIError
 
 from controller.lab import capability
-from controller.lab.engine import connect, facts, is_local, refuse_rootless, refusal_within
+from controller.lab.engine import connect, facts, is_local, refusal_within, refuse_rootless
 from controller.lab.images import REGISTRY_BASE, exists, names
 from controller.shaping.backends import MODULES, MODULES_HELP
 from controller.shaping.capability import DEVICE_RATE

@@ -36,7 +36,7 @@ def test_an_engine_has_its_own_name(component: str, name: str) -> None:
 
 def test_a_rootless_engine_is_refused_before_anything_is_made() -> None:
     client: Any = SimpleNamespace(info=lambda: {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]})
-    with pytest.raises(HostError, match="rootless: .*; use an engine that root started"):
+    with pytest.raises(HostError, match=r"rootless: .*; use an engine that root started"):
         engine.refuse_rootless(client)
     checks = list(diagnosis._links(client))
     assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
