@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from asyncio import Future
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,7 +114,7 @@ class Channel:
         """Whether the target was off at any time since the channel was last open."""
         self._blocked_since: float | None = None
         """Since when something waits for the channel to open."""
-        self._waiting: deque[Parcel] = deque()
+        self._waiting: list[Parcel] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
         """Not arrived, in the order of the calls; those under way come first."""
         self._at_door: list[Parcel] = []
         """Arrived at a target that is paused."""
@@ -226,7 +225,7 @@ class Channel:
         if parcel.due != self._loop.now:
             return  # it was interrupted, and will arrive at another time or never
         parcel.due = -1.0
-        self._waiting.popleft()
+        del self._waiting[0]
         self._blocked_since = None
         if self.target.paused:
             self._at_door.append(parcel)
@@ -270,12 +269,10 @@ class Channel:
         if parcel.future.done():
             return
         parcel.future.set_result(None)
-        now = self._loop.now
+        now, called = self._loop.now, parcel.called
+        spans = (called, now - called, parcel.begun - called, 0.0)
         # Last, since a fault that waits for this event strikes within the call.
-        called, size = parcel.called, parcel.bytes
-        parcel.sender.add(
-            SEND, self.target.name, parcel.message.kind, size, called, now - called, parcel.begun - called, 0.0
-        )
+        parcel.sender.add(SEND, (now, source.name, self.target.name, parcel.message.kind, parcel.bytes, *spans))
 
     def withdraw(self, parcel: Parcel) -> None:
         """Take back a message unless all of it has left; those behind it move up."""
@@ -332,7 +329,7 @@ class Channel:
         self._at_door.clear()
         for parcel in (*arrived, *(each for each in self._waiting if each.due >= 0)):
             self._recall(parcel)
-        self._waiting = deque(parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done())
+        self._waiting = [parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done()]
         for parcel in self._waiting:
             parcel.remaining = wire_bytes(parcel.bytes)
 
@@ -367,7 +364,7 @@ class Channel:
         """Forget what has not left a sender that went off; what has left still arrives."""
         self._interrupt()
         self._open = self._passable()  # the sender may have been paused
-        self._waiting = deque(parcel for parcel in self._waiting if parcel.due >= 0)
+        self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._blocked_since = None
         self._free_at = self._loop.now
         self._unacknowledged = 0

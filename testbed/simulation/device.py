@@ -46,8 +46,8 @@ class Surroundings(Protocol):
     def write(self, event: Event) -> None:
         """Append to the log."""
 
-    def add(self, form: Form, row: Row) -> None:
-        """Append to the log, by the event's form."""
+    add: Callable[[Form, Row], None]
+    """Appends to the log, by the event's form."""
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the way between two devices; raise ValueError where there is no link."""
@@ -92,16 +92,15 @@ class SimulatedDevice:
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
         self._write = world.write
-        self._add = world.add
         self._loop = world.loop
         self._channels: dict[str, Channel] = {}
         self._casts = 0
         self._cast_until = 0.0
         """When the last of them has left."""
         self._inbox: deque[Message] = deque()
-        self._receivers: deque[asyncio.Future[None]] = deque()
+        self._receivers: list[asyncio.Future[Message]] = []
         self._listener: Callable[[Message], None] | None = None
-        self._queue: deque[_ChargedWork] = deque()
+        self._queue: list[_ChargedWork] = []
         """Work that no processor has begun."""
         self._under_way: list[_ChargedWork] = []
         self._charged = lru_cache(256)(lambda cost: (host.spec.seconds(cost), cost.of().flops))
@@ -120,10 +119,10 @@ class SimulatedDevice:
         if self.alive:
             self._write(Event(self._loop.now, self.name, event, fields))
 
-    def add(self, form: Form, *values: Any) -> None:
-        """Write an event of a form, unless the device is dead."""
+    def add(self, form: Form, row: Row) -> None:
+        """Write an event by its form, unless the device is dead."""
         if self.alive:
-            self._add(form, (self._loop.now, self.name, *values))
+            self._world.add(form, row)
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
@@ -162,7 +161,7 @@ class SimulatedDevice:
             self._stop()
         channel = self._channels.get(peer) or self._channel(peer)
         sent, size = delivered(message, self.name)
-        future: asyncio.Future[None] = self._loop.create_future()
+        future = asyncio.Future[None](loop=self._loop)
         parcel = Parcel(self, sent, size, self._loop.now, future, wire_bytes(size))
         channel.enqueue(parcel)
         try:
@@ -219,41 +218,41 @@ class SimulatedDevice:
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
-        if self._listener is None:
+        if self._listener is None and not self._handed(message):
             self._inbox.append(message)
-            if self._receivers:
-                self._wake_receiver()
+        row = (self._loop.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
         if cast is None:
-            self.add(RECEIVE, message.sender, message.kind, size, start, duration, 0.0)
+            self.add(RECEIVE, row)
         else:
-            self.add(HEAR, message.sender, message.kind, size, start, duration, 0.0, cast)
+            self.add(HEAR, (*row, cast))
         if self._listener is not None:
             self._listener(message)
 
-    def _wake_receiver(self) -> None:
+    def _handed(self, message: Message) -> bool:
+        """Give a message to who has waited longest; return False where nobody waits."""
         while self._receivers:
-            receiver = self._receivers.popleft()
+            receiver = self._receivers.pop(0)
             if not receiver.done():
-                receiver.set_result(None)
-                return
+                receiver.set_result(message)
+                return True
+        return False
 
     async def receive(self) -> Message:
         """Return the next message, in the order of arrival."""
         if not self.alive:
             self._stop()
-        while not self._inbox:
-            receiver: asyncio.Future[None] = self._loop.create_future()
-            self._receivers.append(receiver)
-            try:
-                await receiver
-            except asyncio.CancelledError:
-                # A message of the same instant has taken a cancelled receiver out of the queue already.
-                if receiver in self._receivers:
-                    self._receivers.remove(receiver)
-                elif self._inbox and not receiver.cancelled():
-                    self._wake_receiver()
-                raise
-        return self._inbox.popleft()
+        if self._inbox:
+            return self._inbox.popleft()
+        receiver: asyncio.Future[Message] = asyncio.Future(loop=self._loop)
+        self._receivers.append(receiver)
+        try:
+            return await receiver
+        except asyncio.CancelledError:
+            if receiver in self._receivers:
+                self._receivers.remove(receiver)
+            elif not receiver.cancelled() and not self._handed(receiver.result()):
+                self._inbox.appendleft(receiver.result())  # it came in the very instant of the cancellation
+            raise
 
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
         """Hand over each message in the instant of its arrival, as a program does that only ever awaits `receive`.
@@ -291,7 +290,7 @@ class SimulatedDevice:
     def _begin(self) -> None:
         """Begin work of the queue that somebody still waits for, as long as there is a free processor."""
         while self._queue and len(self._under_way) < self.host.spec.processors:
-            work = self._queue.popleft()
+            work = self._queue.pop(0)
             if work.future.done():
                 continue
             work.start = self._loop.now

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
-from testbed.trace.log import Form
+from testbed.trace.log import Form, Row
 from testbed.wire.message import Message
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Guest(Protocol):
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
 
-    def add(self, form: Form, *values: Any) -> None:
-        """Write an event of a form, which is quicker."""
+    def add(self, form: Form, row: Row) -> None:
+        """Write an event by its form, which is quicker."""
 
     def pause(self) -> None:
         """Stop the processor and hold back the program."""

@@ -75,13 +75,11 @@ class World:
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.events = EventLog()
-        self._add = self.events.add
-        self.watch: Callable[[Event], None] | None = None
-        """Sees every event right after it is written, and may strike at once."""
         self._program = program
         self._lead = lead
         self._seed = seed
         self._on_event = on_event
+        self.observe(None)
         self._channels: dict[Pair, Channel] = {}
         self._sharing = Sharing(self.loop)
         self._cells = [_Cell(cell, self._sharing) for cell in cells]
@@ -91,20 +89,24 @@ class World:
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
 
-    def add(self, form: Form, row: Row) -> None:
+    def observe(self, watch: Callable[[Event], None] | None) -> None:
+        """Let ``watch`` see every event right after it is written; it may strike at once."""
+        self._watch = watch
+        self.add: Callable[[Form, Row], None] = self.events.add
         """Append to the log, by the event's form; no `Event` is made where nobody sees it right away."""
-        if self._on_event is None and self.watch is None:
-            self._add(form, row)
-        else:
-            self.write(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
+        if self._on_event is not None or watch is not None:
+            self.add = self._add_seen
+
+    def _add_seen(self, form: Form, row: Row) -> None:
+        self.write(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
 
     def write(self, event: Event) -> None:
         """Append to the log."""
         self.events.append(event)
         if self._on_event is not None:
             self._on_event(event)
-        if self.watch is not None:
-            self.watch(event)
+        if self._watch is not None:
+            self._watch(event)
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event of the testbed itself."""
@@ -164,7 +166,7 @@ class World:
 
     def close(self) -> None:
         """Stop the programs that still run; no fault strikes any more."""
-        self.watch = None
+        self.observe(None)
         for host in self.hosts.values():
             device = host.device
             if device is not None:

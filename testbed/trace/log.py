@@ -53,49 +53,54 @@ class _Store:
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
-        self._recent: dict[Form, tuple[list[int], list[Row]]] = {}
-        """The events since the last chunk, by their form: their places among all of those, and their rows."""
-        self._count = 0
+        self._forms: list[Form] = []
+        self._recent: list[Row] = []
+        """The forms and the rows of the events since the last chunk."""
         self._devices: set[str] = set()
         """Devices of the events in chunks."""
-        self._last: _Chunk | None = None
-        """The recent events as a chunk, until there are more."""
+        self._last: tuple[int, _Chunk] | None = None
+        """So many of the recent events as a chunk."""
         self._file: Any = None
         self._size = 0
         self.decode = lru_cache(_DECODED)(self._decode)
 
     def add(self, form: Form, row: Row) -> None:
-        found = self._recent.get(form)
-        if found is None:
-            found = self._recent[form] = ([], [])
-        found[0].append(self._count)
-        found[1].append(row)
-        self._count += 1
-        self._last = None
-        if self._count == CHUNK:
+        self._forms.append(form)
+        recent = self._recent
+        recent.append(row)
+        if len(recent) == CHUNK:
             chunk: Any = self._chunk()
             self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
             parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
             self.chunks.append(chunk._replace(parts=parts))
-            self._recent, self._count, self._last = {}, 0, None
+            self._forms, self._recent, self._last = [], [], None
 
     def all(self) -> Iterator[_Chunk]:
         """Yield the chunks in order, the recent events as the last."""
         yield from self.chunks
-        if self._count:
+        if self._recent:
             yield self._chunk()
 
     def devices(self) -> set[str]:
-        return self._devices.union(*({row[1] for row in rows} for _, rows in self._recent.values()))
+        return self._devices.union(row[1] for row in self._recent)
 
     def _chunk(self) -> _Chunk:
         """Return the recent events as a chunk."""
-        if self._last is None:
-            recent = self._recent.items()
-            parts: Any = {form: (len(rows), [places[:], *zip(*rows, strict=True)]) for form, (places, rows) in recent}
-            times = [columns[1] for _, columns in parts.values()]
-            self._last = _Chunk(min(map(min, times)), max(map(max, times)), parts)
-        return self._last
+        if self._last is None or self._last[0] != len(self._recent):
+            grouped: dict[Form, tuple[list[int], list[Row]]] = {}
+            known: dict[int, tuple[list[int], list[Row]]] = {}  # by identity: to hash a form takes longer than all else
+            for place, (form, row) in enumerate(zip(self._forms, self._recent, strict=True)):
+                found = known.get(id(form))
+                if found is None:
+                    found = known[id(form)] = grouped.setdefault(form, ([], []))
+                found[0].append(place)
+                found[1].append(row)
+            parts: Any = {
+                form: (len(rows), [places, *zip(*rows, strict=True)]) for form, (places, rows) in grouped.items()
+            }
+            times = [row[0] for row in self._recent]
+            self._last = len(times), _Chunk(min(times), max(times), parts)
+        return self._last[1]
 
     def _write(self, columns: Columns) -> tuple[int, int]:
         content = marshal.dumps([_packed(column) for column in columns])
@@ -113,7 +118,7 @@ def _packed(column: Sequence[Any]) -> tuple[str, Any]:
     kinds = set(map(type, column))
     if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
         return "list", json.loads(json.dumps(column))
-    if len(kinds) == 1 and column.count(column[0]) == len(column):
+    if len(kinds) == 1 and column[0] == column[-1] and column.count(column[0]) == len(column):
         return "same", (column[0], len(column))
     if kinds == {float}:
         return "d", array("d", column)

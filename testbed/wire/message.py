@@ -17,9 +17,9 @@ from testbed.wire.framing import wire_bytes
 from testbed.wire.tensors import Buffer, TensorError
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(slots=True, init=False)
 class Message:
-    """What one device sends to another.
+    """What one device sends to another. Nothing keeps a program from changing one, but what was sent is a copy already.
 
     ``fields`` hold small JSON values; ``tensors`` travel as safetensors. ``sender`` is set by the runtime that delivers
     the message, never trusted from its maker. ``padding`` is a number of bytes charged beside the content, for
@@ -43,14 +43,12 @@ class Message:
         padding: int = 0,
         missing: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        # The quickest way to fill a frozen dataclass; two are made for each message of a simulation.
-        values = self.__dict__
-        values["kind"] = kind
-        values["fields"] = {} if fields is None else fields
-        values["tensors"] = {} if tensors is None else tensors
-        values["sender"] = sender
-        values["padding"] = padding
-        values["missing"] = {} if missing is None else missing
+        self.kind = kind
+        self.fields = {} if fields is None else fields
+        self.tensors = {} if tensors is None else tensors
+        self.sender = sender
+        self.padding = padding
+        self.missing = {} if missing is None else missing
 
     def __getitem__(self, key: str) -> Any:
         """Return one of the fields."""
