@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 SECONDS = 10
 """Seconds for a scheduler to answer."""
+PATIENCE = 600.0
+"""Seconds for which a cluster may be without any worker."""
 DEATHS = 3
 """Workers that died while they ran the same trial, after which that trial is given up."""
 _PIECES = ("testbed", "controller")
@@ -67,7 +70,8 @@ def simulate_on_cluster(
 
     A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Dask
     counts a death for all tasks that a worker was to run, so who really began is counted here. Raises
-    HostError where there is no worker, or one has another version of the testbed; TestbedError for what is given up.
+    HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of the testbed;
+    TestbedError for what is given up.
     """
     from distributed import KilledWorker, Queue
 
@@ -110,7 +114,16 @@ def simulate_on_cluster(
         return "given up"
 
     try:
-        take_in(todo, submit, taken, console, done, lost=lost, at_once=lambda: max(1, _workers(client)))
+        take_in(
+            todo,
+            submit,
+            taken,
+            console,
+            done,
+            lost=lost,
+            at_once=lambda: max(1, _workers(client)),
+            look=_Watch(client, console),
+        )
     except BaseException:
         executor.shutdown(wait=False)  # cancels them
         raise
@@ -119,6 +132,23 @@ def simulate_on_cluster(
             f"{len(given_up)} of {len(todo)} runs ended with their workers {DEATHS} times ({', '.join(given_up)}): "
             "look at the workers' memory and logs, then go on with --resume"
         )
+
+
+class _Watch:
+    """Says when all workers of a cluster are gone; raises HostError when they stay away for `PATIENCE` seconds."""
+
+    def __init__(self, client: Client, console: Console) -> None:
+        self._client, self._console = client, console
+        self._since: float | None = None
+
+    def __call__(self) -> None:
+        if _workers(self._client):
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+            self._console.print(f"no worker is left: waiting {PATIENCE:.0f} s for one, as started by 'dask worker'")
+        elif time.monotonic() - self._since > PATIENCE:
+            raise HostError(f"--cluster: no worker for {PATIENCE:.0f} s: start some, then go on with --resume")
 
 
 def _workers(client: Client) -> int:

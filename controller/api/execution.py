@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from testbed.trace.outcome import Outcome
 
 T = TypeVar("T")
+LOOK_SECONDS = 5.0
 Done = Callable[[int, Run], None]
 """Takes the number of a run and the run when it is over."""
 
@@ -238,10 +239,12 @@ def take_in(
     *,
     lost: Callable[[int, Future[T]], Literal["again", "given up"] | None] = lambda _number, _ended: None,
     at_once: Callable[[], int] = lambda: sys.maxsize,
+    look: Callable[[], None] = lambda: None,
 ) -> None:
     """Submit runs, so many at once, and pass them on as they end.
 
-    ``place`` says in which folder one lies, unless it is ``lost``, and to be submitted again or given up.
+    ``place`` says in which folder one lies, unless it is ``lost``, and to be submitted again or given up. ``look`` is
+    called every `LOOK_SECONDS` in which none ends.
     """
     began, waiting, left = time.monotonic(), list(todo), dict[Future[T], int]()
     total = len(waiting)
@@ -249,14 +252,17 @@ def take_in(
         while waiting and len(left) < at_once():
             number = waiting.pop(0)
             left[submit(number)] = number
-        for ended in wait(left, return_when=FIRST_COMPLETED).done:
+        over = wait(left, LOOK_SECONDS, return_when=FIRST_COMPLETED).done
+        if not over:
+            look()
+        for ended in over:
             number = left.pop(ended)
             if (verdict := lost(number, ended)) is not None:
                 waiting += [number] if verdict == "again" else []
                 continue
-            over = total - len(left) - len(waiting)
+            count = total - len(left) - len(waiting)
             finished = load_figures(place(number, ended))
-            console.print(f"[bold]{over} of {total}[/] {finished.path.name}{_left(began, over, total)}")
+            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{_left(began, count, total)}")
             done(number, finished)
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -93,6 +95,36 @@ def _deadly_twice(files: dict[str, str], _argv: list[str], _version: str, number
             file.write("x")
         os._exit(1)
     return {"figure": b"1"}
+
+
+def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_simulate", _endless)
+    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"begun": str(tmp_path / "begun")})
+    monkeypatch.setattr(cluster, "PATIENCE", 1.0)
+    monkeypatch.setattr("controller.api.execution.LOOK_SECONDS", 0.2)
+    said = StringIO()
+    with (
+        distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as workers,
+        distributed.Client(workers) as found,
+    ):
+
+        def remove() -> None:
+            while not (tmp_path / "begun").exists():
+                time.sleep(0.1)
+            workers.scale(0)
+
+        threading.Thread(target=remove).start()
+        with pytest.raises(HostError, match="no worker for 1 s: start some, then go on with --resume"):
+            cluster.simulate_on_cluster(scenario(), {0: tmp_path / "r"}, found, Console(file=said), lambda *_: None)
+    assert "no worker is left" in said.getvalue()
+
+
+def _endless(files: dict[str, str], _argv: list[str], _version: str, _number: int, _there: str) -> cluster.Files:
+    Path(files["begun"]).touch()
+    time.sleep(300)
+    return {}
 
 
 def test_workers_of_another_version_are_refused(client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
