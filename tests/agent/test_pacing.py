@@ -292,7 +292,8 @@ def test_the_kernel_of_this_host_is_understood() -> None:
 
 def test_work_takes_what_it_is_charged_one_after_the_other() -> None:
     found = measure([0.005, 0.01], 0.05)
-    assert found["wall"] >= 0.05
+    # The last result is handed over a little before the device is done with it.
+    assert found["wall"] >= 0.05 - LEAD_SECONDS
     assert [charge for charge, *_ in found["spans"]][:4] == [0.005, 0.01, 0.005, 0.01]
     assert all(duration >= charge - 0.003 for charge, duration, *_ in found["spans"])
     assert sum(duration for _, duration, *_ in found["spans"]) >= 0.05 - 1e-6
