@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel
 
 from testbed import validation
 from testbed.common import formats, usercode
@@ -36,6 +37,7 @@ from testbed.scenario.expand import device_names, trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import events_of
+from testbed.training.schema import NamedPart, named_in
 from testbed.validation import find_method
 from testbed.workload import SplitPart, WorkloadPart
 
@@ -195,11 +197,22 @@ def model_code(scenario: Scenario) -> Code | None:
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
     """Return the text of the files that the training names, by what each is called. Raises `InputError`."""
-    found: dict[str, Code] = {}
-    for key, part in scenario.workload.training.parts():
+    named = [(("training", key, "file"), part) for key, part in scenario.workload.training.parts()]
+    return {part.title: _code(scenario, part, key) for key, part in named if part.file is not None}
+
+
+def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
+    """Return the same of what the method's options name. Raises `InputError`, also for a file without such a name."""
+    found = {}
+    for key, part in named_in(options, ("method",)):
         if part.file is not None:
-            found[part.title] = usercode.read(scenario.source.folder / part.file, part.name, ("training", key, "file"))
+            found[part.title] = _code(scenario, part, key)
+            usercode.function(found[part.title], key)
     return found
+
+
+def _code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
+    return usercode.read(scenario.source.folder / str(part.file), part.name, key)
 
 
 def _files(scenario: Scenario) -> dict[str, bytes]:
@@ -226,12 +239,13 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
     scenario, experiment = trial.scenario, trial.experiment
     workload = scenario.workload
     try:
-        method, files, codes = find_method(scenario), _files(scenario), training_codes(scenario)
+        method, files = find_method(scenario), _files(scenario)
+        options = method.Options.model_validate(workload.method.options())
+        codes = training_codes(scenario) | _option_codes(scenario, options)
         kind = data.describe_part(workload.data, scenario.data_folder)
         model = model_of(workload, model_code(scenario), kind.classes, kind.entering)
     except InputError as error:
         raise scenario.source.error([_locate(error, trial)]) from None
-    options = method.Options.model_validate(workload.method.options())
     return method, Problem(
         model,
         experiment.devices,

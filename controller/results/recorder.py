@@ -257,6 +257,10 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     """Return the scenario as it can lie beside the Python files that it names, and their texts by name."""
     sources: dict[str, str] = {}
     parts: dict[str, Any] = {}
+    for file in _further_files(scenario.workload):
+        if Path(file).name == file:
+            code = usercode.read(scenario.source.folder / file, "", ("training", "file"))
+            sources.setdefault(file, code.sources[code.module])
     for key in ("method", "model", "data"):
         part = getattr(scenario.workload, key)
         if part.file is not None:
@@ -268,6 +272,17 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
             parts[key] = part.model_copy(update={"file": name})
     workload = scenario.workload.model_copy(update=parts)
     return scenario.model_copy(update={"workload": workload}), sources
+
+
+def _further_files(workload: WorkloadPart) -> Iterator[str]:
+    """Yield the Python files that training and the options of the method name."""
+    yield from (part.file for _, part in workload.training.parts() if part.file is not None)
+    waiting: list[Mapping[str, Any]] = [workload.method.options()]
+    while waiting:
+        for each in waiting.pop().values():
+            if isinstance(each, Mapping):
+                waiting.append(each)
+                yield from (str(value) for key, value in each.items() if key == "file")
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:

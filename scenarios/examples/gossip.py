@@ -53,7 +53,8 @@ class Gossip(RoundMethod[GossipOptions]):
         """Train a round, send, average with what has come; let the first device score everyone's weights."""
         problem, draw = job.problem, random.Random(derive(job.problem.seed, "gossip", device.name))
         neighbours = [to for one, to in problem.links if one == device.name]
-        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=problem.options.codecs) as mailbox:
+        codecs = problem.options.codecs(problem.codes)
+        async with Mailbox(device, problem.links, (Weights, Snapshot), codecs=codecs) as mailbox:
             training, consensus = local_training(device, job), Consensus(mailbox, job, problem.options.patience)
             state = training.layers.weights()
             for number in range(training.length.rounds):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from testbed.common.conditions import Condition, parse_condition
+from testbed.common.errors import Key
 from testbed.common.part import Part
 
 FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
@@ -30,6 +31,15 @@ class NamedPart(Part):
     def options(self) -> dict[str, Any]:
         """Return the further keys; lists as tuples, as torch wants them."""
         return {key: tuple(value) if isinstance(value, list) else value for key, value in self.model_extra.items()}  # type: ignore[union-attr]
+
+
+def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
+    """Yield what is named somewhere in a part, with its keys below that of the part."""
+    for name in type(part).model_fields:
+        if isinstance(value := getattr(part, name), NamedPart):
+            yield (*key, name), value
+        elif isinstance(value, BaseModel):
+            yield from named_in(value, (*key, name))
 
 
 class OptimizerPart(NamedPart):

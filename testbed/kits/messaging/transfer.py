@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from testbed.common import usercode
+from testbed.common.errors import Key
 from testbed.common.lazy import torch
 from testbed.common.part import Part
 from testbed.common.quantities import Fraction
+from testbed.common.usercode import Code
+from testbed.training.named import make
+from testbed.training.schema import NamedPart
 from testbed.wire.message import Message
 
 Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
@@ -19,7 +24,9 @@ HOW = (
     "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
     "and each sample of an activation"
 )
-_SCALE, _INDEX, _SHAPE = "~scale", "~index", "~shape"
+_SCALE, _INDEX, _SHAPE, _OWN = "~scale", "~index", "~shape", "~own"
+KEY: Key = ("method", "transfer")
+_NO_CODES: Mapping[str, Code] = {}
 
 
 class LargestPart(Part):
@@ -33,18 +40,37 @@ class LargestPart(Part):
     )
 
 
+class OwnPart(NamedPart):
+    """What a class of a file makes of each tensor; further keys are the arguments that it is made with."""
+
+    name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
+    share: Fraction = Field(
+        1.0, gt=0, description="bytes that travel for each byte of a tensor, as plans reckon with it"
+    )
+
+    @model_validator(mode="after")
+    def _of_a_file(self) -> Self:
+        if self.file is None:
+            raise ValueError("name the 'file' that the class is in")
+        return self
+
+
+Way = Precision | OwnPart
+"""How tensors of one kind travel."""
+
+
 class CrossingPart(Part):
     """How travels what crosses from one part of the model to another, and back."""
 
-    activations: Precision = Field("f32", description=HOW)
-    gradients: Precision = Field("f32", description=f"of activations: {HOW}")
+    activations: Way = Field("f32", description=HOW)
+    gradients: Way = Field("f32", description=f"of activations: {HOW}")
 
 
 class RoundsPart(CrossingPart):
     """How travels what devices and their server send each other."""
 
-    weights: Precision = Field("f32", description=f"from the server: {HOW}")
-    updates: Precision | LargestPart = Field(
+    weights: Way = Field("f32", description=f"from the server: {HOW}")
+    updates: Way | LargestPart = Field(
         "f32",
         description=f"to the server: {HOW}; or `{{top_k: 1%}}`. Unless it is f32, what travels is what training has "
         "changed",
@@ -122,10 +148,32 @@ class _Largest:
         return flat.index_put((parts[_INDEX].long(),), parts[""]).reshape(shape)
 
 
-def codec(how: Precision | LargestPart) -> Codec | None:
-    """Return what carries tensors so; None for float32 as it is."""
+@dataclass(frozen=True)
+class _Own:
+    made: Any
+    """An object of a user's class, with `pack` and `unpack`."""
+    share: float
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        found = self.made.pack(tensor)
+        parts = found if isinstance(found, Mapping) else {"": found}
+        return {_OWN + name: part for name, part in parts.items()}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        given = {name.removeprefix(_OWN): part for name, part in parts.items()}
+        found: torch.Tensor = self.made.unpack(given[""] if list(given) == [""] else given)
+        return found
+
+
+def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Codec | None:
+    """Return what carries tensors so; None for float32 as it is.
+
+    ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file that defines no such class.
+    """
     if isinstance(how, LargestPart):
         return _Largest(how.top_k)
+    if isinstance(how, OwnPart):
+        return _Own(make(usercode.function(codes[how.title], KEY), how, KEY, **how.options()), how.share)
     casts: dict[str, Codec] = {
         "f16": _Cast("float16"),
         "bf16": _Cast("bfloat16"),
@@ -135,15 +183,17 @@ def codec(how: Precision | LargestPart) -> Codec | None:
     return casts.get(how)
 
 
-def share(how: Precision | LargestPart) -> float:
+def share(how: Way | LargestPart) -> float:
     """Return the bytes that travel for each byte of float32, about."""
+    if isinstance(how, OwnPart):
+        return how.share
     found = codec(how)
     return 1.0 if found is None else found.share
 
 
-def codecs(**kinds: Precision | LargestPart) -> dict[str, Codec]:
+def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, Codec]:
     """Return what carries messages, by kind; those that travel as they are are left out."""
-    found = {kind: codec(how) for kind, how in kinds.items()}
+    found = {kind: codec(how, codes) for kind, how in kinds.items()}
     return {kind: each for kind, each in found.items() if each is not None}
 
 
@@ -163,7 +213,7 @@ def unpacked(message: Message, by: Codec) -> Message:
         name, stroke, ending = key.partition("~")
         whole.setdefault(name, {})[stroke + ending] = tensor
     tensors = {
-        name: by.unpack(parts) if len(parts) > 1 or parts[""].is_floating_point() else parts[""]
+        name: by.unpack(parts) if "" not in parts or len(parts) > 1 or parts[""].is_floating_point() else parts[""]
         for name, parts in whole.items()
     }
     return Message(message.kind, message.fields, tensors, message.sender, message.padding)

@@ -108,7 +108,8 @@ async def _run_with_checkpoints(
 
 def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]) -> Mailbox:
     how = job.problem.options.transfer
-    return Mailbox(device, job.problem.links, kinds, codecs=codecs(activation=how.activations, gradient=how.gradients))
+    found = codecs(job.problem.codes, activation=how.activations, gradient=how.gradients)
+    return Mailbox(device, job.problem.links, kinds, codecs=found)
 
 
 async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float) -> Supervisor:

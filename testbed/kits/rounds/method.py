@@ -118,8 +118,8 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
 
 def _codecs(job: Job[O, RoundDetails]) -> dict[str, Codec]:
     """Return what carries the messages between devices and server."""
-    how = transfer_of(job.problem.options)
-    return codecs(activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
+    how, codes = transfer_of(job.problem.options), job.problem.codes
+    return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
 
 
 def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
@@ -130,7 +130,7 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     share = Share(job.dataset, problem.workload.batch_size, mine.parallel, seed)
     layers = Layers(device, problem, 0, mine.split)
     sent = hooks.sent
-    if by := codec(transfer_of(problem.options).updates):
+    if by := codec(transfer_of(problem.options).updates, problem.codes):
         sent = Changes(sent, by)
     return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent)
 
@@ -154,7 +154,7 @@ async def hold_rounds(
         side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
     deadline = options.round_deadline or LATE * max(client.round_time for client in clients.values())
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, deadline, hooks.choose)
-    changes = hooks.sent is send_weights and codec(transfer_of(options).updates) is not None
+    changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
     server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
     size = problem.workload.batch_size
     if few := [name for name, there in problem.samples.items() if there < size]:

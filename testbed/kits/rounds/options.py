@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
-from testbed.kits.messaging.transfer import AS_IT_IS, HOW, Codec, Precision, RoundsPart, codecs
+from testbed.common.usercode import Code
+from testbed.kits.messaging.transfer import AS_IT_IS, HOW, Codec, RoundsPart, Way, codecs
 from testbed.method import Options, StepsOrTime
 
 
@@ -38,12 +39,11 @@ class TransferOptions(RoundOptions):
 class PeerOptions(RoundOptions):
     """Rounds without a server, whose devices send each other messages of the kind ``weights``."""
 
-    transfer: Precision = Field("f32", description=f"how weights travel: {HOW}")
+    transfer: Way = Field("f32", description=f"how weights travel: {HOW}")
 
-    @property
-    def codecs(self) -> dict[str, Codec]:
-        """What carries them."""
-        return codecs(weights=self.transfer)
+    def codecs(self, codes: Mapping[str, Code]) -> dict[str, Codec]:
+        """Return what carries them; ``codes`` as `Problem.codes`."""
+        return codecs(codes, weights=self.transfer)
 
 
 def transfer_of(options: RoundOptions) -> RoundsPart:

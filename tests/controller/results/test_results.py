@@ -13,6 +13,7 @@ from controller.results import files, recorder
 from controller.results.files import progress
 from controller.results.run import run_name
 from testbed.common.errors import HostError, InputError
+from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.wire import tensors
@@ -242,3 +243,15 @@ def test_long_names_that_differ_at_their_ends_only_stay_apart() -> None:
     names = {run_name(replace(recorded.trial(), point={"description": "x" * 300 + end})) for end in "ab"}
     assert len(names) == 2
     assert all(len(name) == 200 for name in names)
+
+
+def test_files_of_training_and_of_a_methods_options_lie_beside_the_scenario(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def loss(outputs, labels):\n    return outputs.sum()\n\nclass Half:\n    pass\n")
+    (tmp_path / "s.yaml").write_text(
+        "name: s\ndevices: {a: {}, b: {}}\nnetwork: {topology: mesh, link: {delay: 1ms}}\n"
+        "workload:\n  steps: 1\n"
+        "  model: {name: mlp}\n  data: {name: digits}\n  training: {loss: {name: loss, file: own.py}}\n"
+        "  method: {name: pipeline, transfer: {activations: {name: Half, file: own.py}}}\n"
+    )
+    _, sources = recorder.with_local_sources(load(tmp_path / "s.yaml"))
+    assert sources == {"own.py": (tmp_path / "own.py").read_text()}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from testbed.common.errors import InputError
 from testbed.data import load as load_data
 from testbed.kits.messaging.transfer import LargestPart, codec, packed, share, unpacked
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.wire.message import Message
 from tests.helpers.runs import of, scenario
@@ -117,3 +121,63 @@ def test_an_inference_sends_less_and_its_plan_knows():
         assert latency == pytest.approx(prepared.plan.details.latency, rel=0.05)
         found.append((sent(outcome, "activation"), latency))
     assert found[1] < found[0]
+
+
+OWN = """
+import torch
+
+class Signs:
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def pack(self, tensor):
+        return {"sign": torch.sign(tensor).to(torch.int8), "mean": tensor.abs().mean().reshape(1) * self.scale}
+
+    def unpack(self, parts):
+        return parts["sign"].float() * parts["mean"]
+
+class Half:
+    def pack(self, tensor):
+        return tensor.half()
+
+    def unpack(self, tensor):
+        return tensor.float()
+"""
+
+
+def own(folder, transfer, method="pipeline", **more):
+    (folder / "own.py").write_text(OWN)
+    split = {"split": "iid"} if method == "federated" else {}
+    given = scenario(
+        2,
+        workload={"steps": 4, "data": {"name": "digits", "train": 64, "test": 20, **split}, **more},
+        method={"name": method, "transfer": transfer},
+    )
+    (folder / "s.yaml").write_text(json.dumps(given.model_dump(mode="json", exclude_unset=True)))
+    return prepare(trials(load(folder / "s.yaml"))[0])
+
+
+def run(prepared):
+    return simulate(prepared, load_data(prepared.scenario.workload.data))
+
+
+def test_a_class_of_a_file_packs_what_crosses(tmp_path):
+    half = {"name": "Half", "file": "own.py", "share": "50%"}
+    ours, builtin = (run(own(tmp_path, {"activations": how, "gradients": how})) for how in (half, "f16"))
+    assert [each["loss"] for each in of(ours, "step")] == [each["loss"] for each in of(builtin, "step")]
+    signs = run(own(tmp_path, {"gradients": {"name": "Signs", "file": "own.py", "scale": 2.0}}))
+    assert sum(each["bytes"] for each in of(signs, "send")) < sum(each["bytes"] for each in of(ours, "send"))
+
+
+def test_updates_by_a_class_of_a_file_are_what_it_unpacks_and_what_is_left_comes_later(tmp_path):
+    half = {"name": "Half", "file": "own.py"}
+    ours, builtin = (run(own(tmp_path, {"updates": how}, "federated")) for how in (half, "f16"))
+    assert ours.weights.keys() == builtin.weights.keys()
+    assert all(torch.equal(ours.weights[name], tensor) for name, tensor in builtin.weights.items())
+
+
+def test_a_class_that_is_not_there_and_one_of_no_file_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"own.py defines no function 'Halves': .*Signs, Half"):
+        own(tmp_path, {"activations": {"name": "Halves", "file": "own.py"}})
+    with pytest.raises(InputError, match="name the 'file'"):
+        own(tmp_path, {"activations": {"name": "Half"}})
