@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from testbed.faults.parts import FaultPart
 from testbed.faults.script import Change
-from testbed.hardware import DeviceSpec
+from testbed.hardware import DeviceSpec, Machine
 from testbed.network.link import Cell, Link, Pair, cell_of
 from testbed.network.radio import Radio
 from testbed.workload import WorkloadPart
@@ -34,6 +34,19 @@ class Experiment:
     """Changes of links and speeds, as the scenario's trace has them, in the order of time."""
     radio: Radio | None = None
     """Where devices are and how they hear each other. Which casts are lost is in the links."""
+    machines: tuple[Machine, ...] = ()
+    """Computers that several devices share; a device is on one at most."""
+
+    def sharing_devices(self) -> tuple[DeviceSpec, ...]:
+        """Return the devices as planning goes by them: each as fast as it is while all on its machine compute."""
+        shares = {}
+        for machine in self.machines:
+            wanted = sum(device.processors for device in self.devices if device.name in machine.devices)
+            shares |= dict.fromkeys(machine.devices, min(1.0, machine.cores / wanted))
+        return tuple(
+            device.with_share(shares[device.name]) if shares.get(device.name, 1) < 1 else device
+            for device in self.devices
+        )
 
     def bounded_links(self) -> dict[Pair, Link]:
         """Return the links with the rates that a pair can have at best: within its devices' access and its cell."""

@@ -68,6 +68,18 @@ class DeviceSpec:
     gpu: bool = False
     """Whether its container is given the host's GPUs."""
 
+    def with_share(self, share: float) -> DeviceSpec:
+        """Return the device with a share of its speed and of its rates, from 0 to 1."""
+
+        def less(rate: float | None) -> float | None:
+            return None if rate is None else rate * share
+
+        kinds = {
+            kind: Rates(less(each.speed), less(each.memory_rate), less(each.weight_rate))
+            for kind, each in self.kinds.items()
+        }
+        return replace(self, speed=self.speed * share, memory_rate=less(self.memory_rate), kinds=kinds)
+
     def joules(self, up: float, computing: float) -> float | None:
         """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
         if self.watts is None:
@@ -106,6 +118,15 @@ class DeviceSpec:
             None if memory is None else memory / values,
             None if weight is None else weight / weights,
         )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A computer whose processes or containers the devices are: what they compute at once shares its cores."""
+
+    devices: tuple[str, ...]
+    cores: float
+    """Pieces of work that it computes at once at their devices' full speed; more than that are slowed alike."""
 
 
 @dataclass(frozen=True)

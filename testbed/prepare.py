@@ -248,7 +248,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         raise scenario.source.error([_locate(error, trial)]) from None
     return method, Problem(
         model,
-        experiment.devices,
+        experiment.sharing_devices(),
         experiment.bounded_links(),
         workload,
         options,

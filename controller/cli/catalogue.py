@@ -215,6 +215,7 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
 
 def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
     from controller.profiling.layers import rates
+    from testbed.hardware import DeviceSpec
 
     try:
         speed, memory_rate = rates(times)

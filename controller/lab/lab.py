@@ -417,7 +417,10 @@ def data_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
 
 
 def check_devices(experiment: Experiment) -> None:
-    """Raise InputError for a device in whose memory no agent starts."""
+    """Raise InputError for a device in whose memory no agent starts, and for machines, which no container shares."""
+    if experiment.machines:
+        text = "machines: containers compute as if each had a machine of its own: leave this out, or run it with"
+        raise InputError(f"{text} '--runtime simulate'")
     for device in experiment.devices:
         if device.memory < MINIMAL_MEMORY:
             raise InputError(

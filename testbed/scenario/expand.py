@@ -14,7 +14,7 @@ from testbed.common.errors import Diagnostic, InputError, Key, nearest, parse_ke
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.script import Change
-from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
+from testbed.hardware import PROFILES, DeviceSpec, Machine, Profile, Rates
 from testbed.network import checks
 from testbed.network.checks import rate_problem
 from testbed.network.link import Cell, Link, Pair, directed_pairs
@@ -189,6 +189,7 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
         cells=_cells(scenario, names),
         changes=_changes(scenario, devices, links),
         radio=air,
+        machines=_machines(scenario, names),
     )
     return Trial(single, experiment, point, repetition)
 
@@ -331,21 +332,42 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
         yield Diagnostic((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
 
 
+def _members(
+    scenario: Scenario, given: Sequence[str], names: list[str], key: Key, problems: list[Diagnostic]
+) -> list[str]:
+    """Return the devices that a list of names stands for, all where it is empty; add what is wrong to the problems."""
+    members: list[str] = []
+    for place, name in enumerate(given):
+        if name in scenario.devices:
+            members += device_names(name, scenario.devices[name])
+        elif name in names:
+            members.append(name)
+        else:
+            text = f"there is no device '{name}': {nearest(name, [*scenario.devices, *names])}"
+            problems.append(Diagnostic((*key, "devices", place), text))
+    return list(dict.fromkeys(members if given else names))
+
+
+def _machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...]:
+    machines: list[Machine] = []
+    problems: list[Diagnostic] = []
+    for index, part in enumerate(scenario.machines):
+        members = _members(scenario, part.devices, names, ("machines", index), problems)
+        for name in sorted({name for machine in machines for name in machine.devices} & set(members)):
+            text = f"'{name}' is on another machine already: name each device once"
+            problems.append(Diagnostic(("machines", index, "devices"), text))
+        machines.append(Machine(tuple(members), part.cores))
+    if problems:
+        raise scenario.source.error(problems)
+    return tuple(machines)
+
+
 def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
     cells: list[Cell] = []
-    problems = []
+    problems: list[Diagnostic] = []
     for index, part in enumerate(scenario.network.cells):
         key: Key = ("network", "cells", index)
-        members: list[str] = []
-        for place, name in enumerate(part.devices):
-            if name in scenario.devices:
-                members += device_names(name, scenario.devices[name])
-            elif name in names:
-                members.append(name)
-            else:
-                text = f"there is no device '{name}': {nearest(name, [*scenario.devices, *names])}"
-                problems.append(Diagnostic((*key, "devices", place), text))
-        members = list(dict.fromkeys(members if part.devices else names))
+        members = _members(scenario, part.devices, names, key, problems)
         if len(members) < 2 and not problems:
             problems.append(Diagnostic((*key, "devices"), "a cell of one device carries nothing: name at least two"))
         if wrong := rate_problem(part.rate):

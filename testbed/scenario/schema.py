@@ -188,6 +188,19 @@ class DevicePart(Part):
     )
 
 
+class MachinePart(Part):
+    """A computer whose processes or containers some devices are."""
+
+    devices: tuple[Name, ...] = Field(
+        (), description="which; a name with a `count` stands for all of them; default: every device"
+    )
+    cores: float = Field(
+        gt=0,
+        description="how many pieces of work it computes at once, each at its device's speed; more than these are "
+        "slowed alike. Plans go by the speed that devices have while all on it compute",
+    )
+
+
 class PaperRow(Part):
     """One figure that a paper prints, and where it comes out here."""
 
@@ -292,6 +305,9 @@ class Scenario(Part):
     seed: int = Field(0, ge=0, le=2**63 - 1, description="everything random comes from it")
     devices: dict[Name, DevicePart] = Field(min_length=1, description="by name; the first is the source")
     network: NetworkPart = Field(default_factory=lambda: NetworkPart(), description="which devices are linked, and how")
+    machines: tuple[MachinePart, ...] = Field(
+        (), description="computers that several devices share, on the virtual clock; default: each device is its own"
+    )
     workload: WorkloadPart = Field(description="what the devices do together, and for how long")
     faults: tuple[FaultPart, ...] = Field((), description="what breaks and mends, and when")
     trace: str | tuple[str, ...] = Field(

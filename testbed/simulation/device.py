@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
@@ -15,6 +15,7 @@ from testbed.simulation.channel import Cast, Channel, Parcel, hear
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
+from testbed.simulation.sharing import SharedTransfer, Sharing
 from testbed.trace.events import Event
 from testbed.trace.log import Form, Row
 from testbed.wire.cast import CastForm
@@ -42,6 +43,7 @@ class Surroundings(Protocol):
 
     loop: VirtualLoop
     hosts: dict[str, Host]
+    sharing: Sharing
 
     def write(self, event: Event) -> None:
         """Append to the log."""
@@ -72,6 +74,8 @@ class _ChargedWork:
     """Seconds of work left while the device is paused."""
     ends: float = -1.0
     """When it ends; negative while that is not known."""
+    share: SharedTransfer | None = None
+    """What it takes of the cores of a machine that others share."""
     result: Any = None
 
 
@@ -307,16 +311,26 @@ class SimulatedDevice:
             self._go_on(work)
 
     def _go_on(self, work: _ChargedWork) -> None:
-        if not self.host.paused:
-            work.ends = self._loop.now + work.remaining
-            self._loop.at(work.ends, self._end, work)
+        if self.host.paused:
+            return
+        if self.host.cores is not None:
+            work.share = SharedTransfer(work.remaining, 1.0, ((self.host.cores, 1.0),), partial(self._finish, work))
+            self._world.sharing.begin(work.share)
+            return
+        work.ends = self._loop.now + work.remaining
+        self._loop.at(work.ends, self._end, work)
+
+    def _halt(self, work: _ChargedWork) -> None:
+        if work.share is not None:
+            work.remaining, work.share = self._world.sharing.stop(work.share), None
+        elif work.ends >= 0:
+            work.remaining, work.ends = work.ends - self._loop.now, -1.0
 
     def pause(self) -> None:
         """Stop the processors and hold back the program."""
         self._loop.freeze(self)
         for work in self._under_way:
-            if work.ends >= 0:
-                work.remaining, work.ends = work.ends - self._loop.now, -1.0
+            self._halt(work)
 
     def resume(self) -> None:
         """Let the processors and the program go on."""
@@ -327,15 +341,16 @@ class SimulatedDevice:
     def change_speed(self, factor: float) -> None:
         """Do what is left of the work under way at ``factor`` times the speed so far."""
         for work in self._under_way:
-            if self.host.paused:
+            if self.host.paused or work.share is not None or work.ends > self._loop.now:  # it is not over
+                self._halt(work)
                 work.remaining /= factor
-            elif work.ends > self._loop.now:  # it is not over
-                work.remaining = (work.ends - self._loop.now) / factor
                 self._go_on(work)
 
     def kill(self) -> None:
         """End the program wherever it is; nothing that it still does has any effect."""
         self.alive = False
+        for work in self._under_way:
+            self._halt(work)
         self._loop.thaw(self)
         for task in list(self.tasks):
             task.cancel()
@@ -343,7 +358,10 @@ class SimulatedDevice:
     def _end(self, work: _ChargedWork) -> None:
         if not self.alive or work.ends != self._loop.now:
             return
-        work.ends = -1.0  # a pause of no length leaves two entries in the loop for this instant
+        self._finish(work)
+
+    def _finish(self, work: _ChargedWork) -> None:
+        work.ends, work.share = -1.0, None  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
         duration = self._loop.now - work.start
         self.write(

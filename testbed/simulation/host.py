@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
+from testbed.simulation.sharing import Shared
 from testbed.trace.log import Form, Row
 from testbed.wire.message import Message
 
@@ -62,6 +63,8 @@ class Host:
     """Among the hosts of its world."""
     factor: float = 1.0
     """The share of its own speed at which it computes right now."""
+    cores: Shared | None = None
+    """Of the machine that it shares with others, in seconds of work a second; None where it is a machine itself."""
     device: Guest | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None

@@ -59,6 +59,7 @@ def simulate(
         program,
         plan.lead,
         cells=experiment.cells,
+        machines=experiment.machines,
         radio=experiment.radio,
         seed=problem.seed,
         time_limit=experiment.time_limit,

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from testbed.faults.conditions import Changed, Conditions, DeviceState
-from testbed.hardware import DeviceSpec
+from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair
 from testbed.network.radio import Radio
@@ -63,6 +63,7 @@ class World:
         lead: str,
         *,
         cells: Iterable[Cell] = (),
+        machines: Iterable[Machine] = (),
         radio: Radio | None = None,
         seed: int = 0,
         time_limit: float = float("inf"),
@@ -81,8 +82,12 @@ class World:
         self._on_event = on_event
         self.observe(None)
         self._channels: dict[Pair, Channel] = {}
-        self._sharing = Sharing(self.loop)
-        self._cells = [_Cell(cell, self._sharing) for cell in cells]
+        self.sharing = Sharing(self.loop)
+        for machine in machines:
+            cores = Shared(machine.cores)
+            for name in machine.devices:
+                self.hosts[name].cores = cores
+        self._cells = [_Cell(cell, self.sharing) for cell in cells]
         self._uplinks = {name: Shared(host.spec.uplink) for name, host in self.hosts.items() if host.spec.uplink}
         self._downlinks = {name: Shared(host.spec.downlink) for name, host in self.hosts.items() if host.spec.downlink}
         self._cast_media: dict[str, list[Medium]] = {}
@@ -134,7 +139,7 @@ class World:
         cell = next((each.shared for each in self._cells if each.cell.carries(pair)), None)
         if not shareds and cell is None:
             return Channel(*between)
-        return SharedChannel(*between, self._sharing, shareds, cell)
+        return SharedChannel(*between, self.sharing, shareds, cell)
 
     def cast_media(self, name: str) -> list[Medium]:
         """Return what a cast of a device occupies: the channels of its cells, or else its own transmitter."""

@@ -150,10 +150,14 @@ class Phase:
     """What can be sent when something of the same layer has been received."""
     chunks: int = 1
     """Number of messages in which an output goes over a link."""
+    layerwise: bool = False
+    """Whether each station begins when the one before has ended."""
 
     @property
     def seconds(self) -> float:
         """Seconds from its input to its output, where both are needed."""
+        if self.layerwise:
+            return self.compute + sum(leg.busy + leg.delay for leg in (self.gathering, self.own, self.forwarding))
         # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
         # while the layer before still sends its last, so the slowest station alone counts.
         share = 1.0 if self.chunks == 1 else 0.0
@@ -240,4 +244,10 @@ def _phase(
     # Each receiver of sums gets others, computed one after the other.
     sums = {each.receiver for each in moved if each.sums}
     chunks = max(1, chunks) * max(1, len(sums))
-    return Phase(compute, max(busy["all"].values(), default=0.0), **legs, chunks=chunks)
+    return Phase(
+        compute,
+        max(busy["all"].values(), default=0.0),
+        **legs,
+        chunks=chunks,
+        layerwise=flow.settings.options.layerwise,
+    )

@@ -208,7 +208,7 @@ class Dataflow:
         """
         options = self.settings.options
         size = made.size * self.graph.layers[index].pixels * self.settings.samples * BYTES_PER_VALUE
-        count = max(1, min(options.chunks, made.size, size // options.least_chunk))
+        count = 1 if options.layerwise else max(1, min(options.chunks, made.size, size // options.least_chunk))
         return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
     def pieces(self, value: int, device: int) -> Pieces:
@@ -251,6 +251,17 @@ class Dataflow:
     def lacks(self, value: int, device: int) -> Pieces:
         """Return what a device wants of a value and others make."""
         return difference(self.wants[value][device], self.homes[value][device])
+
+    def collected(self, value: int) -> int:
+        """Return how many elements of a value come to the source, for itself and for the others."""
+        source = self.plan.source
+        return sum(
+            part.size
+            for maker, home in enumerate(self.homes[value])
+            if maker != source and home.size
+            for to, part in self.receivers(value, maker, home)
+            if to == source
+        )
 
     def _for_source(self, value: int, maker: int) -> Range:
         """Return what the source collects of what another device has made, for itself and for the others."""

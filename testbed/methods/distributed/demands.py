@@ -123,7 +123,7 @@ def activations(flow: Dataflow, device: int) -> int:
         hold(begins[value], last, lacking)
         if last >= 0 and flow.way == "source" and device == flow.plan.source:
             # What is only for others stays, too, beside what the source itself needs.
-            collected = _collected(flow, value) if made + lacking < flow.graph.outputs_of(value) else lacking
+            collected = flow.collected(value) if made + lacking < flow.graph.outputs_of(value) else lacking
             hold(begins[value], len(flow.graph.layers), collected - lacking)
     for index in range(flow.tiled, len(flow.tasks)):
         layer, task = flow.graph.layers[index], flow.tasks[index][device]
@@ -179,18 +179,6 @@ def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
         return False
     task = flow.tasks[value][device]
     return task.work == "sums" and task.takes.size > 0 and not task.makes.size
-
-
-def _collected(flow: Dataflow, value: int) -> int:
-    """Return what comes to the source of a value, for itself and for the others."""
-    source = flow.plan.source
-    return sum(
-        part.size
-        for maker, home in enumerate(flow.homes[value])
-        if maker != source and home.size
-        for to, part in flow.receivers(value, maker, home)
-        if to == source
-    )
 
 
 def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:

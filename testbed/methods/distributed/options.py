@@ -48,6 +48,11 @@ class DistributedOptions(Options):
     so that no device's link carries more than its share; pooling is done where the channels are, and routing is nothing
     but knowing what to ask for. Both move the same elements for LOP and for fused pairs, M (N - 1) for each output M
     that everybody needs (equations (7) and (9) with the reuse of the own part), but over other links."""
+    layerwise: bool = Field(
+        False,
+        description="whether a device computes its part of a layer once it has all of the input, sends it once all is "
+        "computed, and the source sends on what it has collected whole; otherwise all of this overlaps, in pieces",
+    )
     on_loss: Literal["replan", "fail"] = Field(
         "replan", description="requests under way when a device is lost: finish them with the others, or fail"
     )
@@ -81,6 +86,8 @@ class DistributedOptions(Options):
             raise ValueError(
                 f"'fused' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
             )
+        if self.layerwise and self.exchange != "source":
+            raise ValueError("'layerwise' is of what passes the source: leave it or 'exchange: direct' out")
         return self
 
 

@@ -203,7 +203,9 @@ class RequestWork:
         self._member = member
         self._flow = member.flow
         self._layers = member.flow.graph.layers
-        self._is_source = member.index == member.flow.plan.source
+        self._collects = member.flow.way == "source" and member.index == member.flow.plan.source
+        self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
+        """Parts of values, with who made them, that the source has not sent on."""
 
     async def run(self) -> None:
         """Do this device's part of every layer, in their order; hand in the result on the source."""
@@ -217,7 +219,7 @@ class RequestWork:
                 await self._undivided(index, task)
             for value in self._member.done_after[index]:
                 self.store.forget(value)
-        if self._is_source:
+        if self._member.index == self._flow.plan.source:
             result = _joined(await self.store.all_of(self._flow.result()))
             shaped = result.reshape(-1, *self._layers[-1].output)
             self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
@@ -255,6 +257,8 @@ class RequestWork:
     async def _new_blocks(self, index: int, task: LayerTask, used: set[Range]) -> list[Block]:
         """Wait for parts of a layer's input that are not used yet; count them as used."""
         origins = self._flow.origins(index, task.takes)
+        if self._flow.settings.options.layerwise:
+            await self.store.all_of(origins)
         while True:
             blocks = [block for block in self.store.blocks(origins) if block[0] not in used]
             if blocks:
@@ -329,18 +333,32 @@ class RequestWork:
     def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
         """Keep what another device has made, (samples, elements); the source may have to send it on."""
         part = Range(first, first + tensor.shape[1])
-        if self._flow.way == "source" and self._is_source:
-            for receiver, wanted in self._flow.forwarded(value, maker, part):
-                self._send(value, receiver, wanted, part, tensor)
+        if self._collects:
+            self._send_on(value, part, tensor, maker)
         self._keep(value, part, tensor)
 
     def _made(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Send what this device has made of a value to those that need it, and keep it for itself."""
         part = Range(first, first + tensor.shape[1])
         self._member.ledger.drop(self._member.ledger.hold(tensor))
-        for receiver, wanted in self._flow.receivers(value, self._member.index, part):
-            self._send(value, receiver, wanted, part, tensor)
+        if self._collects:
+            self._send_on(value, part, tensor, self._member.index)
+        else:
+            for receiver, wanted in self._flow.receivers(value, self._member.index, part):
+                self._send(value, receiver, wanted, part, tensor)
         self._keep(value, part, tensor)
+
+    def _send_on(self, value: int, part: Range, tensor: torch.Tensor, maker: int) -> None:
+        """Send what somebody has made to those that need it; layer by layer all of a value at once."""
+        parts = self._collected.setdefault(value, [])
+        parts.append((maker, part, tensor))
+        if self._flow.settings.options.layerwise:
+            whole = self._flow.homes[value][self._member.index].size + self._flow.collected(value)
+            if sum(each.size for _, each, _ in parts) < whole:
+                return
+        for origin, each, made in self._collected.pop(value):
+            for receiver, wanted in self._flow.forwarded(value, origin, each):
+                self._send(value, receiver, wanted, each, made)
 
     def _send(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
         sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()

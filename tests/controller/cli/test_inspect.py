@@ -47,6 +47,10 @@ def test_plan_as_json_adds_up(call):
     assert plan["schedule"].startswith("stage 0")
 
 
+def test_layers_that_are_measured_here_give_a_speed(call):
+    assert json.loads(call("models", "mlp", "--measure", "8", "--json"))["speed"] > 0
+
+
 def test_plan_of_a_sweep_plans_each_point_once(call):
     overrides = ("--set", "sweep={workload.method.schedule: [gpipe, 1f1b]}", "--set", "repetitions=3")
     plans = json.loads(call("plan", "quickstart", *overrides, "--json"))

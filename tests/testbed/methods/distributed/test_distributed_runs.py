@@ -127,6 +127,24 @@ def test_parts_are_sent_while_the_next_are_computed(exchange):
         assert sum(apart) - total([*computing[device], *sending[device]]) > 0.5 * min(apart)
 
 
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
+def test_layer_by_layer_nothing_is_sent_while_the_same_device_computes(scheme):
+    model = {"name": "mlp", "hidden": [512, 256, 512, 256, 512]}
+    board = {"speed": "100mflops", "uplink": "20mbit", "downlink": "20mbit"}
+    keys = {"network": {"link": {"delay": "1ms"}}, "devices": {"source": board, "worker": {**board, "count": 4}}}
+    method = {"scheme": scheme, "least_chunk": 256, "layerwise": True}
+    found = infer(distributed(4, method, {"model": model, "requests": 1, "batch_size": 40}, **keys))
+    assert found.error < 1e-4
+    (request,) = of(found.outcome, "request")
+    assert request["latency"] == pytest.approx(found.plan.step_time, rel=0.05)
+    spans = defaultdict(list)
+    for device, fields in events(found.outcome, "compute", "send"):
+        if fields.get("batch") is not None or fields.get("message") in ("piece", "sums"):
+            spans[device].append((fields["start"], fields["start"] + fields["duration"]))
+    for device in ("worker1", "worker2", "worker3", "worker4"):
+        assert sum(last - first for first, last in spans[device]) == pytest.approx(total(spans[device]), rel=0.01)
+
+
 def test_schemes_rank_by_run_time_as_by_communication():
     model = {"name": "mlp", "hidden": [512, 64, 512, 64, 512]}
     times, sent = {}, {}
