@@ -6,6 +6,7 @@ them with mkdocs-material.
 
 from __future__ import annotations
 
+import html
 import inspect
 import json
 import os
@@ -21,6 +22,8 @@ from ruamel.yaml import YAML
 
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
+from controller.results import papers
+from testbed.common import formats
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.expand import swept
@@ -150,7 +153,26 @@ def _printed(each: Shipped) -> str:
     rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
     rows = [row for row in rows if any(row[1:])]  # the others are drawn, and the paper prints no figure
     text += f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
-    return text + (plots(each.scenario.name, ROOT) if part.charts else "")
+    return text + bars(each.scenario.name) + (plots(each.scenario.name, ROOT) if part.charts else "")
+
+
+def bars(name: str) -> str:
+    """Return each figure of a paper's scenario that was kept as two bars, the paper's above ours; text without any."""
+    found = papers.kept(ROOT / "docs").get(name)
+    rows = [] if found is None else [row for row in papers.rows_of(found) if row.outcome]
+    if not rows:
+        return ""
+    lines = [f'<svg viewBox="0 0 800 {34 * len(rows)}" font-size="12" fill="currentColor">']
+    for place, row in enumerate(rows):
+        both = [value or 0.0 for value in (row.paper, row.ours)]
+        longest = max(map(abs, both)) or 1.0
+        lines.append(f'<text x="330" y="{34 * place + 18}" text-anchor="end">{html.escape(row.name)}</text>')
+        for number, value in enumerate(both):
+            top, width = 34 * place + 2 + 13 * number, 380 * abs(value) / longest
+            lines.append(f'<rect x="340" y="{top}" width="{width:.0f}" height="11" opacity="{0.3 + 0.4 * number}"/>')
+            shown = html.escape(formats.of_kind(row.kind, value))
+            lines.append(f'<text x="{344 + width:.0f}" y="{top + 10}">{shown}</text>')
+    return "The paper's (light) and ours (dark):\n\n" + "\n".join([*lines, "</svg>"]) + "\n\n"
 
 
 def plots(name: str, root: Path) -> str:
@@ -197,11 +219,11 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
 
 def navigation() -> list[dict[str, Any]]:
     """Return mkdocs' navigation: titles with their pages, or with a list of such."""
-    papers = [{title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()]
+    families = [{title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()]
     return [
         *({title: place} for title, place in guide().items()),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
-        {"Papers": [{"Figures, theirs and ours": str(EXTRA)}, *papers]},
+        {"Papers": [{"Figures, theirs and ours": str(EXTRA)}, *families]},
         {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},
     ]
 

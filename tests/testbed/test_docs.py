@@ -98,6 +98,7 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
     assert "| `micro_batches` |" in found["methods/pipeline.md"]
     assert "(../scenarios/quickstart.yaml)" in found["methods/pipeline.md"]
     assert "| 1 device: run time | 13.1 s |" in found["docs/papers/stahl.md"]
+    assert re.search(r"<svg .*the optimum: C</text>.*>22</text>", found["docs/papers/stahl.md"], re.DOTALL)
     for place, text in found.items():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", website.linked(place, text, found, tmp_path)):
             path = (tmp_path / place).parent / target
