@@ -3,6 +3,8 @@
 Packets of those who transmit at the same time alternate, as in the shaper, so each gets the same rate unless its own
 link gives it less, in which case the others have what it leaves: the rates are fair in the sense of max and min. They
 are computed again at each instant at which a transmission begins or ends, for those that it can concern.
+
+Work on the cores of a machine is shared alike: a second of work stands for a bit there, and a core for 1 bit/s.
 """
 
 from __future__ import annotations
