@@ -39,7 +39,7 @@ class Experiment:
 
     def sharing_devices(self) -> tuple[DeviceSpec, ...]:
         """Return the devices as planning goes by them: each as fast as it is while all on its machine compute."""
-        shares = {}
+        shares: dict[str, float] = {}
         for machine in self.machines:
             wanted = sum(device.processors for device in self.devices if device.name in machine.devices)
             shares |= dict.fromkeys(machine.devices, min(1.0, machine.cores / wanted))
