@@ -64,7 +64,7 @@ class Host:
     factor: float = 1.0
     """The share of its own speed at which it computes right now."""
     cores: Shared | None = None
-    """Of the machine that it shares with others, in seconds of work a second; None where it is a machine itself."""
+    """Cores of the machine that it shares, in seconds of work a second; None where it is a machine itself."""
     device: Guest | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None
