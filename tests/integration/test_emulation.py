@@ -225,7 +225,7 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
     prepared = scenario("emu-cast", **base)
     outcome, _ = run(prepared)
     assert outcome.status == "finished", outcome.error
-    [struck] = [each["time"] for each in events(outcome, "fault")]
+    [fault] = events(outcome, "fault")
     casts = {each["number"]: each["time"] for each in events(outcome, "cast")}
     assert len(casts) == 450
     # The run ends soon after its last cast: a receiver that the host keeps waiting may not have heard the latest.
@@ -239,8 +239,9 @@ def test_casts_are_lost_whole_as_often_as_asked_also_after_a_change() -> None:
         for name in received
     }
     assert received["worker1"] == drawn["worker1"]
-    before = {number for number in counted if casts[number] < struck - 0.1}
-    after = {number for number in counted if casts[number] > struck}
+    # A receiver may take in after the change what was cast before it.
+    before = {number for number in counted if casts[number] < fault["intended"] - 0.3}
+    after = {number for number in counted if casts[number] > fault["time"]}
     assert received["worker2"] & before == drawn["worker2"] & before
     assert not received["worker2"] & after
     assert drawn["worker1"] != drawn["worker2"]

@@ -29,6 +29,7 @@ from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
 from tests.helpers.commands import command
+from tests.helpers.waiting import wait_for
 
 pytestmark = pytest.mark.containers
 
@@ -346,13 +347,6 @@ MOMENTS: dict[str, Callable[[docker.DockerClient, str], bool]] = {
     "containers": lambda client, run: len(left_of(client, run)) == 6,
     "all up": lambda client, run: len(client.api.containers(filters={"label": f"{RUN}={run}"})) == 4,
 }
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
 
 
 def children(pid: int) -> list[int]:

@@ -20,6 +20,7 @@ from controller.lab import engine, runstate
 from controller.lab import lab as labs
 from controller.lab.containers import container_name
 from controller.lab.engine import connect
+from controller.lab.images import ensure_images
 from controller.lab.lab import Lab
 from controller.lab.removal import RUN
 from controller.running import control
@@ -31,6 +32,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from tests.helpers.commands import command
+from tests.helpers.waiting import wait_for
 from tests.integration.test_lab import children
 from tools.stress.engineproxy import proxied
 
@@ -72,13 +74,6 @@ def left_of(client: docker.DockerClient, name: str) -> list[str]:
     things = [*client.api.containers(all=True, filters=label), *client.api.networks(filters=label), *volumes]
     held = [str(each.get("Names") or each["Name"]) for each in things if each["Labels"][RUN].startswith(f"{name}-")]
     return held + [path.name for path in runstate.state_folder().glob(f"{name}-*")]
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
 
 
 class Running:
@@ -186,22 +181,27 @@ def test_what_controller_and_reaper_left_is_offered_for_removal(
 def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(
     client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(labs, "LEASE_SECONDS", 4.0)
-    monkeypatch.setattr(labs, "RENEWAL_SECONDS", 0.5)
-    lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
-    created = time.monotonic()
+    ensure_images(client, lambda _text: None)
+    began = time.monotonic()
     standing = Lab.create(trials(Scenario.model_validate(tree("left-stands")))[0], keep=True)
+    # Twice as long as a lab takes to come up, which nobody renews meanwhile.
+    lease = max(4.0, 2 * (time.monotonic() - began))
+    monkeypatch.setattr(labs, "LEASE_SECONDS", lease)
+    monkeypatch.setattr(labs, "RENEWAL_SECONDS", lease / 8)
     try:
         found = client.api.inspect_container(container_name(standing.run_id, "source"))["Config"]["Env"]
         assert not [each for each in found if each.startswith("TESTBED_LEASE")]
-        running = {"label": f"{RUN}={lab.run_id}"}
-        time.sleep(max(0.0, created + 6.0 - time.monotonic()))
-        assert len(client.api.containers(filters=running)) == 3
-        lab.over.set()  # the controller says no more
-        wait_for(lambda: client.api.containers(filters=running) == [], 20)
+        lab = Lab.create(trials(Scenario.model_validate(tree("left-lease")))[0])
+        try:
+            running = {"label": f"{RUN}={lab.run_id}"}
+            time.sleep(1.5 * lease)
+            assert len(client.api.containers(filters=running)) == 3
+            lab.over.set()  # the controller says no more
+            wait_for(lambda: client.api.containers(filters=running) == [])
+        finally:
+            lab.down()
         assert len(client.api.containers(filters={"label": f"{RUN}={standing.run_id}"})) == 3
     finally:
-        lab.down()
         assert Lab.open(standing.run_id).down()
     assert left_of(client, "left-lease") + left_of(client, "left-stands") == []
 

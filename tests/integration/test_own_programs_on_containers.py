@@ -10,7 +10,8 @@ from controller.api import build, emulate, load
 from controller.lab import images
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.containers
+# More than a scenario's own limit of time, for an image whose packages are installed first.
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 
 CLIENT = """
 import json, os, socket, sys, time, urllib.request

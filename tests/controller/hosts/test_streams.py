@@ -107,7 +107,8 @@ def test_an_end_that_is_lost_ends_every_connection() -> None:
 def test_times_pass_beside_the_connections() -> None:
     async def test(ends: Ends) -> None:
         ends.controller.send(CLOCK, 0, b"123")
-        await asyncio.sleep(0.05)
+        while not ends.times:
+            await asyncio.sleep(0.01)
         assert ends.times == [b"123!"]
 
     run(test)

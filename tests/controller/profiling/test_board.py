@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from pathlib import Path
@@ -119,10 +120,12 @@ def test_energy_by_its_formula(tmp_path: Path) -> None:
 
 def test_a_link_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "SENT", 1 << 16)
-    threading.Thread(target=board.serve, args=(8765,), daemon=True).start()
-    for _ in range(50):
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    threading.Thread(target=board.serve, args=(port,), daemon=True).start()
+    for _ in range(200):
         try:
-            rate, delay = board.link("127.0.0.1", 8765)
+            rate, delay = board.link("127.0.0.1", port)
             break
         except ConnectionRefusedError:
             time.sleep(0.1)

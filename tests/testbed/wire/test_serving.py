@@ -45,7 +45,7 @@ def test_others_are_answered_at_once_beside_sixty_half_open_connections(address:
         for _ in range(5):
             began = time.monotonic()
             assert requests.get("http://{}:{}/".format(*address), timeout=5).text == "ok"
-            assert time.monotonic() - began < 1
+            assert time.monotonic() - began < serving.HEAD_SECONDS / 2
 
 
 def test_who_sends_half_a_head_and_no_more_is_answered_at_once(address: tuple[str, int]) -> None:
@@ -66,15 +66,23 @@ def test_a_refusal_is_short_however_it_is_written(text: str) -> None:
     assert refusal("a µ") == "a µ"
 
 
+def answers(link: socket.socket, body: bytes, count: int = 1) -> bytes:
+    """Return what a server sends, once so many answers with this body have come."""
+    link.settimeout(20)
+    received = b""
+    while received.count(b"\r\n\r\n" + body) < count:
+        received += link.recv(1000)
+    return received
+
+
 def test_a_head_may_come_in_pieces_and_requests_follow_on_one_connection(address: tuple[str, int]) -> None:
     with socket.create_connection(address) as link:
         for piece in (b"POST / HT", b"TP/1.1\r\nHost: x\r\n", b"Content-Length: 3\r\n\r", b"\n", b"abc"):
             link.sendall(piece)
             time.sleep(0.02)
-        assert link.recv(1000).endswith(b"okabc")
+        assert answers(link, b"okabc").endswith(b"okabc")
         link.sendall(2 * b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        time.sleep(0.2)
-        assert link.recv(1000).count(b"200 OK") == 2
+        assert answers(link, b"ok", 2).count(b"200 OK") == 2
     with requests.Session() as session:
         for size in (0, 10, 100_000):
             assert len(session.post("http://{}:{}/".format(*address), data=b"x" * size, timeout=5).content) == size + 2
