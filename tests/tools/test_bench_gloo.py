@@ -63,3 +63,9 @@ def test_what_the_host_added_is_told_beside() -> None:
     assert own.reached is None
     assert figures["step by gpipe, ours away from the plan"].value == pytest.approx(1 / 3)
     assert figures["step by gpipe, ours"].detail.startswith("of this the host added 25.0%: 20.0% by computing late")
+
+
+def test_what_ours_takes_beside_computing_is_a_share_of_what_torchs_takes() -> None:
+    taken = {"computing": 7.0, "agents": 0.5, "shaper": 0.25, "controller": 0.25}
+    *_, share = gloo.beside("gpipe", taken, 5.0)
+    assert (share.value, share.reached) == (0.2, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
-from testbed.trace.host import HostTime, added
+from testbed.trace.host import HostTime, added, processor_time
 from testbed.trace.record import Record, Step
 from tools.bench import gloo_program
 from tools.bench.figure import Measurement
@@ -40,6 +41,8 @@ WARM_UP = 3
 STEPS = 10
 SHARE = 0.8
 """Share of gloo's time that ours may take."""
+BESIDE = 0.25
+"""Share of the processor time of torch's own pipelining that all of ours may take which does not compute."""
 AWAY = 0.05
 """Share of the plan by which ours may differ from it."""
 INTERFACE = "eth1"
@@ -74,6 +77,16 @@ def scenario(schedule: str) -> Scenario:
     )
 
 
+@dataclass(frozen=True)
+class GlooTimes:
+    """What torch's pipelining over gloo takes, in seconds."""
+
+    step: float
+    """Median of the first stage's steps."""
+    processor: float
+    """Processor time of all stages in all steps."""
+
+
 def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
     """Return what each device's gloo program is given: the plan's cuts, a rank for each stage."""
     common = {
@@ -90,8 +103,10 @@ def jobs(plan: Plan, schedule: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _execute(client: docker.DockerClient, device: DeviceContainer, first: str, job: Mapping[str, Any]) -> list[float]:
-    """Run the program in a device's container and return the seconds of its steps."""
+def _execute(
+    client: docker.DockerClient, device: DeviceContainer, first: str, job: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run the program in a device's container and return what its steps took."""
     program = Path(gloo_program.__file__).read_text()
     environment = {
         # Its name is the control network's, which is closed to other devices.
@@ -106,12 +121,12 @@ def _execute(client: docker.DockerClient, device: DeviceContainer, first: str, j
     if client.api.exec_inspect(started)["ExitCode"] != 0:
         said = (output + errors).decode(errors="replace")[-_TAIL:]
         raise TestbedError(f"torch's pipelining failed on {device.name}: {said.strip()}")
-    seconds: list[float] = json.loads(output)
-    return seconds
+    took: dict[str, Any] = json.loads(output)
+    return took
 
 
-def gloo_times(lab: Lab, plan: Plan, schedule: str) -> list[float]:
-    """Return the seconds of the first stage's steps, without those to warm up."""
+def gloo_times(lab: Lab, plan: Plan, schedule: str) -> GlooTimes:
+    """Return what torch's pipelining takes, without the steps to warm up."""
     work = jobs(plan, schedule)
     leader = lab.devices[plan.lead]
     client = connect()
@@ -119,8 +134,8 @@ def gloo_times(lab: Lab, plan: Plan, schedule: str) -> list[float]:
         running = {
             name: pool.submit(_execute, client, lab.devices[name], leader.address, job) for name, job in work.items()
         }
-    seconds = {name: future.result() for name, future in running.items()}
-    return seconds[plan.lead][WARM_UP:]
+    took = {name: future.result() for name, future in running.items()}
+    return GlooTimes(median(took[plan.lead]["seconds"][WARM_UP:]), sum(each["processor"] for each in took.values()))
 
 
 def our_times(steps: Sequence[Step]) -> list[float]:
@@ -143,21 +158,33 @@ def judge(schedule: str, ours: float, gloo: float, planned: float, host: HostTim
     yield Measurement(f"{step}, ours away from the plan", abs(ours / planned - 1), "", AWAY)
 
 
-def _with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, float]:
-    """Return the median step time of each schedule over gloo, all on one lab."""
+def beside(schedule: str, ours: Mapping[str, float], gloo: float) -> Iterator[Measurement]:
+    """Yield what a run takes of the processors; ``ours`` as `processor_time` has it, ``gloo`` in seconds."""
+    run, taken = f"{WARM_UP + STEPS} steps by {schedule}", sum(ours.values()) - ours["computing"]
+    detail = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ours.items())
+    yield Measurement(f"{run}, processor time of torch's pipelining over gloo", gloo, "s")
+    yield Measurement(f"{run}, processor time of ours but for computing", taken, "s", detail=detail)
+    yield Measurement(f"{run}, processor time of ours but for computing to torch's", taken / gloo, "x", BESIDE)
+
+
+def _with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
+    """Return what each schedule takes over gloo, all on one lab."""
     lab = Lab.create(prepared[SCHEDULES[0]].trial)
     try:
-        return {schedule: median(gloo_times(lab, each.plan, schedule)) for schedule, each in prepared.items()}
+        return {schedule: gloo_times(lab, each.plan, schedule) for schedule, each in prepared.items()}
     finally:
         lab.down()
 
 
 def measure() -> Iterator[Measurement]:
-    """Yield for each schedule what a step takes over gloo, with ours and by the plan, and the ratios."""
+    """Yield for each schedule a step over gloo, with ours and by the plan, their ratios, and processor time."""
     prepared = {schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES}
     gloo = _with_gloo(prepared)
     for schedule, each in prepared.items():
         outcome = emulate(each, load_data(each.scenario.workload.data), accept_links=True)
         record = Record(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
-        yield from judge(schedule, median(our_times(record.steps)), gloo[schedule], each.plan.step_time, added(record))
+        theirs = gloo[schedule]
+        yield from judge(schedule, median(our_times(record.steps)), theirs.step, each.plan.step_time, added(record))
+        if taken := processor_time(record):
+            yield from beside(schedule, taken, theirs.processor)
