@@ -199,7 +199,7 @@ class Deployments:
                 "version": VERSION,
                 "run": self.run,
                 "seed": problem.seed,
-                "workload": problem.workload.model_dump(mode="json", by_alias=True, exclude_none=True),
+                "workload": _alone(problem.workload).model_dump(mode="json", by_alias=True, exclude_none=True),
                 "shape": problem.model.input,
                 "classes": problem.model.classes,
                 "integers": problem.model.integers,
@@ -218,6 +218,11 @@ class Deployments:
 _SPEC = TypeAdapter(DeviceSpec)
 _FILES = TypeAdapter(dict[str, Base64Bytes])
 _FIELDS = TypeAdapter(Fields)
+
+
+def _alone(workload: WorkloadPart) -> WorkloadPart:
+    """Return the workload of a device in a container, where there is no other device to compute together with."""
+    return workload.model_copy(update={"numerics": "full"}) if workload.numerics == "stacked" else workload
 
 
 def _json(document: object) -> str:

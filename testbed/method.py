@@ -202,6 +202,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     timing_only: ClassVar[bool] = False
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
+    stacks: ClassVar[bool] = False
+    """Whether devices that are alike can be computed together, as ``workload.numerics: stacked`` asks for."""
     takes_weights: ClassVar[bool] = False
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
     precisions: ClassVar[bool] = False

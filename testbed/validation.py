@@ -57,6 +57,9 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             can = ", ".join(each.name for each in methods.METHODS.values() if each.timing_only)
             text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
             yield Diagnostic((*key, "numerics"), text)
+        if workload.numerics == "stacked" and not method.stacks:
+            can = ", ".join(each.name for each in methods.METHODS.values() if each.stacks)
+            yield Diagnostic((*key, "numerics"), f"'stacked' is for methods such as {can}: use full")
         try:
             method.Options.model_validate(workload.method.options())
         except ValidationError as error:

@@ -257,10 +257,11 @@ class WorkloadPart(Part):
         "worker2, ...); model, data and method are left out then",
     )
     training: TrainingPart = Field(default_factory=lambda: TrainingPart(), description="how the model is trained")
-    numerics: Literal["full", "none"] = Field(
+    numerics: Literal["full", "stacked", "none"] = Field(
         "full",
         description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
-        "weights, no loss and no accuracy",
+        "weights, no loss and no accuracy; stacked: in a simulation, devices that train alike are computed together, "
+        "which is quicker for small networks and equal but for rounding (on containers it is full)",
     )
     batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
     epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: how often every sample is seen")

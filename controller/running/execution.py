@@ -136,7 +136,7 @@ class Execution:
                 changes.close()
         status, error = ended(status, error, self._events, weights_given=self._weights is not None)
         fidelity = monitor.stop()
-        computed = self._prepared.problem.workload.numerics == "full"
+        computed = self._prepared.problem.workload.numerics != "none"
         weights, lost = self._final_weights() if computed and status == "finished" else (None, [])
         self._stop_all()
         return Outcome(

@@ -72,7 +72,7 @@ def simulate(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(problem.seed, "torch"))
             status, error = ended(*_run(world, experiment), world.events, weights_given=weights is not None)
-            computed = problem.workload.numerics == "full"
+            computed = problem.workload.numerics != "none"
             final = _weights(world.hosts[plan.lead].device) if computed else None
     finally:
         torch.set_num_threads(threads)

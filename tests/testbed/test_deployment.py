@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def test_a_device_needs_no_reader_of_scenarios(tmp_path: Path) -> None:
             (tmp_path / f"{file.stem}-{name}").write_bytes(body)
     program = """
 import importlib, pkgutil, sys
+from dataclasses import replace
 from pathlib import Path
 
 for blocked in ("ruamel", "testbed.scenario", "testbed.prepare", "testbed.validation", "testbed.simulation"):
@@ -130,3 +132,10 @@ print(len(files))
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=False)
     assert (done.stderr, done.returncode) == ("", 0)
     assert int(done.stdout) == len(list(tmp_path.iterdir()))
+
+
+def test_a_device_in_a_container_computes_alone() -> None:
+    found = star(3)
+    stacked = found.problem.workload.model_copy(update={"numerics": "stacked"})
+    _, problem, _ = read(bodies(replace(found, problem=replace(found.problem, workload=stacked)))["leaf2"])
+    assert problem.workload.numerics == "full"

@@ -45,6 +45,14 @@ def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if first <= unit_of(name) < last}
 
 
+def draws(network: torch.nn.Module) -> bool:
+    """Return whether a network draws random numbers; one of the user's may, without a module that says so."""
+    from torch.fx import GraphModule
+    from torch.nn.modules.dropout import _DropoutNd
+
+    return any(isinstance(module, _DropoutNd | GraphModule) for module in network.modules())
+
+
 class Shard:
     """Units ``first`` up to but without ``last`` with their gradients and optimizer state.
 
@@ -61,15 +69,11 @@ class Shard:
     def __init__(
         self, model: Model, first: int, last: int, seed: int, training: Recipe, precision: Precision = "f32"
     ) -> None:
-        from torch.fx import GraphModule
-        from torch.nn.modules.dropout import _DropoutNd
-
         self.first = first
         self.last = last
         self._seed = seed
         self._module = model.build(first, last, seed)
-        # A network of the user's may draw without a module that says so.
-        self._draws = any(isinstance(module, _DropoutNd | GraphModule) for module in self._module.modules())
+        self._draws = draws(self._module)
         self._precision = precision
         self._narrow_weights()
         self._training = training

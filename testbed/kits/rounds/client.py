@@ -14,6 +14,7 @@ from testbed.kits.messaging.transfer import Codec
 from testbed.kits.rounds.layers import Layers, Share
 from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Norms, Ping, Update
 from testbed.kits.rounds.options import Length
+from testbed.kits.rounds.stacked import Stack
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,8 @@ class LocalTraining:
     layers: Layers
     train_local: TrainLocal = train_whole
     sent: Sent = send_weights
+    stack: Stack | None = None
+    """Computes it together with that of other devices, while ``layers`` have no numbers."""
 
     def steps(self, number: int) -> range:
         """Return the iterations of a round, counted through all rounds."""
@@ -133,9 +136,14 @@ class LocalTraining:
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
         """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
+        steps = self.steps(number)
+        stacked = None if self.stack is None else self.stack.begin(self.share, steps, start)
         await self.layers.load(start, number)
-        loss = await self.train_local(LocalRound(number, self.steps(number), self.layers, self.share, start))
-        return loss, self.sent(start, self.layers.weights())
+        loss = await self.train_local(LocalRound(number, steps, self.layers, self.share, start))
+        trained: State = self.layers.weights()
+        if stacked is not None:
+            loss, trained = stacked.finish()
+        return loss, self.sent(start, trained)
 
 
 class Client:

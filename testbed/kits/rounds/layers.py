@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from testbed.common.lazy import torch
 from testbed.data.batches import batch, steps_per_epoch
@@ -19,14 +20,15 @@ from testbed.training.optimizers import is_weight
 class Layers:
     """Some layers of the model under training on one device; every call takes the device's time."""
 
-    def __init__(self, device: Device, problem: Problem, first: int, last: int) -> None:
+    def __init__(self, device: Device, problem: Problem, first: int, last: int, numbers: bool = True) -> None:
         """Units ``first`` up to but without ``last``, with the weights that the seed gives.
 
-        A moving average is that of rounds, and none is kept here.
+        A moving average is that of rounds, and none is kept here. Without ``numbers`` they only take time.
         """
         workload = problem.workload
-        training = workload.training.model_copy(update={"ema": None})
-        problem = replace(problem, workload=workload.model_copy(update={"training": training}))
+        changed: dict[str, Any] = {"training": workload.training.model_copy(update={"ema": None})}
+        changed |= {} if numbers else {"numerics": "none"}
+        problem = replace(problem, workload=workload.model_copy(update=changed))
         self.first = first
         self.last = last
         self._device = device

@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.transfer import Codec, codec, codecs
-from testbed.kits.rounds import planner
+from testbed.kits.rounds import planner, stacked
 from testbed.kits.rounds.client import (
     Changes,
     Client,
@@ -66,6 +66,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     Details = RoundDetails
     declared = DECLARED
     timing_only = True
+    stacks = True
     takes_weights = True
     precisions = True
     judges = True
@@ -79,7 +80,9 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
         return Participants(problem).names
 
     def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
-        """Give the whole model to each device. Raises `InputError` where it does not fit."""
+        """Give the whole model to each device. Raises `InputError` where it does not fit, or cannot be stacked."""
+        if problem.workload.numerics == "stacked":
+            stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
         return planner.whole_plan(self.name, Participants(problem))
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
@@ -102,6 +105,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
     """
 
+    stacks = False
     in_turn = False
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 
@@ -128,11 +132,12 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     assert job.dataset is not None
     seed = problem.seed if problem.workload.data.shuffle else None
     share = Share(job.dataset, problem.workload.batch_size, mine.parallel, seed)
-    layers = Layers(device, problem, 0, mine.split)
+    stack = stacked.stack_of(problem) if problem.workload.numerics == "stacked" else None
+    layers = Layers(device, problem, 0, mine.split, numbers=stack is None)
     sent = hooks.sent
     if by := codec(transfer_of(problem.options).updates, problem.codes):
         sent = Changes(sent, by)
-    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent)
+    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent, stack)
 
 
 async def hold_rounds(
