@@ -12,7 +12,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -102,9 +102,14 @@ def keep(folder: Path, entry: Entry, found: Mapping[str, Any]) -> None:
 def written(page: str, results: Mapping[str, Any]) -> str:
     """Return the page with each table, between its two comments, as the results have it."""
 
+    explained = _explained(results)
+
     def section(match: re.Match[str]) -> str:
         name = match[1]
-        body = _totals(results) if name == "all" else _section(results[name]) if name in results else match[2]
+        if name == "all":
+            body = _totals(results, explained)
+        else:
+            body = _section(results[name], explained.get(name, {})) if name in results else match[2]
         return f"<!-- papers: {name} -->\n{body}<!-- end -->"
 
     return re.sub(r"<!-- papers: ([a-z0-9-]+) -->\n(.*?)<!-- end -->", section, page, flags=re.DOTALL)
@@ -116,21 +121,41 @@ def rows_of(found: Mapping[str, Any]) -> list[ReproducedRow]:
     return [ReproducedRow(**{key: value for key, value in row.items() if key in names}) for row in found["rows"]]
 
 
-def _section(found: Mapping[str, Any]) -> str:
+def _explained(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return, by scenario and row, by which row a figure comes out that does not there."""
+    found: dict[str, dict[str, str]] = {}
+    for scenario, kept in results.items():
+        for row in rows_of(kept):
+            if row.explains and row.outcome not in (None, "not reproduced"):
+                other, _, name = row.explains.partition(": ")
+                place = (other, name) if other in results else (scenario, row.explains)
+                by = row.name if place[0] == scenario else f"{scenario}: {row.name}"
+                found.setdefault(place[0], {})[place[1]] = by
+    return found
+
+
+def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     seeds = ", ".join(map(str, found["seeds"]))
     reading = [f"Reading: {found['reading']}", ""] if found["reading"] else []
     runs = f"{found['runs']} run{'s' if found['runs'] > 1 else ''}"
     about = f"{runs}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
-    return "\n".join([f"    {found['command']}", "", *reading, *table(rows_of(found)), "", about, ""])
+    rows = [
+        replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
+        for row in rows_of(found)
+        for by in [explained.get(row.name)]
+    ]
+    return "\n".join([f"    {found['command']}", "", *reading, *table(rows), "", about, ""])
 
 
-def _totals(results: Mapping[str, Any]) -> str:
-    """Return how many figures of each scenario came out."""
-    words = get_args(Outcome)
-    lines = [f"| scenario | {' | '.join(words)} |", "|---|---|---|---|"]
+def _totals(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str]]) -> str:
+    """Return how many figures of each scenario came out, and how many of the others another row explains."""
+    words = (*get_args(Outcome), "of these explained by a run")
+    lines = [f"| scenario | {' | '.join(words)} |", f"|{'---|' * (len(words) + 1)}"]
     every: Counter[str | None] = Counter()
     for name, found in sorted(results.items()):
-        count = Counter(row.outcome for row in rows_of(found))
+        rows = [row for row in rows_of(found) if not row.explains]
+        count = Counter(row.outcome for row in rows)
+        count[words[-1]] = sum(row.name in explained.get(name, {}) for row in rows)
         every += count
         if any(count[word] for word in words):
             lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")

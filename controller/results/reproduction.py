@@ -49,6 +49,15 @@ class ReproducedRow:
     note: str
     outcome: Outcome | None = None
     """None where the paper has no figure, or none came out here."""
+    explains: str = ""
+    """The row that does not come out and whose figure this is, with one thing changed."""
+
+    @property
+    def word(self) -> str:
+        """What the table says of it: one of three words, or whether it explains why another row has the third."""
+        if not self.explains or self.outcome is None:
+            return self.outcome or ""
+        return f"{'does not explain' if self.outcome == 'not reproduced' else 'explains'} {self.explains}"
 
     @property
     def ratio(self) -> float | None:
@@ -120,6 +129,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
         holds,
         note,
         outcome(row, kind, paper, mean, reading),
+        row.explains,
     )
 
 
@@ -170,7 +180,7 @@ def table(rows: Sequence[ReproducedRow]) -> list[str]:
     for row in rows:
         cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
         ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.outcome or '', row.note])} |")
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.word, row.note])} |")
     return lines
 
 

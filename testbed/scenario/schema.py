@@ -225,6 +225,11 @@ class PaperRow(Part):
         "figure",
         description="what the paper claims: the figure, or, of one divided by or less another, alone which is larger",
     )
+    explains: str = Field(
+        "",
+        description="a row that does not come out, by its name, or as `scenario: row`: this is its figure where one "
+        "thing is changed",
+    )
     note: str = Field("", description="why the two differ, what to know")
 
 

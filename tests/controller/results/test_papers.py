@@ -11,6 +11,7 @@ from controller.lab.paths import ROOT
 from controller.results import papers
 from controller.results.reproduction import outcome
 from testbed.common.errors import InputError
+from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperRow
 
 DOCS = ROOT / "docs"
@@ -75,6 +76,41 @@ def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
     assert papers.written(page, kept) == page
     for name in kept:
         assert f"<!-- papers: {name} -->" in page
+
+
+def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> None:
+    def kept(*rows: tuple[str, str, str]) -> dict[str, object]:
+        facts = {
+            "measure": "",
+            "kind": "number",
+            "paper": 2.0,
+            "ours": 1.0,
+            "half_width": None,
+            "runs": 1,
+            "untrusted": 0,
+        }
+        rest = {"condition": None, "holds": None, "note": ""}
+        listed = [{**facts, **rest, "name": name, "outcome": word, "explains": other} for name, word, other in rows]
+        return {"command": "", "reading": "", "seeds": [1], "runs": 1, "date": "", "revision": "", "rows": listed}
+
+    results = {
+        "one": kept(("a: x", "not reproduced", ""), ("b", "not reproduced", ""), ("c", "reproduced", "a: x")),
+        "two": kept(("d", "not reproduced", "one: b"), ("e", "reproduced", ""), ("f", "not reproduced", "e")),
+    }
+    page = papers.written("".join(f"<!-- papers: {name} -->\n<!-- end -->\n" for name in ("all", *results)), results)
+    assert "| a: x | 2 | 1 | – | 0.5 | 1 | not reproduced | comes out as 'c' |" in page
+    assert "| c | 2 | 1 | – | 0.5 | 1 | explains a: x |  |" in page
+    assert "| d | 2 | 1 | – | 0.5 | 1 | does not explain one: b |  |" in page
+    assert "| all | 1 | 0 | 2 | 1 |" in page
+
+
+def test_what_explains_a_row_names_one() -> None:
+    listed = {entry.scenario: load(f"papers/{entry.scenario}").paper for entry in papers.listed(DOCS)}
+    known = {name: {row.name for row in part.rows} for name, part in listed.items() if part}
+    for name, part in listed.items():
+        for row in part.rows if part else ():
+            scenario, _, other = row.explains.partition(": ")
+            assert not row.explains or row.explains in known[name] or other in known[scenario]
 
 
 def test_every_listed_scenario_can_be_run() -> None:
