@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator
+from io import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,46 @@ HISTORY = 60.0
 """Seconds before the newest event of which the page still draws what devices did."""
 BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
 """Events that are drawn as bars, and as what."""
+BLOCK = 1 << 20
+"""Bytes that are read at a time, about: a run's events may be more than memory holds."""
 _UNSHOWN = {"begin", "memory", "host", "objects"}
 """Events that the page has no use for: most of them all, and large."""
 
 
 class Tail:
-    """Reads a growing file of JSON lines, whole lines only."""
+    """Reads a growing file of JSON lines: whole lines only, and a block of them at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
+        self.more = False
+        """Whether there may be more lines by now than the last block had."""
 
     def news(self) -> list[Any]:
-        """Return the lines since the last call; nothing of a file that is not there yet."""
+        """Return the lines since the last call, or the first block of them; nothing of a file that is not there yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
-                text = file.read()
+                lines = file.readlines(BLOCK)
         except FileNotFoundError:
             return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        size = sum(map(len, lines))
+        self.more = size >= BLOCK
+        if lines and not lines[-1].endswith(b"\n"):
+            size -= len(lines.pop())
+        self._read += size
+        return [json.loads(line) for line in lines]
+
+    def newest(self) -> float:
+        """Return the time of the last whole line; 0 where there is none, or it is longer than a block."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(0, file.seek(0, SEEK_END) - BLOCK))
+                text = file.read()
+        except FileNotFoundError:
+            return 0.0
+        _, begun, last = text[: text.rfind(b"\n")].rpartition(b"\n")
+        return float(json.loads(last)["time"]) if begun else 0.0
 
 
 def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]:
@@ -53,21 +72,22 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
     now = 0.0
     while True:
         facts = json.loads((folder / "manifest.json").read_text())
-        waiting.extend(tail.news())
-        if pace is not None:
-            now = pace * (time.monotonic() - began)
+        due = tail.newest() if pace is None else pace * (time.monotonic() - began)
+        if not waiting or waiting[-1]["time"] <= due:
+            waiting.extend(tail.news())
         ready = []
         # Events stand in the order of their times, but for a few that come late: they are shown late.
-        while waiting and (pace is None or waiting[0]["time"] <= now):
+        while waiting and (pace is None or waiting[0]["time"] <= due):
             ready.append(waiting.popleft())
-        if pace is None:
-            now = max([now, *(event["time"] for event in ready)])
-        over = facts["status"] != RUNNING and not waiting
+        behind = tail.more and not waiting
+        now = due if pace is not None and not behind else max([now, *(event["time"] for event in ready)])
+        over = facts["status"] != RUNNING and not waiting and not behind
         status = {"status": facts["status"], "error": facts["error"]} if over else None
-        yield {"events": shown(ready, now), "now": now, "over": status}
+        yield {"events": shown(ready, due), "now": now, "over": status}
         if over:
             return
-        time.sleep(INTERVAL)
+        if not behind:
+            time.sleep(INTERVAL)
 
 
 def shown(events: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:

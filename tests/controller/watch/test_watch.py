@@ -10,6 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from controller.results.recorder import Recorder
+from controller.watch import feed
 from controller.watch.feed import Tail, batches, shown
 from controller.watch.server import application, described
 from testbed.faults.parts import ActionPart
@@ -100,6 +101,20 @@ def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('me": 2}\n')
     assert tail.news() == [{"time": 2}]
+
+
+@pytest.mark.parametrize("pace", [None, 1e9])
+def test_a_run_of_any_length_is_read_a_block_at_a_time(
+    folder: Path, pace: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "INTERVAL", 0.0)
+    (whole,) = (batch for batch in batches(folder, pace) if batch["over"])
+    monkeypatch.setattr(feed, "BLOCK", 2000)
+    pieces = list(batches(folder, pace))
+    assert len(pieces) > 3
+    assert max(len(json.dumps(piece["events"])) for piece in pieces) < 5000
+    assert [event for piece in pieces for event in piece["events"]] == whole["events"]
+    assert pieces[-1]["over"] == whole["over"]
 
 
 def test_old_bars_are_not_told() -> None:
