@@ -22,13 +22,15 @@ from ruamel.yaml import YAML
 
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
+from controller.report import paper
+from controller.report.plots import COLOURS, inline
 from controller.results import papers
 from testbed.common import formats
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.expand import swept
 from testbed.scenario.loading import load
-from testbed.scenario.schema import Scenario
+from testbed.scenario.schema import PaperPart, Scenario
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {
@@ -153,7 +155,7 @@ def _printed(each: Shipped) -> str:
     rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
     rows = [row for row in rows if any(row[1:])]  # the others are drawn, and the paper prints no figure
     text += f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
-    return text + bars(each.scenario.name) + (plots(each.scenario.name, ROOT) if part.charts else "")
+    return text + bars(each.scenario.name) + plots(each.scenario.name, part)
 
 
 def bars(name: str) -> str:
@@ -162,7 +164,7 @@ def bars(name: str) -> str:
     rows = [] if found is None else [row for row in papers.rows_of(found) if row.outcome]
     if not rows:
         return ""
-    lines = [f'<svg viewBox="0 0 800 {34 * len(rows)}" font-size="12" fill="currentColor">']
+    lines = [f'<div><svg viewBox="0 0 800 {34 * len(rows)}" font-size="12" fill="currentColor">']
     for place, row in enumerate(rows):
         both = [value or 0.0 for value in (row.paper, row.ours)]
         longest = max(map(abs, both)) or 1.0
@@ -172,18 +174,21 @@ def bars(name: str) -> str:
             lines.append(f'<rect x="340" y="{top}" width="{width:.0f}" height="11" opacity="{0.3 + 0.4 * number}"/>')
             shown = html.escape(formats.of_kind(row.kind, value))
             lines.append(f'<text x="{344 + width:.0f}" y="{top + 10}">{shown}</text>')
-    return "The paper's (light) and ours (dark):\n\n" + "\n".join([*lines, "</svg>"]) + "\n\n"
+    return "The paper's (light) and ours (dark):\n\n" + "\n".join([*lines, "</svg></div>"]) + "\n\n"
 
 
-def plots(name: str, root: Path) -> str:
-    """Return the plots that a paper's scenario has left in ``results/`` there, as images of a paper's page."""
-    found = sorted((root / "results" / name).glob("[0-9]*.svg"))
-    shown = [file for file in found if not file.stem.endswith("-wide")]
-    images = [f"![{file.stem.partition('-')[2].replace('-', ' ')}](../../{file.relative_to(root)})" for file in shown]
-    return (
-        "\n\n".join(images or ["Its plots stand here once it has run in this folder and the site is built again."])
-        + "\n\n"
-    )
+def plots(name: str, part: PaperPart) -> str:
+    """Return the plots of a paper's scenario as SVG elements, of what was kept when it was run; text without any."""
+    found = papers.kept(ROOT / "docs").get(name, {"rows": []})
+    drawn = [
+        paper.draw_lines(chart, papers.rows_of(found), paper.kept(found.get("curves", {}).get(chart.title, ())))
+        for chart in part.charts
+        if chart.of_runs or found["rows"]
+    ]
+    shown = [
+        f"{title}. {note}\n\n<div>{inline(plot, title)}</div>\n\n" for title, note, plot in drawn if plot is not None
+    ]
+    return "".join(shown)
 
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
@@ -237,7 +242,8 @@ def main(folder: Path) -> None:
         file = site / place
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(linked(place, text, found, site))
-    shutil.copyfile(ROOT / "docs/tables.css", site / "tables.css")
+    colours = " ".join(f"--{name}: {colour};" for name, colour in COLOURS.items())
+    (site / "tables.css").write_text(f":root {{ {colours} }}\n" + (ROOT / "docs/tables.css").read_text())
     # JSON is YAML.
     (folder / "mkdocs.yml").write_text(json.dumps({**SETTINGS, "nav": navigation()}, indent=2))
 

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from controller.lab.paths import ROOT
 from testbed.common.errors import InputError
+
+if TYPE_CHECKING:
+    from controller.results.papers import Entry
 
 RUNS = Path("results/papers")
 
@@ -59,6 +63,15 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
         status = subprocess.run(command, check=False).returncode
         if status not in (0, 1):  # 1: a condition of the scenario does not hold, which the table says
             raise click.exceptions.Exit(status)
-        papers.keep(docs, entry, papers.result(entry, runs))
+        papers.keep(docs, entry, papers.result(entry, runs) | {"curves": _curves(entry, runs)})
     if not wanted:
         click.echo("nothing is missing or stale")
+
+
+def _curves(entry: Entry, folder: Path) -> dict[str, Any]:
+    from controller.report import paper
+    from controller.results.files import load_figures, places
+    from testbed.scenario.loading import load
+
+    part = load(f"papers/{entry.scenario}", entry.changes).paper
+    return {} if part is None else paper.keep(part, [load_figures(place) for place in places(folder)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from controller.report import html, tables
 from controller.report.comparison import BAND, curve, mean_line
-from controller.report.plots import SERIES, Axis, Bars, Draw, Line, bar_plot, line_plot, save_all
+from controller.report.plots import FEW, SERIES, Axis, Bars, Draw, Line, bar_plot, line_plot, save_all, thin
 from controller.report.tables import Cell, Column, Section, figures
 from controller.report.terminal import VERDICTS, where
 from controller.results.reproduction import ReproducedRow, table
@@ -23,6 +24,36 @@ from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
 
 MOST_MARKS = 12
 """Figures below the x axis, if each point is to have its own."""
+MOST_KEPT = 200
+"""Points of a line that are kept, as many as a mean over repetitions has at most."""
+
+
+def keep(part: PaperPart, runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
+    """Return the lines of each chart that draws single runs, by its title, as little as `kept` needs of them."""
+    return {
+        chart.title: [
+            {
+                "name": line.name,
+                "points": [[_short(each) for each in point] for point in thin(line.points, MOST_KEPT)],
+                "half_widths": [half and _short(half) for half in line.half_widths],
+            }
+            for line in lines_of(chart, runs)
+        ]
+        for chart in part.charts
+        if chart.of_runs
+    }
+
+
+def kept(lines: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Return the lines of a chart that `keep` made these of."""
+    return [
+        Line(each["name"], each["points"], colour, marks=len(each["points"]) <= FEW, half_widths=each["half_widths"])
+        for each, colour in zip(lines, SERIES, strict=False)
+    ]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
 def write(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> None:
@@ -113,27 +144,39 @@ def _link(folder: Path, run: Run) -> str:
 
 def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> tuple[str, str, Draw | None]:
     """Return (title, note, plot) of a chart; None, and the reason in the note, where no run gives anything to draw."""
+    title, note, plot = draw_lines(chart, rows, lines_of(chart, runs))
+    if plot is None and chart.of_runs:
+        last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
+        note += ": " + ("no run trained a step." if last is None else f"the runs ended with step {last}.")
+    return title, note, plot
+
+
+def lines_of(chart: PaperChart, runs: Sequence[Run]) -> list[Line]:
+    """Return the lines of a chart that draws single runs; none of another."""
+    begin, end = chart.range or (0.0, float("inf"))
+    found = []
+    for series, colour in zip(chart.series if chart.of_runs else (), SERIES, strict=False):
+        chosen = [run for run in runs if is_at(run.trial.point, series.at)]
+        curves = [curve(run, chart.what, over=chart.over, begin=begin, end=end) for run in chosen]
+        found.append(mean_line(series.label, curves, colour))
+    return found
+
+
+def draw_lines(chart: PaperChart, rows: Sequence[ReproducedRow], lines: Sequence[Line]) -> tuple[str, str, Draw | None]:
+    """Return what `draw` does, given the `lines_of` the chart."""
     found = {row.name: row for row in rows}
     if chart.of_runs:
-        return _of_runs(chart, runs)
+        return _of_runs(chart, lines)
     if not any(found[name].ours is not None for series in chart.series for name in series.rows):
         return chart.title, "None of the runs gave one of its figures.", None
     return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
 
 
-def _of_runs(chart: PaperChart, runs: Sequence[Run]) -> tuple[str, str, Draw | None]:
+def _of_runs(chart: PaperChart, lines: Sequence[Line]) -> tuple[str, str, Draw | None]:
     unit = "step" if chart.over == "steps" else "seconds"
-    begin, end = chart.range or (0.0, float("inf"))
-    lines = []
-    for series, colour in zip(chart.series, SERIES, strict=False):
-        chosen = [run for run in runs if is_at(run.trial.point, series.at)]
-        found = [curve(run, chart.what, over=chart.over, begin=begin, end=end) for run in chosen]
-        lines.append(mean_line(series.label, found, colour))
     places = [x for line in lines for x, _ in line.points]
     if not places:
-        last = max((row["step"] for run in runs for row in run.metrics["series"]["steps"]), default=None)
-        reached = "no run trained a step" if last is None else f"the runs ended with step {last}"
-        return chart.title, f"Nothing from {unit} {begin:g} on: {reached}.", None
+        return chart.title, f"Nothing from {unit} {chart.range[0] if chart.range else 0:g} on", None
     low, high = chart.range or (min(places), max(places))
     y, note = {
         "steps": (Axis("time per step", "seconds"), "From the step before; a step done again as it was done last."),

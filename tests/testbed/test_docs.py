@@ -89,12 +89,9 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
     assert {f"methods/{name}.md" for name in METHODS} | {f"docs/papers/{name}.md" for name in website.PAPERS} <= {
         *found
     }
-    folder = tmp_path / "results" / "table"
-    folder.mkdir(parents=True)
-    assert "once it has run" in website.plots("table", tmp_path)
-    for name in ("1-run-time.svg", "1-run-time-wide.svg"):
-        (folder / name).touch()
-    assert website.plots("table", tmp_path) == "![run time](../../results/table/1-run-time.svg)\n\n"
+    paper = load("papers/stahl-table-1-host").paper
+    assert website.plots("stahl-table-1-host", paper).count('<svg class="chart"') == len(paper.charts)
+    assert website.plots("no-such-scenario", paper) == ""
     assert "| `micro_batches` |" in found["methods/pipeline.md"]
     assert "(../scenarios/quickstart.yaml)" in found["methods/pipeline.md"]
     assert "| 1 device: run time | 13.1 s |" in found["docs/papers/stahl.md"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,8 @@ from matplotlib.figure import Figure
 
 from controller.report import html
 from controller.report.comparison import curve, mean_line
-from controller.report.paper import draw, render
+from controller.report.paper import draw, draw_lines, keep, render
+from controller.report.paper import kept as lines
 from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
 from controller.results import files, reproduction
 from controller.results.run import Run, run_name
@@ -106,6 +108,15 @@ def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
     assert axes.yaxis.get_major_formatter()(2.0) == "2"
     assert axes.get_ylabel() == "step time (s)"
     assert len(axes.containers) == 1, "error bars of gpipe's two runs, 1 s and 3 s"
+
+
+def test_what_is_kept_of_single_runs_is_drawn_as_they_are(tmp_path: Path) -> None:
+    _, plot = drawn(tmp_path, STEPS)
+    kept = json.loads(json.dumps(keep(part(STEPS), made(tmp_path / "again"))))
+    _, _, again = draw_lines(part(STEPS).charts[0], [], lines(kept[STEPS["title"]]))
+    assert again is not None
+    for name, expected in points(plot).items():
+        assert points(again())[name] == [pytest.approx(point, rel=1e-4) for point in expected]
 
 
 def test_steps_are_those_within_the_range(tmp_path: Path) -> None:
