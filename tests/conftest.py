@@ -33,6 +33,15 @@ AWAITED = 40.0
 """Seconds that it waits, each time, for others to leave the host alone; less where its time-out is near."""
 
 
+_BEGAN = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note when a test began, for its time-out counts what its fixtures take."""
+    item.stash[_BEGAN] = time.monotonic()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Repeat a test marked ``timed`` that fails: what is wrong fails twice on a host that nobody disturbs.
@@ -47,7 +56,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     failed, found = 0, None
     marker = pyfuncitem.get_closest_marker("timeout")
-    until = time.monotonic() + float(marker.args[0] if marker else pyfuncitem.config.getini("timeout"))
+    until = pyfuncitem.stash[_BEGAN] + float(marker.args[0] if marker else pyfuncitem.config.getini("timeout"))
     for _ in range(ATTEMPTS):
         began = time.monotonic()
         failure, seen = watched(lambda: pyfuncitem.obj(**arguments))

@@ -136,7 +136,7 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
 def _folders() -> list[Path]:
     """Return the folders that the guest has in its memory."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = [ROOT / name for name in ("testbed", "agent", "controller", "tests")]
+    ours = [ROOT / name for name in ("testbed", "agent", "controller", "tests", "tools")]
     return list(dict.fromkeys([*(Path(path).resolve() for path in paths), *ours]))
 
 

@@ -19,10 +19,11 @@ EXAMPLES = ROOT / "scenarios" / "examples"
 
 
 @cache
-def by_the_script():
+def by_the_script(steps=200):
     spec = importlib.util.spec_from_file_location("fromtorch", EXAMPLES / "fromtorch.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    script.STEPS = steps
     return script.main()
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from rich.console import Console
 import controller.api as api
 from controller.api import cluster
 from testbed.common.errors import HostError, InputError, TestbedError
+from tests.helpers import cluster_tasks
 from tests.helpers.runs import scenario
 
 distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
@@ -56,7 +56,7 @@ def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) ->
 def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", _deadly)
+    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly)
     monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
     done: list[int] = []
     counts = tmp_path / "deaths"
@@ -68,18 +68,10 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     assert len(counts.read_text()) == cluster.DEATHS
 
 
-def _deadly(files: dict[str, str], _argv: list[str], _version: str, number: int, _there: str) -> cluster.Files:
-    if number == 1:
-        with Path(files["counts"]).open("a") as file:
-            file.write("x")
-        os._exit(1)
-    return {"figure": b"1"}
-
-
 def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", _deadly_twice)
+    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly_twice)
     monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
     monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(tmp_path / "deaths")})
     done: list[int] = []
@@ -88,19 +80,10 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     assert sorted(done) == [*range(8)]
 
 
-def _deadly_twice(files: dict[str, str], _argv: list[str], _version: str, number: int, _there: str) -> cluster.Files:
-    deaths = Path(f"{files['counts']}{number}")
-    if number < 2 and (not deaths.exists() or len(deaths.read_text()) < 2):
-        with deaths.open("a") as file:
-            file.write("x")
-        os._exit(1)
-    return {"figure": b"1"}
-
-
 def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", _endless)
+    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.endless)
     monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"begun": str(tmp_path / "begun")})
     monkeypatch.setattr(cluster, "PATIENCE", 1.0)
     monkeypatch.setattr("controller.api.execution.LOOK_SECONDS", 0.2)
@@ -119,12 +102,6 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
         with pytest.raises(HostError, match="no worker for 1 s: start some, then go on with --resume"):
             cluster.simulate_on_cluster(scenario(), {0: tmp_path / "r"}, found, Console(file=said), lambda *_: None)
     assert "no worker is left" in said.getvalue()
-
-
-def _endless(files: dict[str, str], _argv: list[str], _version: str, _number: int, _there: str) -> cluster.Files:
-    Path(files["begun"]).touch()
-    time.sleep(300)
-    return {}
 
 
 def test_workers_of_another_version_are_refused(client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
