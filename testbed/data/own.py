@@ -22,7 +22,7 @@ from testbed.common import usercode
 from testbed.common.errors import InputError, Key
 from testbed.common.fields import Fields, pack
 from testbed.common.lazy import need
-from testbed.data import pictures, tables
+from testbed.data import large, pictures, tables
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout, is_class
 from testbed.workload import DataPart, SplitPart
@@ -73,10 +73,8 @@ def _load(text: str, place: Path, changed: int, test_share: float, group: str | 
         read_test = None if read_test is None else _without(read_test, group)[0]
     train, fields = _checked(read, f"{place}: the training samples", key)
     if read_test is None:
-        if isinstance(train[0], np.memmap):
-            raise InputError(f"{place}: no test samples: arrays that stay in files need some of their own", key)
         kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
-        train, test = (train[0][kept], train[1][kept]), (train[0][left], train[1][left])
+        train, test = ((large.take(train[0], some), train[1][some]) for some in (kept, left))
         groups = None if groups is None else groups[kept]
     else:
         test, others = _checked(read_test, f"{place}: the test samples", key)
@@ -164,7 +162,7 @@ def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
         text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
         raise InputError(text, key)
     if values.dtype.kind == "b" or (values.dtype.kind in "ui" and values.dtype != np.uint8):
-        return values.astype(bool if values.dtype.kind == "b" else np.int64)
+        return values.astype(bool if values.dtype.kind == "b" else np.int64, copy=False)
     if isinstance(values, np.memmap) and values.dtype in (np.float32, np.uint8):
         step = max(1, _READ // max(1, values[0].size))
         if values.dtype != np.uint8 and not all(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ import numpy.typing as npt
 
 from testbed.common.errors import InputError, Key
 from testbed.common.lazy import need
+from testbed.data import large
 
 SUFFIXES = (".csv", ".parquet")
 Columns = Sequence[str] | Mapping[str, Sequence[str]]
 _PATH: Key = ("data", "path")
+Kind = type[np.int64] | type[np.float32] | type[str]
+_WIDER: Sequence[Kind] = (np.int64, np.float32, str)
+ROWS = 1 << 16
+"""Rows that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,76 +41,151 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
     """Read a table; words become whole numbers in the order of the alphabet, in labels as elsewhere.
 
     ``label`` names the column of the labels, ``columns`` those of a sample (None: all others), or by name those of each
-    of its inputs, ``group`` the one by which samples are split among devices. Raises `InputError` for columns that are
-    not there, cells that hold nothing, and a file that is no table.
+    of its inputs, ``group`` the one by which samples are split among devices. The file is read several times, a block
+    of rows at a time, so it may be larger than memory. Raises `InputError` for columns that are not there, cells that
+    hold nothing, and a file that is no table.
     """
-    cells = _parquet(place) if place.suffix == ".parquet" else _csv(place)
-    names = ", ".join(cells)
+    there = _names(place)
+    names = ", ".join(there)
     if label is None:
         raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
-    inputs: Mapping[str, Sequence[str]] = columns if isinstance(columns, Mapping) else {}
-    plain = columns if columns is not None else [name for name in cells if name not in (label, group)]
-    chosen = [name for names in inputs.values() for name in names] or list(plain)
+    plain = columns if columns is not None else [name for name in there if name not in (label, group)]
+    inputs: Mapping[str, Sequence[str]] = plain if isinstance(plain, Mapping) else {"": plain}
+    chosen = [name for each in inputs.values() for name in each]
     keys = {label: "label", **dict.fromkeys(chosen, "columns"), **({group: "split"} if group else {})}
     for name, key in keys.items():
-        if name not in cells:
+        if name not in there:
             raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
     if not chosen:
         raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
-    values = {name: _numbers(place, name, cells[name]) for name in chosen}
+    kinds, rows = _kinds(place, list(keys), [label, *chosen])
+    words = _words(place, [name for name in keys if kinds.get(name) is str or name == group])
+    samples = {name: large.empty((rows, len(each)), _type(kinds, each)) for name, each in inputs.items()}
+    labels = np.empty(rows, _type(kinds, [label]))
+    groups = np.empty(rows, np.int64)
+    at = 0
+    for block in _blocks(place, list(keys)):
+        some = slice(at, at := at + len(block[label]))
+        for name, each in inputs.items():
+            for number, column in enumerate(each):
+                samples[name][some, number] = _values(block[column], kinds[column], words.get(column))
+        labels[some] = _values(block[label], kinds[label], words.get(label))
+        if group is not None:
+            groups[some] = _values(block[group], str, words[group])
+    return Table(samples if isinstance(plain, Mapping) else samples[""], labels, None if group is None else groups)
 
-    def together(names: Sequence[str]) -> npt.NDArray[Any]:
-        whole = all(values[name].dtype.kind == "i" for name in names)
-        return np.stack([values[name].astype(np.int64 if whole else np.float32) for name in names], axis=1)
 
-    groups = None if group is None else numbered(cells[group])
-    samples = {name: together(names) for name, names in inputs.items()} or together(chosen)
-    return Table(samples, _numbers(place, label, cells[label]), groups)
+def _type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
+    """Return the type of an array of some columns, of which words are whole numbers."""
+    return np.float32 if any(kinds[name] is np.float32 for name in names) else np.int64
 
 
-def _csv(place: Path) -> dict[str, npt.NDArray[Any]]:
-    try:
-        with place.open(newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
-    if len(rows) < 2:
-        raise InputError(f"{place}: holds no rows: write the names of the columns, then a sample a line", _PATH)
-    header, *body = rows
-    for number, row in enumerate(body, 2):
-        if len(row) != len(header):
-            raise InputError(f"{place}:{number}: has {len(row)} cells, the first line {len(header)}", _PATH)
-    names = [name.strip() for name in header]
+def _values(cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    return cells.astype(kind) if kind is not str or words is None else np.searchsorted(words, _texts(cells))
+
+
+def _names(place: Path) -> list[str]:
+    """Return the names of a table's columns."""
+    if place.suffix == ".parquet":
+        names = list(_parquet(place).schema_arrow.names)
+    else:
+        names, _ = next(_lines(place))
     if twice := [name for number, name in enumerate(names) if name in names[:number]]:
         raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
-    return {name: np.array(column) for name, column in zip(names, zip(*body, strict=True), strict=True)}
+    return names
 
 
-def _parquet(place: Path) -> dict[str, npt.NDArray[Any]]:
+def _blocks(place: Path, names: Sequence[str]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the cells of some columns, (rows,) each, for `ROWS` rows at a time."""
+    if place.suffix == ".parquet":
+        try:
+            for batch in _parquet(place).iter_batches(ROWS, columns=list(names)):
+                yield {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
+        except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
+            raise _no_parquet(place, error) from None
+        return
+    for header, rows in _lines(place):
+        places = [header.index(name) for name in names]
+        yield {name: np.array([row[column] for row in rows]) for name, column in zip(names, places, strict=True)}
+
+
+def _lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield the first line of a CSV file, and with it `ROWS` of the others at a time."""
+    try:
+        with place.open(newline="", encoding="utf-8-sig") as file:
+            rows = (row for row in csv.reader(file) if row)
+            header = [name.strip() for name in next(rows, [])]
+            number = 2
+            while some := list(islice(rows, ROWS)):
+                for number, row in enumerate(some, number):  # noqa: B020 - counts on
+                    if len(row) != len(header):
+                        text = f"{place}:{number}: has {len(row)} cells, the first line {len(header)}"
+                        raise InputError(text, _PATH)
+                number += 1
+                yield header, some
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
+    if number == 2:
+        raise InputError(f"{place}: holds no rows: write the names of the columns, then a sample a line", _PATH)
+
+
+def _parquet(place: Path) -> Any:
     parquet = need("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
     try:
-        table = parquet.read_table(place)
-    except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
-        raise InputError(f"{place}: cannot be read as Parquet: {error}", _PATH) from None
-    return {name: table.column(name).to_numpy() for name in table.column_names}
+        return parquet.ParquetFile(place)
+    except (OSError, ValueError) as error:
+        raise _no_parquet(place, error) from None
 
 
-def _numbers(place: Path, name: str, cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a column's cells as whole numbers, numbers, or words numbered in the order of the alphabet."""
-    empty = [row for row, cell in enumerate(cells) if str(cell).strip().lower().lstrip("+-") in ("", "none", "nan")]
+def _no_parquet(place: Path, error: Exception) -> InputError:
+    return InputError(f"{place}: cannot be read as Parquet: {error}", _PATH)
+
+
+def _kinds(place: Path, names: Sequence[str], whole: Sequence[str]) -> tuple[dict[str, Kind], int]:
+    """Return what the ``whole`` columns hold, whole numbers, numbers or words, and how many rows there are."""
+    found, rows = dict.fromkeys(whole, 0), 0
+    for block in _blocks(place, names):
+        for name in found:
+            _refuse_empty(place, name, block[name], rows)
+            found[name] = max(found[name], _WIDER.index(_kind(block[name])))
+        rows += len(block[names[0]])
+    return {name: _WIDER[width] for name, width in found.items()}, rows
+
+
+def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
+    if cells.dtype.kind in "iub":
+        return
+    empty = [row for row, text in enumerate(_texts(cells)) if text.strip().lower().lstrip("+-") in ("", "none", "nan")]
     if empty:
-        text = f"{place}: column '{name}' holds nothing in row {empty[0] + 1}: fill it or leave the row out"
+        text = f"{place}: column '{name}' holds nothing in row {before + empty[0] + 1}: fill it or leave the row out"
         raise InputError(text, _PATH)
+
+
+def _kind(cells: npt.NDArray[Any]) -> Kind:
     if cells.dtype.kind in "iufb":
-        return cells.astype(np.int64 if cells.dtype.kind in "iub" else np.float32)
+        return np.int64 if cells.dtype.kind in "iub" else np.float32
     for kind in (np.int64, np.float32):
         try:
-            return cells.astype(kind)
-        except ValueError:
+            cells.astype(kind)
+        except (ValueError, OverflowError):
             continue
-    return numbered(cells)
+        return kind
+    return str
+
+
+def _words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Return the different words of some columns, in the order of the alphabet."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for block in _blocks(place, names) if names else ():
+        for name, words in found.items():
+            words.update(_texts(block[name]))
+    return {name: np.array(sorted(words)) for name, words in found.items()}
+
+
+def _texts(cells: npt.NDArray[Any]) -> list[str]:
+    return [str(cell) for cell in cells]
 
 
 def numbered(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return values, (rows,), as whole numbers in the order of the alphabet."""
-    return np.unique([str(cell) for cell in cells], return_inverse=True)[1].astype(np.int64)
+    return np.unique(_texts(cells), return_inverse=True)[1].astype(np.int64)

@@ -10,7 +10,7 @@ import torch
 
 from controller.running.inputs import load_data
 from testbed.common.errors import InputError
-from testbed.data import load
+from testbed.data import large, load
 from testbed.data.dataset import Dataset, pack, unpack
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -54,7 +54,7 @@ def test_augmentation_is_drawn_by_the_seed() -> None:
         augmented(small(), AugmentPart(transforms=({"name": "Nonsense"},)), 1)
 
 
-def test_arrays_stay_in_their_files(tmp_path: Path) -> None:
+def test_arrays_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_ = (PICTURES * 255).astype(np.uint8)
     for part, count in (("train", 20), ("test", 4)):
         np.save(tmp_path / f"{part}_images.npy", bytes_[:count])
@@ -65,8 +65,10 @@ def test_arrays_stay_in_their_files(tmp_path: Path) -> None:
     assert np.allclose(unpack(pack(found)).tests([1]), bytes_[[1]] / 255)
     (tmp_path / "test_images.npy").unlink()
     (tmp_path / "test_labels.npy").unlink()
-    with pytest.raises(InputError, match="need some of their own"):
-        load(DataPart(path=str(tmp_path)))
+    monkeypatch.setattr(large, "LARGE", 0)
+    shared = load(DataPart(path=str(tmp_path)))
+    assert isinstance(shared.train_images, np.memmap)
+    assert 0 < len(shared.test_images) < 20 == len(shared.train_images) + len(shared.test_images)
 
 
 def test_features_shift_from_device_to_device() -> None:

@@ -1,0 +1,36 @@
+"""Arrays that may be larger than memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+LARGE = 1 << 28
+"""Bytes beyond which an array lies in a file."""
+_BLOCK = 1 << 22
+"""Values that are copied at once."""
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return an array, (*shape), to be filled; a large one lies in a file without a name, which goes with it."""
+    if math.prod(shape) * np.dtype(dtype).itemsize <= LARGE:
+        return np.empty(shape, dtype)
+    # /tmp may lie in memory; /var/tmp does not.
+    lasting = "/var/tmp" if Path("/var/tmp").is_dir() else None
+    with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR", lasting)) as file:
+        return np.memmap(file, dtype, "w+", shape=shape)
+
+
+def take(values: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Return a copy of some of the values, (indices, ...), which lies in a file if it is large."""
+    found = empty((len(indices), *values.shape[1:]), values.dtype)
+    step = max(1, _BLOCK // max(1, math.prod(values.shape[1:])))
+    for at in range(0, len(indices), step):
+        found[at : at + step] = values[indices[at : at + step]]
+    return found
