@@ -83,8 +83,8 @@ def test_who_was_off_at_the_start_joins_when_it_comes():
 def test_a_device_that_was_cut_off_from_its_neighbour_comes_back_when_the_link_heals():
     cut = {"flap": {"between": ["worker1", "worker2"], "down": "10h", "up": "1s"}, "for": "3s"}
     cut["when"] = during("worker1", "backward", 13)
-    outcome = disturbed(cut, steps=300)
-    assert_right(outcome, 300)
+    outcome = disturbed(cut, steps=120, speed="2mflops")
+    assert_right(outcome, 120)
     members = [[device for device, _, _ in partition] for _, _, partition in stretches(outcome)]
     assert ["source", "worker1", "worker3"] in members
     assert "worker2" in members[-1]

@@ -79,7 +79,9 @@ def test_figure_5_nears_the_ratio_that_the_units_permit() -> None:
 def test_figure_6_goes_on_as_fast_as_the_devices_that_are_left_can() -> None:
     by_chain = OURS.replace("global_every: 10", "global_every: 0")
     methods = f"[{OURS}, {by_chain}, {{name: respipe, partition: capacities, chain_every: 5}}]"
-    settings = (*SMALL, *SLOWER, "workload.steps=20", "faults.0.when.batch=12", "expect.steps='== 20'", "paper=")
+    # Each device has a processor of its own here: what is left after the fault is then known before it.
+    alone = ("machines=[]", "points=[]", "paper=")
+    settings = (*SMALL, *SLOWER, *alone, "workload.steps=20", "faults.0.when.batch=12", "expect.steps='== 20'")
     ours, chained, theirs = reduced("ftpipehd-figure-6", *settings, f"sweep={{workload.method: {methods}}}")
     ready, found, _ = run(ours)
     _, other, _ = run(theirs)
