@@ -106,15 +106,19 @@ _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
 
 
 class AugmentPart(Part):
-    """How training samples are changed at random, before the run."""
+    """How training samples are changed at random, anew in each epoch."""
 
     transforms: tuple[dict[str, Any], ...] = Field(
         min_length=1,
         description="transforms of torchvision.transforms by name with their options, one after the other, such as "
         "{name: RandomCrop, size: 32, padding: 4}; they need the extra `vision`",
     )
-    copies: int = Field(
-        4, ge=1, le=1000, description="how often each sample is drawn: epoch after epoch learns from the next of these"
+    copies: int | None = Field(
+        None,
+        ge=1,
+        le=1000,
+        description="how often each sample is drawn at most, if not anew in each epoch: after so "
+        "many epochs come the same again",
     )
 
 

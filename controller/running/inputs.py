@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -36,10 +37,11 @@ def load_data(prepared: Prepared) -> Dataset:
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
     if scenario.workload.data.augment is not None and scenario.workload.numerics != "none":
-        from testbed.data.augment import augmented
+        from testbed.data.augment import drawing
 
+        drawn = scenario.workload, prepared.problem.seed, found.shape, len(found.train_labels)
         try:
-            found = augmented(found, scenario.workload.data.augment, prepared.problem.seed)
+            found = replace(found, drawing=drawing(*drawn))
         except InputError as error:
             raise scenario.source.error([Diagnostic(("workload", *error.key), error.text)]) from None
     return found if prepared.problem.model.integers else found.floats()

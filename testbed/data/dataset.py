@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.fields import Fields
+from testbed.data.augment import Drawing
 from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
 
@@ -29,8 +30,8 @@ class Dataset:
     train_images: Images
     """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers.
 
-    Augmented ones are several copies of all samples, one after the other. Of a file that is larger than memory they are
-    read as they are asked for, bytes then as they lie there: `batch` and `tests` scale them.
+    Augmented ones, as they travel, are copies of all samples, for one epoch after the other. Of a file that is larger
+    than memory they are read as they are asked for, bytes then as they lie there: `batch` and `tests` scale them.
     """
     train_labels: Labels
     """(samples,) of classes from 0; of one's own data (samples, ...), also of float32."""
@@ -40,9 +41,13 @@ class Dataset:
     """(training samples,): of a table that is split by a column, which value of it each has. Not sent to devices."""
     fields: Fields = ()
     """The inputs that a sample, a row of numbers then, consists of; empty: there is one. Not sent with the samples."""
+    drawing: Drawing | None = None
+    """Changes training samples anew in each epoch. Not sent: `pack` draws them for all epochs."""
 
     def batch(self, indices: npt.NDArray[np.int64], epoch: int) -> Images:
-        """Return training samples, (samples, ...), of an epoch: each epoch sees another copy of augmented ones."""
+        """Return training samples, (samples, ...), of an epoch: each epoch sees augmented ones drawn anew."""
+        if self.drawing is not None:
+            return self.drawing(_scaled(self.train_images[indices]), indices, epoch)
         samples = len(self.train_labels)
         copy = epoch % max(1, len(self.train_images) // max(1, samples))
         return _scaled(self.train_images[indices + copy * samples])
@@ -70,15 +75,22 @@ class Dataset:
     def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
         """Return a set with these training samples alone, (samples,) by their indices, and all or no test samples."""
         test = slice(None) if tests else slice(0)
-        copies = range(0, max(1, len(self.train_images)), max(1, len(self.train_labels)))
-        chosen = np.concatenate([train + begin for begin in copies])
         return replace(
             self,
-            train_images=_chosen(self.train_images, chosen),
+            train_images=_chosen(self.train_images, train),
             train_labels=self.train_labels[train],
             test_images=self.test_images[test],
             test_labels=self.test_labels[test],
+            drawing=self.drawing and self.drawing.part(train),
         )
+
+    def drawn(self) -> Dataset:
+        """Return the same with its training samples drawn for all epochs, so that what draws them is not needed."""
+        if self.drawing is None or not len(self.train_labels):
+            return replace(self, drawing=None)
+        every = np.arange(len(self.train_labels))
+        copies: Images = np.concatenate([self.batch(every, epoch) for epoch in range(self.drawing.copies)])
+        return replace(self, train_images=copies, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:
         """Return the same with Gaussian noise of a standard deviation on the training samples, of float32."""
@@ -115,6 +127,7 @@ _ARRAYS = {
 
 def pack(dataset: Dataset) -> bytes:
     """Return the body: its arrays, and as metadata its name and number of classes."""
+    dataset = dataset.drawn()
     arrays = {name: getattr(dataset, name) for name in _ARRAYS}
     metadata = {"name": dataset.name, "classes": str(dataset.classes)}
     return b"".join(tensors.write(tensors.from_numpy(arrays), metadata))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +14,13 @@ import torch
 from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.data import large, load
-from testbed.data.dataset import Dataset, pack, unpack
+from testbed.data.augment import Drawing, drawing
+from testbed.data.dataset import Dataset, Images, pack, unpack
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.workload import AugmentPart, DataPart
-from tests.helpers.runs import scenario
+from testbed.simulation import simulate
+from testbed.workload import AugmentPart, DataPart, WorkloadPart
+from tests.helpers.runs import of, scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
 LABELS = np.arange(20) % 4
@@ -25,33 +30,77 @@ def small() -> Dataset:
     return Dataset("small", 4, PICTURES, LABELS, PICTURES[:4], LABELS[:4])
 
 
-def test_epochs_see_one_copy_after_the_other() -> None:
-    copies = Dataset(
-        "small", 4, np.concatenate([PICTURES, PICTURES + 1, PICTURES + 2]), LABELS, PICTURES[:4], LABELS[:4]
-    )
-    chosen = np.array([3, 7])
-    for epoch in range(5):
-        assert np.array_equal(copies.batch(chosen, epoch), PICTURES[chosen] + epoch % 3)
-    part = unpack(pack(copies.part(chosen, tests=False)))
-    assert np.array_equal(part.batch(np.array([1]), 2), PICTURES[[7]] + 2)
-    assert len(part.train_labels) == 2
+def noisy(picture: torch.Tensor) -> torch.Tensor:
+    """Change a picture as a transform does: by torch's generator, and by Python's."""
+    return picture + torch.rand(picture.shape) * random.random()
 
 
-def test_augmentation_is_drawn_by_the_seed() -> None:
+def drawn(dataset: Dataset, batch_size: int = 8, **length: int) -> Dataset:
+    """Let samples be drawn anew in each epoch, without torchvision."""
+    part = WorkloadPart(model={"name": "mlp"}, method={"name": "single"}, batch_size=batch_size, **length)
+    return replace(dataset, drawing=Drawing(noisy, 1, part, np.arange(len(dataset.train_labels))))
+
+
+def test_samples_are_drawn_anew_in_each_epoch_whoever_owns_them() -> None:
+    whole, chosen = drawn(small(), epochs=5), np.array([3, 7])
+    before = torch.random.get_rng_state(), random.getstate()
+    epochs = [whole.batch(chosen, epoch) for epoch in range(5)]
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert len({each.tobytes() for each in epochs}) == 5
+    part = whole.part(chosen, tests=False)
+    sent = unpack(pack(part))
+    assert len(sent.train_labels) == 2
+    for epoch in range(7):
+        expected = epochs[epoch % 5]
+        assert np.array_equal(part.batch(np.array([0, 1]), epoch), expected)
+        assert np.array_equal(sent.batch(np.array([1]), epoch), expected[1:])
+
+
+def test_steps_are_as_many_epochs_as_they_make_of_the_samples_that_a_device_owns() -> None:
+    whole = drawn(small(), steps=7)
+    assert len(unpack(pack(whole)).train_images) == 4 * 20  # two batches of 8 an epoch
+    assert len(unpack(pack(whole.part(np.arange(3), tests=False))).train_images) == 7 * 3
+    none = unpack(pack(whole.part(np.arange(0), tests=True)))
+    assert (len(none.train_images), len(none.test_images)) == (0, 4)
+
+
+def test_drawn_samples_are_the_same_wherever_a_model_is_cut_and_as_containers_have_them() -> None:
+    def losses(method: str, change: Callable[[Dataset], Dataset], **options: int) -> list[float]:
+        prepared = prepare(trials(scenario(workload={"steps": 18}, method={"name": method, **options}))[0])
+        dataset = change(load_data(prepared))
+        return [fields["loss"] for fields in of(simulate(prepared, dataset), "step")]
+
+    def anew(dataset: Dataset) -> Dataset:
+        return drawn(dataset, steps=18, batch_size=16)
+
+    single = losses("single", anew)
+    assert len(single) == 18
+    assert losses("single", lambda dataset: unpack(pack(anew(dataset)))) == single
+    assert losses("pipeline", anew, micro_batches=1) == pytest.approx(single, rel=1e-5)
+    assert losses("single", lambda dataset: dataset) != pytest.approx(single, rel=1e-3)
+
+
+def test_transforms_of_torchvision_are_drawn_by_the_seed() -> None:
     pytest.importorskip("torchvision", reason="needs torchvision: the extra `vision`")
-    from testbed.data.augment import augmented
 
-    flips = AugmentPart(transforms=({"name": "RandomHorizontalFlip"}, {"name": "RandomCrop", "size": 8, "padding": 1}))
-    torch.manual_seed(5)
-    before = torch.random.get_rng_state()
-    found = augmented(small(), flips, 1)
-    assert found.train_images.shape == (80, 1, 8, 8)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert np.array_equal(found.train_images, augmented(small(), flips, 1).train_images)
-    assert not np.array_equal(found.train_images, augmented(small(), flips, 2).train_images)
-    assert not np.array_equal(found.train_images[:20], found.train_images[20:40])
+    def pictures(seed: int, epoch: int, *transforms: dict[str, object]) -> Images:
+        part = DataPart(augment=AugmentPart(transforms=transforms, copies=2))
+        work = WorkloadPart(model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=part)
+        found = replace(small(), drawing=drawing(work, seed, PICTURES.shape[1:], len(PICTURES)))
+        return found.batch(np.arange(20), epoch)
+
+    flips = {"name": "RandomHorizontalFlip"}, {"name": "RandomCrop", "size": 8, "padding": 1}
+    found = pictures(1, 0, *flips)
+    assert found.shape == PICTURES.shape
+    assert np.array_equal(found, pictures(1, 0, *flips))
+    assert not np.array_equal(found, pictures(2, 0, *flips))
+    assert not np.array_equal(found, pictures(1, 1, *flips))
+    assert np.array_equal(found, pictures(1, 2, *flips))
     with pytest.raises(InputError, match="no such transform"):
-        augmented(small(), AugmentPart(transforms=({"name": "Nonsense"},)), 1)
+        pictures(1, 0, {"name": "Nonsense"})
+    with pytest.raises(InputError, match="have another shape then"):
+        pictures(1, 0, {"name": "CenterCrop", "size": 5})
 
 
 def test_arrays_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
