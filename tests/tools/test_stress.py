@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from controller.api import build
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.trace.events import Event
+from tools.stress import attack as command
 from tools.stress import files, messages
 from tools.stress.attack import attack
 from tools.stress.check import ended, every_step, repeats, run
@@ -72,7 +76,24 @@ def test_a_step_that_is_not_recorded_is_seen() -> None:
 
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_files_that_are_wrong_are_refused_in_few_words_and_little_time(seed: int) -> None:
-    assert [each for each in files.attack(seed) if not each.startswith("time")] == []
+    assert [each for each in files.attack(*files.file(seed)) if not each.startswith("time")] == []
+
+
+def test_an_attack_that_is_ended_goes_on_after_the_seeds_that_it_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended_after_three(_: object, seeds: Iterator[int], *__: object) -> Iterator[tuple[int, str, list[str]]]:
+        for seed in itertools.islice(seeds, 3):
+            yield seed, "examples", []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setattr(command, "side_by_side", ended_after_three)
+    monkeypatch.setattr("sys.argv", ["stress", "--files"])
+    for kept in ("3", "6"):
+        with pytest.raises(KeyboardInterrupt):
+            command.main()
+        assert (tmp_path / "next-file").read_text() == kept
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -55,7 +55,8 @@ def attack_on_containers(seed: int) -> tuple[int, str, list[str]]:
 
 def attack_by_file(seed: int) -> tuple[int, str, list[str]]:
     """Return the seed, the folder of the scenario that its file was made of, and what is wrong with the answer."""
-    return seed, files.file(seed)[0].parent.name, files.attack(seed)
+    original, content = files.file(seed)
+    return seed, original.parent.name, files.attack(original, content)
 
 
 def smallest(seed: int, found: str) -> Tree:
@@ -157,8 +158,8 @@ def main() -> int:
                     path = FOLDER / f"{given.way}-{seed}-{kind(violation)}.yaml"
                     path.write_bytes(WAYS[given.way].shown(seed, kind(violation)))
                     print(f"    {path}", flush=True)
-    if given.first is None and given.only is None:
-        last_seed.write_text(str(last + 1))
+        if given.first is None and given.only is None:  # kept now, so that an attack that is killed goes on from here
+            last_seed.write_text(str(last + 1))
     by_method = ", ".join(f"{name} {count}" for name, count in sorted(tried.items()))
     print(f"{tried.total()} tried up to seed {last}: {bad} violations, {refused} refused ({by_method})")
     return 1 if bad else 0

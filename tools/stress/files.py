@@ -138,9 +138,8 @@ def _dumped(tree: Any) -> bytes:
         return out.read()
 
 
-def attack(seed: int) -> list[str]:
-    """Return what is wrong with the answer to the file of a seed."""
-    original, content = file(seed)
+def attack(original: Path, content: bytes) -> list[str]:
+    """Return what is wrong with the answer to a file that was made of another."""
     with tempfile.TemporaryDirectory() as folder:
         for beside in original.parent.iterdir():
             if beside.is_file() and beside.suffix != ".yaml":
