@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
 from controller.report import paper
 from controller.report.plots import COLOURS, inline
 from controller.results import papers
-from testbed.common import formats
+from testbed.common import formats, yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.expand import swept
@@ -49,7 +47,7 @@ PAPER_OF = {
     "versatile": "versatilefl",
 }
 """By method."""
-SETTINGS: dict[str, Any] = YAML(typ="safe").load(ROOT / "docs/mkdocs.yml")
+SETTINGS: dict[str, Any] = yamltext.values((ROOT / "docs/mkdocs.yml").read_text())
 EXTRA = Path("docs/papers.md")
 """Divided into the papers' pages."""
 

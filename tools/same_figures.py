@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
+from testbed.common import yamltext
 
 COMMAND = "from controller.cli.main import main; main()"
 HERE = Path(__file__).resolve().parents[1]
@@ -50,15 +50,12 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
 
 def figures(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
     """Return the figures of each run of a scenario, simulated by the code in ``checkout``; raises RuntimeError."""
-    yaml = YAML(typ="safe")
-    yaml.default_flow_style = None
     given, short = file, folder / file.name
     if file.parent.name == "papers":
         for other in file.parent.iterdir():
             if other.suffix != ".yaml" and other.is_file():
                 (folder / other.name).write_bytes(other.read_bytes())
-        with short.open("w") as out:
-            yaml.dump(shortened(yaml.load(file)), out)
+        short.write_text(yamltext.written(shortened(yamltext.values(file.read_text())), lines=False))
         given = short
     results = folder / "results"
     done = subprocess.run(

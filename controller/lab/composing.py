@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from io import StringIO
 from typing import Any
-
-from ruamel.yaml import YAML
 
 from controller.lab.clients import attachment
 from controller.lab.containers import device_settings, shaper_settings
 from controller.lab.networks import CLOSED, device_addresses, free_subnets
 from controller.lab.runstate import RunState
 from controller.shaping.plan import Endpoint
+from testbed.common.yamltext import written
 from testbed.network.checks import SHAPER
 from testbed.scenario.schema import Trial
 from testbed.wire.ports import CONTROL_PORT
@@ -88,12 +86,8 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     attached = attachment(endpoints, trial.experiment.links, trial.experiment.seed, trial.experiment.cells)
     for endpoint in attached["endpoints"]:
         endpoint["pid"] = f"pid of {endpoint['name']}"
-    text = StringIO()
-    writer = YAML()
-    writer.width = 140
-    writer.dump({"services": services, "networks": networks}, text)
     return {
-        "docker-compose.yml": _HEAD.format(name=name) + text.getvalue(),
+        "docker-compose.yml": _HEAD.format(name=name) + written({"services": services, "networks": networks}, 140),
         "links.json": json.dumps(attached, indent=1) + "\n",
         "shape": _SHAPE.format(devices=" ".join(addresses), port=FIRST_PORT),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -19,13 +18,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from ruamel.yaml import YAML
-
 import testbed
 from controller.results.declared import declared_by, keep
 from controller.results.run import Run
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
+from testbed.common.yamltext import written
 from testbed.plan import Plan
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace import perfetto
@@ -245,12 +243,7 @@ def numbered(folder: Path) -> Path:
 
 def scenario_yaml(scenario: Scenario) -> str:
     """Return the scenario as YAML with every default spelled out; it loads back equal."""
-    text = io.StringIO()
-    yaml = YAML()
-    yaml.default_flow_style = False
-    yaml.width = 110
-    yaml.dump(scenario.model_dump(mode="json", by_alias=True, exclude_none=True), text)
-    return text.getvalue()
+    return written(scenario.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, ReusedAnchorWarning, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from yaml import MappingNode, MarkedYAMLError, Node, ScalarNode, SequenceNode, YAMLError
 
+from testbed.common import yamltext
 from testbed.common.errors import Diagnostic, InputError, Key, closest, format_key, nearest, parse_key
 from testbed.scenario.schema import Scenario, Source
 
@@ -180,12 +178,10 @@ class _Reader:
             limit = f"{_MAX_SIGNS:,} lines, commas and opening brackets"
             raise InputError(f"{self.file}: has {signs:,}, more than {limit}: a scenario is a short text")
         try:
-            with warnings.catch_warnings():  # YAML lets an anchor be used again: the later one holds
-                warnings.simplefilter("ignore", ReusedAnchorWarning)
-                node = YAML(typ="safe", pure=True).compose(text)
+            node = yamltext.nodes(text)
         except MarkedYAMLError as error:
             raise InputError(self._describe(error, text)) from None
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.file}: is not YAML: {reason}") from None
         if node is None:
@@ -194,10 +190,7 @@ class _Reader:
             kind = "a list" if isinstance(node, SequenceNode) else "a single value"
             line = node.start_mark.line + 1
             raise InputError(f"{self.file}:{line}: is {kind}: a scenario is a mapping, 'name: ...' and so on")
-        try:
-            tree = self._mapping(node, ())
-        except RecursionError:
-            raise InputError(f"{self.file}: is nested too deeply: no scenario is") from None
+        tree = self._mapping(node, ())
         source = Source(self.file, {(): node.start_mark.line + 1, **self.lines})
         if self.problems:
             raise source.error(self.problems)
@@ -209,7 +202,9 @@ class _Reader:
         written = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
         reason = " ".join(str(error.problem or error.context).split())
         hint = ""
-        if re.search(r":\s*[<>=!%&*|]", written):
+        if reason == "second occurrence":
+            reason = "an anchor of this name stands above: give one of the two another name"
+        elif re.search(r":\s*[<>=!%&*|]", written):
             hint = ": write values that begin with a sign in quotes, as in accuracy: '>= 0.9'"
         elif "\t" in written:
             hint = ": indent with spaces, YAML allows no tabs"
@@ -249,7 +244,7 @@ class _Reader:
                 self.lines[inner] = line
             if not isinstance(name_node, ScalarNode):
                 self.problems.append(Diagnostic(inner, "a key is a word"))
-            elif name_node.tag == _TAG + "merge":
+            elif name == "<<":
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
                 self.problems.append(Diagnostic(inner, text))
             elif name in mapping:
@@ -265,8 +260,6 @@ class _Reader:
         if "\0" in text:
             self.problems.append(Diagnostic(key, "holds a character of code 0, which no name and no path has"))
             return None
-        if "_" in text and kind in ("int", "float"):
-            return text  # as YAML 1.2 has it, and as a reader may not
         try:
             if kind == "int":
                 return int(text, 0) if re.match(r"[+-]?0[xob]", text) else int(text)
@@ -278,8 +271,7 @@ class _Reader:
             return text.lower() == "true"
         if kind == "null":
             return None
-        # A date has no meaning here, so it stays the text that it is.
-        return text if kind in ("str", "timestamp", "value", "merge") else self._refuse_tag(node, key)
+        return text if kind == "str" else self._refuse_tag(node, key)
 
     def _refuse_tag(self, node: Node, key: Key) -> None:
         tag = str(node.tag).replace(_TAG, "!!")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ruamel.yaml import YAML
 from safetensors.torch import load_file
 
+from testbed.common import yamltext
 from tests.helpers.commands import command
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import scenario, written
@@ -36,7 +36,7 @@ def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pyt
     keys = random_keys(seed)
     tree = written(**keys) | {"name": f"random-{seed}", "time_limit": "120s"}
     tree["workload"]["method"]["patience"] = "1s"  # devices that share a machine are late now and then
-    YAML().dump(json.loads(json.dumps(tree)), tmp_path / "scenario.yaml")
+    (tmp_path / "scenario.yaml").write_text(yamltext.written(json.loads(json.dumps(tree))))
     results = tmp_path / "results"
     done = command("run", tmp_path / "scenario.yaml", "--out", results, "--accept-links")
     figures = json.loads((results / "metrics.json").read_text())

@@ -15,11 +15,11 @@ import docker
 import pytest
 import requests
 import torch
-from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from controller.lab.engine import connect
 from controller.lab.removal import RUN
+from testbed.common import yamltext
 from testbed.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -59,8 +59,7 @@ def scenario(folder: Path, name: str, **changes: Any) -> Path:
         "time_limit": "120s",
     }
     path = folder / f"{name}.yaml"
-    with path.open("w") as file:
-        YAML().dump(tree | changes, file)
+    path.write_text(yamltext.written(tree | changes))
     return path
 
 

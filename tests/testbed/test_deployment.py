@@ -114,7 +114,7 @@ import importlib, pkgutil, sys
 from dataclasses import replace
 from pathlib import Path
 
-for blocked in ("ruamel", "testbed.scenario", "testbed.prepare", "testbed.validation", "testbed.simulation"):
+for blocked in ("yaml", "testbed.scenario", "testbed.prepare", "testbed.validation", "testbed.simulation"):
     sys.modules[blocked] = None
 
 import agent, testbed.kits, testbed.methods

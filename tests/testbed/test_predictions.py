@@ -4,8 +4,8 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from ruamel.yaml import YAML
 
+from testbed.common import yamltext
 from testbed.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -21,7 +21,7 @@ DISTURBANCES = ("faults", "trace", "expect", "sweep")
 
 def undisturbed(name: str, delay: str) -> Scenario:
     """Return a scenario without what disturbs it, over links of this delay, a dozen steps or eight requests long."""
-    tree = YAML(typ="safe").load((SCENARIOS / f"{name}.yaml").read_text())
+    tree = yamltext.values((SCENARIOS / f"{name}.yaml").read_text())
     tree = {key: value for key, value in tree.items() if key not in DISTURBANCES}
     tree["network"]["link"]["delay"] = delay
     workload = tree["workload"]

@@ -18,12 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
+from testbed.common import yamltext
 from tools.stress import containers, files, messages, signals
 from tools.stress.check import violations
 from tools.stress.generate import Tree, scenario
@@ -70,11 +68,7 @@ def smallest(seed: int, found: str) -> Tree:
 
 def written(tree: Tree) -> bytes:
     """Return a scenario as a file has it."""
-    out = BytesIO()
-    yaml = YAML()
-    yaml.default_flow_style = None
-    yaml.dump(json.loads(json.dumps(tree)), out)
-    return out.getvalue()
+    return yamltext.written(json.loads(json.dumps(tree)), lines=False).encode()
 
 
 def attack_by_messages(seed: int) -> tuple[int, str, list[str]]:

@@ -19,9 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from yaml import YAMLError
 
+from testbed.common import yamltext
 from testbed.common.errors import InputError, Key
 from testbed.common.formats import visible
 from testbed.prepare import prepare
@@ -67,7 +67,7 @@ def _originals() -> tuple[Path, ...]:
 
 @cache
 def _tree(original: Path) -> Any:
-    return YAML(typ="safe").load(original)
+    return yamltext.values(original.read_text())
 
 
 def file(seed: int) -> tuple[Path, bytes]:
@@ -129,13 +129,10 @@ def _places(tree: Any, way: Key = ()) -> Iterator[Key]:
 
 
 def _dumped(tree: Any) -> bytes:
-    with tempfile.TemporaryFile() as out:
-        try:
-            YAML(typ="safe", pure=True).dump(tree, out)
-        except (YAMLError, ValueError):  # nothing that YAML can say
-            return b"name: [\n"
-        out.seek(0)
-        return out.read()
+    try:
+        return yamltext.written(tree).encode()
+    except (YAMLError, ValueError):  # nothing that YAML can say
+        return b"name: [\n"
 
 
 def attack(original: Path, content: bytes) -> list[str]:

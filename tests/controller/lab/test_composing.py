@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ruamel.yaml import YAML
 
 from controller.cli.export import export
 from controller.lab.composing import project, service
 from controller.lab.containers import device_settings, shaper_settings
 from controller.lab.runstate import RunState
+from testbed.common import yamltext
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
@@ -30,7 +30,7 @@ def test_the_command_writes_a_project(tmp_path: Path) -> None:
 def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
     trial = trials(load("quickstart", ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"]))[0]
     files = project(trial, {"worker1": "mine:1"})
-    services = YAML(typ="safe").load(files["docker-compose.yml"])["services"]
+    services = yamltext.values(files["docker-compose.yml"])["services"]
     assert services["worker1"]["image"] == "mine:1"
     source = services["source"]
     assert (source["cap_drop"], source["read_only"], source["cpus"]) == (["ALL"], True, 1.5)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from controller.results import files, recorder
 from controller.results.files import progress
 from controller.results.run import run_name
+from testbed.common import yamltext
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
@@ -41,7 +41,7 @@ def test_a_run_leaves_every_file(tmp_path: Path) -> None:
 def test_the_resolved_scenario_loads_back_equal(tmp_path: Path) -> None:
     place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     text = (place / "scenario.yaml").read_text()
-    assert Scenario.model_validate(YAML(typ="safe").load(text)) == recorded.trial().scenario
+    assert Scenario.model_validate(yamltext.values(text)) == recorded.trial().scenario
     assert "time_limit" in text
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ruamel.yaml import YAML
 
+from testbed.common import yamltext
 from testbed.common.errors import InputError, Key
 from testbed.methods import METHODS
 from testbed.prepare import prepare
@@ -124,7 +124,7 @@ def places(tree: Any, key: Key = ()) -> Iterator[Key]:
 @given(data=st.data())
 def test_a_file_with_any_values_anywhere_is_run_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     original = data.draw(st.sampled_from(SCENARIOS))
-    tree = deepcopy(YAML(typ="safe").load(original.read_text()))
+    tree = deepcopy(yamltext.values(original.read_text()))
     for _ in range(data.draw(st.integers(1, 3))):
         *outer, last = data.draw(st.sampled_from(list(places(tree))))
         place = tree
@@ -132,6 +132,5 @@ def test_a_file_with_any_values_anywhere_is_run_or_refused(tmp_path: Path, data:
             place = place[name]
         place[last] = data.draw(ODD)
     file = tmp_path / "fuzzed.yaml"
-    with file.open("w") as stream:
-        YAML(typ="safe").dump(tree, stream)
+    file.write_text(yamltext.written(tree))
     answer(file)
