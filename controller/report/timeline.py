@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from controller.results.run import Run
 from testbed.trace.gantt import CHARTED, Bar, bars, spans
-from testbed.trace.intervals import Interval, joined, overlaps
+from testbed.trace.intervals import Interval, joined
 from testbed.trace.log import EventLog
 
 KINDS = ("compute", "send", "receive", "down")
@@ -33,12 +35,12 @@ def timeline(run: Run) -> dict[str, Any]:
     end = metrics["duration"]
     devices = list(metrics["devices"])[:MOST_DEVICES]
     log = EventLog.made_of(run.outcome.events)
-    known = set(devices)
-    shown = (bar for bar in bars(log, end) if bar.device in known and bar.start <= end)
     views = interesting(run)
     many = len(log.of(*CHARTED)) > MOST_BARS
-    found = _join(shown, [(view["start"], view["end"]) for view in views[1:]], end * FINEST) if many else shown
-    charted = sorted(found, key=lambda bar: (bar.start, bar.end))
+    found = _joined(log, end, [(view["start"], view["end"]) for view in views[1:]]) if many else bars(log, end)
+    known = set(devices)
+    shown = (bar for bar in found if bar.device in known and bar.start <= end)
+    charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
     words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
     number = {word: index for index, word in enumerate(words)}
     return {
@@ -106,22 +108,16 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     return [view for view in views if view["end"] > view["start"]]
 
 
-def _join(charted: Iterable[Bar], keep: Sequence[Interval], gap: float) -> list[Bar]:
-    """Join alike bars that are closer than ``gap`` seconds, save those in the stretches to keep."""
-    result: list[Bar] = []
-
-    def others() -> Iterator[Bar]:
-        for bar in charted:
-            if bar.kind == "down" or overlaps((bar.start, bar.end), keep):
-                result.append(bar)
-            else:
-                yield bar
-
-    for device, kinds in spans(others()).items():
+def _joined(log: EventLog, end: float, keep: Sequence[Interval]) -> Iterator[Bar]:
+    """Yield the bars in some stretches and all outages, and of the others alike ones that nearly touch as one."""
+    yield from bars(log, end, keep) if keep else ()
+    for device, kinds in spans(log, end).items():
         for kind, labels in kinds.items():
             for label, own in labels.items():
-                result += (Bar(device, kind, start, end, label) for start, end in joined(own, keep, gap).tolist())
-    return result
+                near = [(own[:, 0] < to) & (since < own[:, 1]) for since, to in keep]
+                rest = own[~np.logical_or.reduce([own[:, 0] > end, *near])]
+                shown = rest if kind == "down" else joined(rest, keep, end * FINEST)
+                yield from (Bar(device, kind, start, stop, label) for start, stop in shown.tolist())
 
 
 def _compact(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:

@@ -106,6 +106,8 @@ def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
 
 DIGITS = 9
 """Decimal places of an event's seconds in a file."""
+LEADING = ("time", "device", "event")
+"""Keys that every line of a file begins with."""
 _LINES = json.JSONEncoder(check_circular=False)
 _NONE: Mapping[str, Any] = {}
 

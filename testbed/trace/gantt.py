@@ -5,18 +5,23 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from itertools import compress, count, repeat
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes
+from testbed.trace.intervals import Interval, Intervals, intervals, lanes, overlaps
 from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
-CHARTED = ("compute", "send", "receive", "cast")
+_KINDS: dict[str, BarKind] = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
+CHARTED = tuple(_KINDS)
 """Events that each are a bar."""
+Moments = npt.NDArray[np.float64]
+"""Seconds of the run, (events,)."""
 _Work = tuple[str, str | None, int | None, int | None]
 """Device, span, batch and micro-batch of a computation."""
 
@@ -69,33 +74,71 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
     return bars
 
 
-def bars(events: Sequence[Event], end: float) -> Iterator[Bar]:
-    """Yield all bars, in no order that holds throughout; ``end`` closes what was never closed."""
+def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = None) -> Iterator[Bar]:
+    """Yield all bars, or those that overlap one of some intervals; ``end`` closes what was never closed.
+
+    They come in no order that holds throughout, those of some thousand events after those of the thousands before.
+    """
     log = EventLog.made_of(events)
-    begun: dict[_Work, list[float]] = defaultdict(list)
+    fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
+    for name, starts, stops, columns in _charted(log, *fields):
+        kind = _KINDS[name]
+        chosen = None
+        if near is not None:
+            chosen = np.logical_or.reduce([(starts < to) & (since < stops) for since, to in near])
+            if not chosen.any():
+                continue
+        rows = zip(starts.tolist(), stops.tolist(), *columns, strict=False)
+        for start, stop, device, span, message, peer, peers, batch, micro, size in (
+            rows if chosen is None else compress(rows, chosen)
+        ):
+            if kind == "compute":
+                yield Bar(device, kind, start, stop, span or "", None, batch, micro)
+            else:
+                other = ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
+                yield Bar(device, kind, start, stop, message or "", other, size=int(size or 0))
+    for bar in _unrecorded(log, end):
+        if near is None or overlaps((bar.start, bar.end), near):
+            yield bar
+
+
+def _charted(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
+    """Yield of events that are alike their name, when their bars begin and end, each (events,), and these fields."""
+    for name, columns in log.of(*CHARTED).columns("start", "duration", "queued", *fields):
+        start, duration, queued, *others = columns
+        starts = np.fromiter(start, float)
+        stops = starts + np.fromiter(duration, float, len(starts))
+        if name == "send":  # waiting behind earlier messages is not sending
+            waited = np.fromiter((each or 0.0 for each in queued), float, len(starts))
+            starts = np.minimum(starts + waited, stops)
+        yield name, starts, stops, others
+
+
+def _unrecorded(log: EventLog, end: float) -> Iterator[Bar]:
+    """Yield the bars whose end is not recorded with them: outages, and work that was interrupted."""
     down = outages(log, end)
-    fields = ("span", "batch", "micro", "start", "duration", "message", "peer", "peers", "bytes", "queued")
-    found = log.of(*CHARTED, "begin").rows("event", "time", "device", *fields)
-    for name, time, device, span, batch, micro, start, duration, message, peer, peers, size, queued in found:
-        if name == "begin":
-            begun[device, span, batch, micro].append(time)
-        elif name == "compute":
-            # Of several alike the last: what an earlier one began was lost in a restart.
-            if waiting := begun.get((device, span, batch, micro)):
-                waiting.pop()
-                if not waiting:
-                    del begun[device, span, batch, micro]
-            yield Bar(device, "compute", float(start), float(start + duration), span or "", None, batch, micro)
-        else:
-            kind: BarKind = "receive" if name == "receive" else "send"
-            stop = float(start + duration)
-            # Waiting behind earlier messages is not sending.
-            begin = min(start + (queued or 0.0), stop) if name == "send" else start
-            other = ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
-            yield Bar(device, kind, float(begin), stop, message or "", other, size=int(size or 0))
     yield from down
-    if begun:
-        yield from _interrupted([(work, time) for work, alike in begun.items() for time in alike], log, down, end)
+    if waiting := _begun_more_often_than_done(log):
+        for name, time, *rest in log.of("begin", "compute").rows("event", "time", "device", "span", "batch", "micro"):
+            if (times := waiting.get(tuple(rest))) is None:
+                continue
+            if name == "begin":
+                times.append(time)
+            elif times:  # of several alike the last: what an earlier one began was lost in a restart
+                times.pop()
+        yield from _interrupted([(work, time) for work, times in waiting.items() for time in times], log, down, end)
+
+
+def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
+    """Return such work, none of whose times are known yet; only what is under way is in memory."""
+    left: dict[_Work, int] = {}
+    if log.of("begin"):
+        for name, columns in log.of("begin", "compute").columns("device", "span", "batch", "micro"):
+            one = 1 if name == "begin" else -1
+            for work in zip(*columns, strict=False):
+                if more := left.pop(work, 0) + one:
+                    left[work] = more
+    return {work: [] for work, more in left.items() if more > 0}
 
 
 def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float) -> Iterator[Bar]:
@@ -116,13 +159,27 @@ def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Seque
         yield Bar(device, "compute", time, stop, span or "", None, batch, micro, interrupted=True)
 
 
-def spans(charted: Iterable[Bar]) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
-    """Return the stretches of bars by device, kind and label, each in the order of their starts."""
-    found: dict[tuple[str, BarKind, str], array[float]] = defaultdict(lambda: array("d"))
-    for bar in charted:
-        found[bar.device, bar.kind, bar.label].extend((bar.start, bar.end))
+def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[str, Intervals]]]:
+    """Return the stretches of all bars by device, kind and label, each in the order of their starts.
+
+    As `bars` has them, of columns instead of one by one: a long run has millions.
+    """
+    log = EventLog.made_of(events)
+    numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
+    found, starts, stops = array("q"), array("d"), array("d")
+    for name, begin, stop, (device, span, message) in _charted(log, "device", "span", "message"):
+        labels = (each or "" for each in (span if name == "compute" else message))
+        found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), labels, strict=False)))
+        starts.frombytes(begin.tobytes())
+        stops.frombytes(stop.tobytes())
+    for bar in _unrecorded(log, end):
+        found.append(numbers[bar.device, bar.kind, bar.label])
+        starts.append(bar.start)
+        stops.append(bar.end)
+    own = np.stack((np.asarray(starts), np.asarray(stops)), axis=1)
+    order = np.lexsort((own[:, 1], own[:, 0], np.asarray(found)))
+    each = np.split(own[order], np.cumsum(np.bincount(found, minlength=len(numbers)))[:-1])
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
-    for (device, kind, label), own in found.items():
-        labels = stretches.setdefault(device, {}).setdefault(kind, {})
-        labels[label] = in_order(np.frombuffer(own).reshape(-1, 2))
+    for (device, kind, label), own in zip(numbers, each, strict=False):
+        stretches.setdefault(device, {}).setdefault(kind, {})[label] = own
     return stretches

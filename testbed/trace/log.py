@@ -184,6 +184,18 @@ class EventLog(Sequence[Event]):
         """Yield these fields of each event, None for one that it lacks; ``time``, ``device`` and ``event`` are some."""
         return self._each(_rows(fields))
 
+    def columns(self, *fields: str) -> Iterator[tuple[str, Sequence[Iterable[Any]]]]:
+        """Yield the name of some events that are alike, and these fields of all of them, one column after the other.
+
+        A field that they lack repeats None without end. Of a log of all times alone.
+        """
+        for chunk in self._store.all():
+            for (name, keys), (_, content) in chunk.parts.items():
+                if self._names is None or name in self._names:
+                    columns = content if isinstance(content, list) else self._store.decode(*content)
+                    named = dict(zip(("time", "device", *keys), columns[1:], strict=True))
+                    yield name, [named.get(field, repeat(None)) for field in fields]
+
     def __iter__(self) -> Iterator[Event]:
         return self._each(_events)
 

@@ -16,7 +16,7 @@ from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes
 from testbed.trace.events import Event, EventType
-from testbed.trace.gantt import BarKind, bars, run_end, spans
+from testbed.trace.gantt import BarKind, run_end, spans
 from testbed.trace.intervals import Interval, Intervals, in_order, intervals, overlaps, union
 from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
@@ -109,7 +109,7 @@ class Record:
 
     @cached_property
     def _spans(self) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
-        return spans(bars(self.log, self.end))
+        return spans(self.log, self.end)
 
     def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
         """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
