@@ -48,7 +48,7 @@ class Options(Part):
         name = value.get("baseline") if cls.baselines and isinstance(value, dict) else None
         if name is None:
             return value
-        if name not in cls.baselines:
+        if not isinstance(name, str) or name not in cls.baselines:
             raise ValueError(f"there is no baseline '{name}': {nearest(str(name), cls.baselines)}")
         for key, fixed in cls.baselines[name].items():
             if value.get(key, fixed) != fixed:

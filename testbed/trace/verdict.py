@@ -37,7 +37,7 @@ RECOVERY_DEFICIT_SHARE = 0.1
 STOLEN_SHARE = 0.03
 """Share of the processors' time that a hypervisor may take from the host: nothing here can show whom it hit."""
 FAULT_LATENESS = 0.5
-"""Seconds after its intended instant within which a fault must strike."""
+"""Seconds after its intended instant within which a fault must strike, and be undone."""
 CHANGE_LATENESS = 0.05
 """The same of what is to happen at every one of many instants: changes of a trace, links that flap."""
 FLAP_LATENESS_SHARE = 0.5
@@ -78,7 +78,7 @@ def verdict(record: Record) -> dict[str, Any]:
     checks = [
         _course(outcome),
         _record(record),
-        *_faults(experiment, record.strikes),
+        *_faults(experiment, record.log, record.strikes),
         *_changes(record.log, experiment),
     ]
     emulated = outcome.runtime == "emulate"
@@ -185,7 +185,7 @@ def _record(record: Record) -> Check:
     return Check("events", True, f"{len(log)} events, none missing")
 
 
-def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
+def _faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> list[Check]:
     wanted = Counter(fault.action.name for fault in experiment.faults)
     if not wanted and not struck:
         return []
@@ -196,6 +196,14 @@ def _faults(experiment: Experiment, struck: Sequence[Strike]) -> list[Check]:
     if late > FAULT_LATENESS:
         worst = max(struck, key=lambda strike: strike.struck - strike.intended)
         return [Check("faults", False, f"{worst.action} of {worst.target} struck {late:.2f} s late")]
+    for event in log.of("fault"):
+        fields = event.fields
+        # A device that was killed takes its time to start.
+        if fields.get("phase") == "undo" and fields.get("action") != "kill" and "intended" in fields:
+            beyond = event.time - float(fields["intended"])
+            if beyond > FAULT_LATENESS:
+                what = f"{fields['action']} of {fields['target']}"
+                return [Check("faults", False, f"{what} lasted {beyond:.2f} s longer than it should")]
     return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
 
 

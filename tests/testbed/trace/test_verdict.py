@@ -89,6 +89,18 @@ def test_a_late_fault_and_one_that_never_came() -> None:
     assert figures(events=slow)["fault_list"][0]["struck"] == 1.1
 
 
+def test_a_fault_that_lasts_longer_than_it_should() -> None:
+    def summary(undone: float) -> str:
+        strike = {"action": "pause", "target": "b", "phase": "strike", "intended": 3.0}
+        undo = {**strike, "phase": "undo", "intended": 5.0}
+        own = [Event(3.0, "testbed", "fault", strike), Event(undone, "testbed", "fault", undo)]
+        text: str = figures(events=[*recorded.events(), *own])["verdict"]["summary"]
+        return text
+
+    assert "longer than it should" not in summary(5.4)
+    assert "pause of b lasted 4.20 s longer than it should" in summary(9.2)  # the engine did not answer
+
+
 def test_late_changes_of_traces_and_flaps() -> None:
     flap = {"flap": {"between": ["a", "b"], "down": "60ms", "up": "1s"}, "at": "1s"}
 
