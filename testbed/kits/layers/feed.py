@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -117,11 +118,11 @@ class Requests:
         """Whether it is known what the answers should be."""
         return self._dataset.classes > 0
 
-    def samples(self, index: int) -> list[int]:
+    def samples(self, index: int) -> Sequence[int]:
         """Return which test samples one request is about."""
         there = len(self._dataset.test_labels)
-        wanted = range(index * self._size, (index + 1) * self._size)
-        return [at % there for at in wanted] if self._round else [at for at in wanted if at < there]
+        first, end = index * self._size, (index + 1) * self._size
+        return [at % there for at in range(first, end)] if self._round else range(first, min(end, there))
 
     def images(self, index: int) -> torch.Tensor:
         """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
