@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, Intervals, intervals, lanes, overlaps
+from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes, overlaps
 from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
@@ -166,20 +166,28 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
     """
     log = EventLog.made_of(events)
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
-    found, starts, stops = array("q"), array("d"), array("d")
+    found, began, ended = array("i"), array("d"), array("d")
     for name, begin, stop, (device, span, message) in _charted(log, "device", "span", "message"):
         labels = (each or "" for each in (span if name == "compute" else message))
         found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), labels, strict=False)))
-        starts.frombytes(begin.tobytes())
-        stops.frombytes(stop.tobytes())
+        began.frombytes(begin.tobytes())
+        ended.frombytes(stop.tobytes())
     for bar in _unrecorded(log, end):
         found.append(numbers[bar.device, bar.kind, bar.label])
-        starts.append(bar.start)
-        stops.append(bar.end)
-    own = np.stack((np.asarray(starts), np.asarray(stops)), axis=1)
-    order = np.lexsort((own[:, 1], own[:, 0], np.asarray(found)))
-    each = np.split(own[order], np.cumsum(np.bincount(found, minlength=len(numbers)))[:-1])
+        began.append(bar.start)
+        ended.append(bar.end)
+    order = np.argsort(np.asarray(found), kind="stable")
+    counts = np.bincount(found, minlength=len(numbers)).tolist()
+    del found  # of ten million bars all these columns are large
+    starts = np.asarray(began)[order]
+    del began
+    stops = np.asarray(ended)[order]
+    del ended, order
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
-    for (device, kind, label), own in zip(numbers, each, strict=False):
-        stretches.setdefault(device, {}).setdefault(kind, {})[label] = own
+    first = 0
+    for (device, kind, label), length in zip(numbers, counts, strict=True):
+        own = slice(first, first + length)
+        first += length
+        labels = stretches.setdefault(device, {}).setdefault(kind, {})
+        labels[label] = in_order(np.stack((starts[own], stops[own]), axis=1))
     return stretches
