@@ -168,8 +168,8 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
     found, began, ended = array("i"), array("d"), array("d")
     for name, begin, stop, (device, span, message) in _charted(log, "device", "span", "message"):
-        labels = (each or "" for each in (span if name == "compute" else message))
-        found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), labels, strict=False)))
+        called = (each or "" for each in (span if name == "compute" else message))
+        found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), called, strict=False)))
         began.frombytes(begin.tobytes())
         ended.frombytes(stop.tobytes())
     for bar in _unrecorded(log, end):
