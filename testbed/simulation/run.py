@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import InputError, TestbedError
+from testbed.common.memory import keep_freed_memory
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
@@ -65,6 +66,7 @@ def simulate(
         time_limit=experiment.time_limit,
         on_event=on_event,
     )
+    keep_freed_memory()
     began = time.perf_counter()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
