@@ -30,7 +30,8 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
 
     PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that docs/papers.yaml
     lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
-    of it, is another. After Ctrl-C the same command goes on: runs that finished are kept, in results/papers.
+    of it, is another; notes and readings of the paper are words, which need no run. After Ctrl-C the same command goes
+    on: runs that finished are kept, in results/papers.
 
     \b
     Examples:
@@ -50,6 +51,8 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
             f"docs/papers.yaml lists no scenario like {' or '.join(patterns)}: see 'testbed papers --list'"
         )
     wanted = entries if again else papers.stale(entries, papers.kept(docs))
+    if not listing:
+        papers.keep(docs, papers.reworded(entries, papers.kept(docs)))
     for entry in wanted:
         click.echo(" ".join(entry.command))
         if listing:
@@ -63,7 +66,7 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
         status = subprocess.run(command, check=False).returncode
         if status not in (0, 1):  # 1: a condition of the scenario does not hold, which the table says
             raise click.exceptions.Exit(status)
-        papers.keep(docs, entry, papers.result(entry, runs) | {"curves": _curves(entry, runs)})
+        papers.keep(docs, {entry.scenario: papers.result(entry, runs) | {"curves": _curves(entry, runs)}})
     if not wanted:
         click.echo("nothing is missing or stale")
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from controller.results.recorder import RUNNING
-from controller.results.reproduction import Outcome, ReproducedRow, table
+from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
+from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
 UNSHOWN = ("description", "time_limit", "paper")
@@ -90,9 +91,30 @@ def result(entry: Entry, runs: Path) -> dict[str, Any]:
     }
 
 
-def keep(folder: Path, entry: Entry, found: Mapping[str, Any]) -> None:
-    """Add what came of a scenario to what is kept, and write the tables of the documentation again."""
-    results = kept(folder) | {entry.scenario: dict(found)}
+def reworded(entries: Sequence[Entry], results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept of scenarios that are not stale, with reading and notes as their files have them.
+
+    Raises `InputError`.
+    """
+    fresh = [each for each in entries if each not in stale(entries, results)]
+    parts = {each.scenario: load(f"papers/{each.scenario}", each.changes).paper for each in fresh}
+    return {name: _reworded(results[name], part) for name, part in parts.items() if part is not None}
+
+
+def _reworded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
+    said = {row.name: row for row in part.rows}
+
+    def again(row: dict[str, Any]) -> dict[str, Any]:
+        now = said[row["name"]]
+        word = outcome(now, row["kind"], row["paper"], row["ours"], part.reading)
+        return row | {"note": row["note"] if now.least else now.note, "outcome": word}
+
+    return dict(found) | {"reading": part.reading, "rows": [again(row) for row in found["rows"]]}
+
+
+def keep(folder: Path, found: Mapping[str, Any]) -> None:
+    """Add what came of scenarios, by their names, to what is kept, and write the documentation's tables again."""
+    results = kept(folder) | dict(found)
     text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False) + "\n"
     (folder / RESULTS).write_text(text, encoding="utf-8")
     page = folder / PAGE

@@ -78,6 +78,17 @@ def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
         assert f"<!-- papers: {name} -->" in page
 
 
+def test_notes_and_readings_are_taken_over_without_a_run() -> None:
+    part = "paper={source: s, rows: [{name: a, figure: latency, value: 2 s, note: new}]}"
+    old, new = papers.Entry("stahl-example", (part,)), papers.Entry("stahl-example", (part, "paper.reading=by title"))
+    facts = {"kind": "duration", "paper": 2.0, "ours": 2.01, "note": "old", "outcome": "reproduced"}
+    results = {"stahl-example": {"digest": old.digest(), "reading": "", "rows": [{**facts, "name": "a"}]}}
+    found = papers.reworded([new], results)["stahl-example"]
+    assert (found["reading"], found["rows"][0]["note"]) == ("by title", "new")
+    assert found["rows"][0]["outcome"] == "reproduced under a stated reading"
+    assert papers.reworded([papers.Entry("stahl-example", ("seed=7",))], results) == {}, "it is stale"
+
+
 def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> None:
     def kept(*rows: tuple[str, str, str]) -> dict[str, object]:
         facts = {
