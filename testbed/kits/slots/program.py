@@ -138,7 +138,7 @@ class SlotProgram:
         self._gathering: Gathering | None = None
         if problem.options.test_results == "gathered":
             scores = TestRuns(job.dataset, test_batch(problem), problem.options.test_runs)
-            self._gathering = Gathering(mailbox, job.plan.lead, arranging.now.sizes[-1], scores)
+            self._gathering = Gathering(mailbox, job.plan.lead, scores)
         self._evaluations: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:

@@ -112,28 +112,29 @@ class Tested(Typed, kind="tested", key=("step", "test", "sender")):
 class Gathering:
     """One device's side of it, and on the device that leads what is made of all."""
 
-    def __init__(self, mailbox: Mailbox, lead: str, classes: int, scores: TestRuns) -> None:
+    def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
         """``scores`` counts what was gathered; of a test batch it is told once all of it is there."""
         self._mailbox = mailbox
         self._lead = lead
-        self._classes = classes
         self._scores = scores
-        self._computed: dict[int, torch.Tensor] = {}
-        """By test batch: the outputs of the own neurons, among zeros."""
+        self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
+        """By test batch: the own neurons and their outputs."""
         self._own: dict[int, Tested] = {}
         """On the device that leads: what it would send to itself."""
         self._sent: list[asyncio.Future[None]] = []
 
     def computed(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
         """Keep the outputs, (samples, own neurons), of a test batch."""
-        results = torch.zeros(len(outputs), self._classes)
-        results[:, list(own)] = outputs
-        self._computed[test] = results
+        self._computed[test] = own, outputs
 
     def heard(self, step: int, test: int, results: torch.Tensor) -> None:
         """Send on what was computed of a test batch, now that its results, (samples, classes), were heard here."""
         right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
-        message = Tested(step, test, self._computed.pop(test, torch.zeros_like(results)), right)
+        computed = torch.zeros_like(results)
+        if test in self._computed:
+            own, outputs = self._computed.pop(test)
+            computed[:, list(own)] = outputs
+        message = Tested(step, test, computed, right)
         if self._mailbox.device.name == self._lead:
             self._own[test] = message
         else:

@@ -161,8 +161,9 @@ def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even
     assert losses[-1] == pytest.approx(still[-1], rel=0.05)
 
 
-def test_a_killed_device_that_restarts_joins_again():
-    method = {"allocation": "hybrid"}
+@pytest.mark.parametrize("scored", ["cast", "gathered"])
+def test_a_killed_device_that_restarts_joins_again(scored):
+    method = {"allocation": "hybrid", "test_results": scored}
     planned = devices_of(six(method))
     victim = next(name for name in planned.details.devices if name != planned.lead)
     step = 4 * planned.details.slot
