@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,8 +10,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from io import StringIO
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console
@@ -193,13 +195,25 @@ def _side_by_side(
     jobs: int, run_one: Callable[[int, Path], Path], todo: Mapping[int, Path], console: Console, done: Done
 ) -> None:
     # Spawned, since torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         try:
             submit = lambda number: pool.submit(run_one, number, todo[number])  # noqa: E731
             take_in(todo, submit, lambda _number, ended: ended.result(), console, done)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Let this process end at once when the one that made it has: it would finish its run, and then wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
