@@ -9,15 +9,19 @@ import math
 from asyncio import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
+from testbed.simulation.calendar import Calendar
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
-from testbed.simulation.host import Guest, Host
-from testbed.simulation.loop import VirtualLoop
+from testbed.simulation.host import Host
 from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
+
+if TYPE_CHECKING:
+    from testbed.simulation.device import SimulatedDevice
 
 SEND: Form = ("send", ("peer", "message", "bytes", "start", "duration", "queued", "encode"))
 """The event of an acknowledged message."""
@@ -45,26 +49,28 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
     return reconnect + max(0, math.ceil((now - reconnect) / CONNECT_SECONDS)) * CONNECT_SECONDS
 
 
-@dataclass(eq=False, slots=True)
 class Parcel:
     """One message on its way, until it is acknowledged."""
 
-    sender: Guest
-    message: Message
-    bytes: int
-    called: float
-    future: Future[None]
-    remaining: float
-    """Bytes on the wire that have not left the sender yet."""
-    begun: float = -1.0
-    """When its first byte left for the first time; negative before."""
-    start: float = -1.0
-    """Start of the present transmission, as ``end`` and ``due`` are its end and arrival."""
-    end: float = -1.0
-    due: float = -1.0
-    """When it arrives; negative while that is not known."""
-    answer: float = 0.0
-    """By how much chance makes its acknowledgement later than the delay of the way back."""
+    __slots__ = ("answer", "begun", "bytes", "called", "due", "end", "future", "message", "remaining", "sender", "start")
+
+    def __init__(self, sender: SimulatedDevice, message: Message, size: int, called: float, future: Future[None]):
+        self.sender = sender
+        self.message = message
+        self.bytes = size
+        self.called = called
+        self.future = future
+        self.remaining = wire_bytes(size)
+        """Bytes on the wire that have not left the sender yet."""
+        self.begun = -1.0
+        """When its first byte left for the first time; negative before."""
+        self.start = -1.0
+        """Start of the present transmission, as ``end`` and ``due`` are its end and arrival."""
+        self.end = -1.0
+        self.due = -1.0
+        """When it arrives; negative while that is not known."""
+        self.answer = 0.0
+        """By how much chance makes its acknowledgement later than the delay of the way back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +97,14 @@ class Channel:
     when TCP would.
     """
 
-    def __init__(self, loop: VirtualLoop, source: Host, target: Host, link: Link, seed: int) -> None:
+    def __init__(self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int) -> None:
         self.source = source
         self.target = target
         self.link = link
         # The figures of the two links are copied here: following references is most of what a message costs.
-        self._rate = link.rate
-        self._delay = link.delay
+        self._rate: float
+        """bit/s; infinite where the link is as fast as the host."""
+        self._delay: float
         self._chance = False
         """Whether chance has a part in this way or in the way back."""
         self._back_delay = 0.0
@@ -105,7 +112,7 @@ class Channel:
         """Whether acknowledgements get through."""
         self.back: Channel
         """The other direction; see `connect`."""
-        self._loop = loop
+        self._calendar = calendar
         self._seed = seed
         self._changes = 0
         self.crossing: Crossing | None = None
@@ -140,7 +147,7 @@ class Channel:
     def _apply(self) -> None:
         """Copy the figures of the link to where they are needed."""
         link, back = self.link, self.back
-        self._rate, self._delay = link.rate, link.delay
+        self._rate, self._delay = math.inf if link.rate is None else link.rate, link.delay
         self._changes += 1
         self.crossing = None
         if has_chance(link):
@@ -155,7 +162,7 @@ class Channel:
     def _reaches(self) -> bool:
         return passes(self.link) and self.target.device is not None
 
-    def waits(self, device: Guest) -> bool:
+    def waits(self, device: SimulatedDevice) -> bool:
         """Return whether something of this device is not acknowledged."""
         parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
         return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)
@@ -173,13 +180,13 @@ class Channel:
 
     def _launch(self, parcel: Parcel) -> None:
         start = self._free_at
-        if start < self._loop.now:
-            start = self._loop.now
+        if start < self._calendar.now:
+            start = self._calendar.now
         self._unacknowledged += parcel.bytes
         wire, lag = parcel.remaining, 0.0
         if self._chance:
             wire, lag, parcel.answer = self._crossed(wire)
-        end = start if self._rate is None else start + wire * 8 / self._rate
+        end = start + wire * 8 / self._rate
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
@@ -188,7 +195,7 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
-        self._loop.at(due, self._arrive, parcel)
+        self._calendar.at(due, self._arrive, parcel)
 
     def _launch_waiting(self) -> None:
         """Launch what waits, as far as the window has room."""
@@ -210,8 +217,7 @@ class Channel:
         """Draw the bytes sent in all, by how much the message is later than its link says, and so its answer."""
         lag, answer = 0.0, 0.0
         if self.crossing is not None:
-            spacing = 0.0 if self._rate is None else PACKET * 8 / self._rate
-            wire, lag = self.crossing.message(wire, spacing, self.round_trip)
+            wire, lag = self.crossing.message(wire, PACKET * 8 / self._rate, self.round_trip)
         if self.back.crossing is not None:
             answer = self.back.crossing.answer(self.round_trip)
         return wire, lag, answer
@@ -222,7 +228,7 @@ class Channel:
         return self._delay + self._back_delay
 
     def _arrive(self, parcel: Parcel) -> None:
-        if parcel.due != self._loop.now:
+        if parcel.due != self._calendar.now:
             return  # it was interrupted, and will arrive at another time or never
         parcel.due = -1.0
         del self._waiting[0]
@@ -239,7 +245,7 @@ class Channel:
 
     def _take(self, parcel: Parcel) -> None:
         """Hand an arrived message to the device, and answer."""
-        now, device = self._loop.now, self.target.device
+        now, device = self._calendar.now, self.target.device
         assert device is not None
         start = parcel.begun + self._delay
         if start > now:
@@ -254,7 +260,7 @@ class Channel:
         if when < self._last_answer:
             when = self._last_answer
         self._last_answer = when
-        self._loop.at(when, self._acknowledge, parcel)
+        self._calendar.at(when, self._acknowledge, parcel)
 
     def _acknowledge(self, parcel: Parcel) -> None:
         source = self.source
@@ -269,25 +275,25 @@ class Channel:
         if parcel.future.done():
             return
         parcel.future.set_result(None)
-        now, called = self._loop.now, parcel.called
+        now, called = self._calendar.now, parcel.called
         spans = (called, now - called, parcel.begun - called, 0.0)
         # Last, since a fault that waits for this event strikes within the call.
         parcel.sender.add(SEND, (now, source.name, self.target.name, parcel.message.kind, parcel.bytes, *spans))
 
     def withdraw(self, parcel: Parcel) -> None:
         """Take back a message unless all of it has left; those behind it move up."""
-        if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._loop.now):
+        if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._calendar.now):
             return
         self._interrupt()
         self._waiting.remove(parcel)
         if not self._waiting:
             self._blocked_since = None
         if self._open:
-            self._relaunch(self._loop.now)
+            self._relaunch(self._calendar.now)
 
     def refresh(self, link: Link | None = None) -> None:
         """Take notice of another link, or of a host that went off, on, to sleep or awake."""
-        now, was_open = self._loop.now, self._open
+        now, was_open = self._calendar.now, self._open
         if was_open:
             self._interrupt()
         if link is not None:
@@ -305,7 +311,7 @@ class Channel:
 
     def _interrupt(self) -> None:
         """Stop what has not left the sender entirely, noting how far it came."""
-        now = self._loop.now
+        now = self._calendar.now
         self._last_due = 0.0
         for parcel in self._waiting:
             if parcel.due < 0:
@@ -354,7 +360,7 @@ class Channel:
 
     def _answer_late(self) -> None:
         """Acknowledge what could not be while the way back was closed: the sender tries again, and learns of it."""
-        now, unanswered = self._loop.now, self._unanswered
+        now, unanswered = self._calendar.now, self._unanswered
         self._unanswered = []
         for since, parcel in unanswered:
             attempt = next_attempt(since, now, self.round_trip)
@@ -366,7 +372,7 @@ class Channel:
         self._open = self._passable()  # the sender may have been paused
         self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._blocked_since = None
-        self._free_at = self._loop.now
+        self._free_at = self._calendar.now
         self._unacknowledged = 0
 
     def carries(self, cast: Cast) -> float | None:
@@ -399,7 +405,7 @@ class Channel:
             # Not `replace`, which takes longer than all else here.
             own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
             start = cast.start + delay
-            device.deliver(own, cast.bytes, start, self._loop.now - start, cast.number)
+            device.deliver(own, cast.bytes, start, self._calendar.now - start, cast.number)
 
 
 def hear(arriving: tuple[list[Channel], Cast, float]) -> None:

@@ -7,19 +7,21 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
+from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Cast, Channel, Parcel, hear
 from testbed.simulation.host import Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium, occupy
+from testbed.simulation.recorder import Recorder
 from testbed.simulation.sharing import SharedTransfer, Sharing
 from testbed.trace.events import Event
 from testbed.trace.log import Form, Row
 from testbed.wire.cast import CastForm
-from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes, wire_bytes
+from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message, as_cast, delivered
 
 if TYPE_CHECKING:
@@ -42,14 +44,10 @@ class Surroundings(Protocol):
     """What a device sees of its world."""
 
     loop: VirtualLoop
+    calendar: Calendar
+    recorder: Recorder
     hosts: dict[str, Host]
     sharing: Sharing
-
-    def write(self, event: Event) -> None:
-        """Append to the log."""
-
-    add: Callable[[Form, Row], None]
-    """Appends to the log, by the event's form."""
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the way between two devices; raise ValueError where there is no link."""
@@ -95,9 +93,11 @@ class SimulatedDevice:
         """Whether the program has not returned."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
-        self._write = world.write
+        self._recorder = world.recorder
         self._loop = world.loop
+        self._calendar = world.calendar
         self._channels: dict[str, Channel] = {}
+        self._form: CastForm | None = None
         self._casts = 0
         self._cast_until = 0.0
         """When the last of them has left."""
@@ -112,7 +112,7 @@ class SimulatedDevice:
 
     def now(self) -> float:
         """Return the virtual time."""
-        return self._loop.now
+        return self._calendar.now
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event."""
@@ -121,12 +121,12 @@ class SimulatedDevice:
     def write(self, event: str, fields: dict[str, Any]) -> None:
         """Write an event, unless the device is dead."""
         if self.alive:
-            self._write(Event(self._loop.now, self.name, event, fields))
+            self._recorder.write(Event(self._calendar.now, self.name, event, fields))
 
     def add(self, form: Form, row: Row) -> None:
         """Write an event by its form, unless the device is dead."""
         if self.alive:
-            self._world.add(form, row)
+            self._recorder.add(form, row)
 
     def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Keep the callable for whoever asks for the weights."""
@@ -147,13 +147,14 @@ class SimulatedDevice:
             await asyncio.sleep(0)
             return
         over: asyncio.Future[None] = self._loop.create_future()
-        self._loop.at(self._loop.now + seconds, _wake, over)
+        self._calendar.at(self._calendar.now + seconds, _wake, over)
         await over
 
-    @cached_property
-    def _form(self) -> CastForm:
-        """How it casts; a device that does not is spared the names of all others."""
-        return CastForm(self.name, self._world.hosts)
+    def _cast_form(self) -> CastForm:
+        """Return how it casts; a device that does not is spared the names of all others."""
+        if self._form is None:
+            self._form = CastForm(self.name, self._world.hosts)
+        return self._form
 
     def _channel(self, peer: str) -> Channel:
         channel = self._channels[peer] = self._world.channel(self.name, peer)
@@ -166,7 +167,7 @@ class SimulatedDevice:
         channel = self._channels.get(peer) or self._channel(peer)
         sent, size = delivered(message, self.name)
         future = asyncio.Future[None](loop=self._loop)
-        parcel = Parcel(self, sent, size, self._loop.now, future, wire_bytes(size))
+        parcel = Parcel(self, sent, size, self._calendar.now, future)
         channel.enqueue(parcel)
         try:
             await future
@@ -182,18 +183,18 @@ class SimulatedDevice:
         channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
         sent, fields = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
-        header = self._form.header_size(message, peers, fields)
+        header = self._cast_form().header_size(message, peers, fields)
         size = header + values + message.padding
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
-        called = self._loop.now
+        called = self._calendar.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
         ready, self._cast_until = max(called, self._cast_until), end
         number = self._casts
         self._casts += 1
         first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size) if seconds else 0.0
         cast = Cast(sent, header, size, number, start + first)
-        self._loop.at(end, self._spread, (channels, cast))
+        self._calendar.at(end, self._spread, (channels, cast))
         await self.sleep(end - called)
         self.write(
             "cast",
@@ -218,13 +219,13 @@ class SimulatedDevice:
             if delay is not None:
                 arriving.setdefault(delay, []).append(channel)
         for delay, together in arriving.items():
-            self._loop.at(self._loop.now + delay, hear, (together, cast, delay))
+            self._calendar.at(self._calendar.now + delay, hear, (together, cast, delay))
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
         if self._listener is None and not self._handed(message):
             self._inbox.append(message)
-        row = (self._loop.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
+        row = (self._calendar.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
         if cast is None:
             self.add(RECEIVE, row)
         else:
@@ -297,7 +298,7 @@ class SimulatedDevice:
             work = self._queue.pop(0)
             if work.future.done():
                 continue
-            work.start = self._loop.now
+            work.start = self._calendar.now
             self.write("begin", work.span.fields())
             if not self.alive:
                 return
@@ -317,31 +318,31 @@ class SimulatedDevice:
             work.share = SharedTransfer(work.remaining, 1.0, ((self.host.cores, 1.0),), partial(self._finish, work))
             self._world.sharing.begin(work.share)
             return
-        work.ends = self._loop.now + work.remaining
-        self._loop.at(work.ends, self._end, work)
+        work.ends = self._calendar.now + work.remaining
+        self._calendar.at(work.ends, self._end, work)
 
     def _halt(self, work: _ChargedWork) -> None:
         if work.share is not None:
             work.remaining, work.share = self._world.sharing.stop(work.share), None
         elif work.ends >= 0:
-            work.remaining, work.ends = work.ends - self._loop.now, -1.0
+            work.remaining, work.ends = work.ends - self._calendar.now, -1.0
 
     def pause(self) -> None:
         """Stop the processors and hold back the program."""
-        self._loop.freeze(self)
+        self._calendar.freeze(self)
         for work in self._under_way:
             self._halt(work)
 
     def resume(self) -> None:
         """Let the processors and the program go on."""
-        self._loop.thaw(self)
+        self._calendar.thaw(self)
         for work in self._under_way:
             self._go_on(work)
 
     def change_speed(self, factor: float) -> None:
         """Do what is left of the work under way at ``factor`` times the speed so far."""
         for work in self._under_way:
-            if self.host.paused or work.share is not None or work.ends > self._loop.now:  # it is not over
+            if self.host.paused or work.share is not None or work.ends > self._calendar.now:  # it is not over
                 self._halt(work)
                 work.remaining /= factor
                 self._go_on(work)
@@ -351,19 +352,19 @@ class SimulatedDevice:
         self.alive = False
         for work in self._under_way:
             self._halt(work)
-        self._loop.thaw(self)
+        self._calendar.thaw(self)
         for task in list(self.tasks):
             task.cancel()
 
     def _end(self, work: _ChargedWork) -> None:
-        if not self.alive or work.ends != self._loop.now:
+        if not self.alive or work.ends != self._calendar.now:
             return
         self._finish(work)
 
     def _finish(self, work: _ChargedWork) -> None:
         work.ends, work.share = -1.0, None  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
-        duration = self._loop.now - work.start
+        duration = self._calendar.now - work.start
         self.write(
             "compute",
             {

@@ -20,11 +20,11 @@ class TraceExecution:
         self._change(None)
 
     def _change(self, _nothing: None) -> None:
-        for change in self._script.due(self._world.loop.now).changes:
+        for change in self._script.due(self._world.calendar.now).changes:
             _record_and_carry_out(Changes([change]), self._world)
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.loop.at(deadline, self._change, None)
+            self._world.calendar.at(deadline, self._change, None)
 
 
 class FaultExecution:
@@ -38,16 +38,16 @@ class FaultExecution:
     def start(self) -> None:
         """Schedule what is known already, and watch for what triggers the rest."""
         if self._watched:
-            self._world.observe(self._observe)
+            self._world.recorder.observe(self._observe)
         self._schedule()
 
     def _schedule(self) -> None:
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.loop.at(deadline, self._operate_due, None)
+            self._world.calendar.at(deadline, self._operate_due, None)
 
     def _operate_due(self, _nothing: None) -> None:
-        for operation in self._script.due(self._world.loop.now):
+        for operation in self._script.due(self._world.calendar.now):
             self._operate(operation)
 
     def _observe(self, event: Event) -> None:
@@ -59,7 +59,7 @@ class FaultExecution:
 
     def _operate(self, operation: FaultOperation) -> None:
         _record_and_carry_out(operation, self._world)
-        self._script.done(operation, self._world.loop.now)
+        self._script.done(operation, self._world.calendar.now)
         self._world.end_without_lead(self._script.may_start)
         self._schedule()
 

@@ -9,60 +9,20 @@ it uses what is documented for those who write event loops, so it works with any
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import sys
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Hashable
-from contextvars import Context, ContextVar, copy_context
-from itertools import count
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextvars import Context
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-T = TypeVar("T")
+from testbed.simulation.calendar import Calendar, Callback, Timer
 
-OWNER: ContextVar[Hashable] = ContextVar("owner", default=None)
-"""Whose code is running; inherited by the tasks and timers it starts."""
+T = TypeVar("T")
 
 _LOG = logging.getLogger("asyncio")
 
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
-
-
-class Stillness(Exception):  # noqa: N818 - the end of a simulation, wanted or not
-    """Nothing is scheduled any more, so nothing can ever happen again."""
-
-
-class TimeLimit(Exception):  # noqa: N818
-    """The next event lies beyond the time limit."""
-
-
-class _Callback(list[Any]):
-    """What `asyncio.Handle` is to other loops: callback, arguments and context, None once it is cancelled.
-
-    A list, because one is made for each step of each task, and a list is made without any Python code.
-    """
-
-    __slots__ = ()
-
-    def cancel(self) -> None:
-        """Let nothing be called."""
-        self[:] = (None, (), None)
-
-    def cancelled(self) -> bool:
-        """Return whether `cancel` was called."""
-        return self[0] is None
-
-
-class _Timer(_Callback):
-    """What `asyncio.TimerHandle` is to other loops; cancelled, it is skipped when its time comes."""
-
-    __slots__ = ("_when",)
-    _when: float
-
-    def when(self) -> float:
-        """Return the instant at which it goes off."""
-        return self._when
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -73,14 +33,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
-        self.limit = limit
-        self.now = 0.0
-        """Virtual seconds; only the loop itself sets it."""
-        self._ready: deque[_Callback] = deque()
-        self._due: list[tuple[float, int, Callable[[Any], object], Any]] = []
-        self._ties = count()
-        self._frozen: dict[Hashable, list[_Callback]] = {}
-        self._running = self._stopping = self._closed = False
+        self.calendar = Calendar(limit, self._failed)
+        # What asyncio calls these, without a call in between.
+        self.call_soon = self.call_soon_threadsafe = self.calendar.soon  # type: ignore[assignment]  # one thread
+        self.call_at = self.calendar.timer  # type: ignore[assignment]
+        self._running = self._closed = False
         self._task_factory: Callable[..., Any] | None = None
         self._exception_handler: ExceptionHandler | None = None
         self._generators: WeakSet[AsyncGenerator[Any, Any]] = WeakSet()
@@ -90,44 +47,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
-        return self.now
-
-    def at(self, when: float, action: Callable[[Any], object], argument: Any) -> None:
-        """Call ``action(argument)`` at an instant; cheaper than `call_at`, and cannot be cancelled."""
-        heapq.heappush(self._due, (when, next(self._ties), action, argument))
-
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Timer:
-        """Schedule a callback as asyncio does: ``asyncio.sleep`` and time-outs end up here."""
-        timer = _Timer((callback, args, copy_context() if context is None else context))
-        timer._when = when
-        self.at(max(when, self.now), self._ready.append, timer)
-        return timer
+        return self.calendar.now
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Timer:
+    ) -> Timer:
         """Schedule a callback some seconds from now."""
-        return self.call_at(self.now + delay, callback, *args, context=context)
-
-    def call_soon(  # type: ignore[override]
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Callback:
-        """Run a callback next, after those that are ready."""
-        ready = _Callback((callback, args, copy_context() if context is None else context))
-        self._ready.append(ready)
-        return ready
-
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # all is done in one thread
-
-    def freeze(self, owner: Hashable) -> None:
-        """Hold back every callback of this owner's code."""
-        self._frozen.setdefault(owner, [])
-
-    def thaw(self, owner: Hashable) -> None:
-        """Run what was held back, in its order, and hold back nothing more."""
-        self._ready.extend(self._frozen.pop(owner, ()))
+        return self.calendar.timer(self.calendar.now + delay, callback, *args, context=context)
 
     # Tasks and futures
 
@@ -163,42 +89,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         asyncio._set_running_loop(self)
         self._running = True
         try:
-            self._run()
+            self.calendar.run()
         finally:
-            self._running = self._stopping = False
+            self._running = self.calendar.stopping = False
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _run(self) -> None:
-        ready, due, frozen, pop = self._ready, self._due, self._frozen, heapq.heappop
-        while True:
-            while ready:
-                handle = ready.popleft()
-                callback, args, context = handle
-                if callback is None:
-                    continue
-                if frozen:
-                    owner = context.get(OWNER)
-                    if owner in frozen:
-                        frozen[owner].append(handle)
-                        continue
-                try:
-                    context.run(callback, *args)
-                except BaseException as error:  # noqa: BLE001 - the loop goes on, as asyncio's own loops do
-                    self._failed(handle, error)
-            if self._stopping:
-                return
-            if not due:
-                raise Stillness
-            if due[0][0] > self.limit:
-                raise TimeLimit
-            self.now, _, action, argument = pop(due)
-            action(argument)
-
-    def _failed(self, handle: _Callback, error: BaseException) -> None:
+    def _failed(self, handle: Callback, error: BaseException) -> None:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise error
-        message = f"exception in callback {handle[0]!r}"
+        message = f"exception in callback {handle.callback!r}"
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
@@ -224,7 +124,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def stop(self) -> None:
         """Return from `run_forever` once nothing is ready."""
-        self._stopping = True
+        self.calendar.stopping = True
 
     def is_running(self) -> bool:
         """Return whether `run_forever` is under way."""
@@ -239,8 +139,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if self._running:
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True
-        self._ready.clear()
-        self._due.clear()
+        self.calendar.clear()
 
     async def shutdown_asyncgens(self) -> None:
         """Close the asynchronous generators that have begun and not ended."""

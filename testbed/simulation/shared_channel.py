@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from math import inf
 
 from testbed.network.link import Link
+from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Channel, Parcel
 from testbed.simulation.host import Host
-from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.sharing import Shared, SharedTransfer, Sharing
 from testbed.wire.framing import WINDOW
 
@@ -21,7 +21,7 @@ class SharedChannel(Channel):
 
     def __init__(
         self,
-        loop: VirtualLoop,
+        calendar: Calendar,
         source: Host,
         target: Host,
         link: Link,
@@ -30,7 +30,7 @@ class SharedChannel(Channel):
         shareds: Sequence[Shared],
         cell: Shared | None,
     ) -> None:
-        super().__init__(loop, source, target, link, seed)
+        super().__init__(calendar, source, target, link, seed)
         self._sharing = sharing
         self._shareds = shareds
         """Uplink of the source and downlink of the target, as far as they are limited."""
@@ -45,11 +45,11 @@ class SharedChannel(Channel):
             return  # its turn comes when that one has left
         self._present = parcel
         self._unacknowledged += parcel.bytes
-        start = max(self._free_at, self._loop.now)
+        start = max(self._free_at, self._calendar.now)
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start, parcel.end, parcel.due = start, inf, inf
-        self._loop.at(start, self._leave, (parcel, start))
+        self._calendar.at(start, self._leave, (parcel, start))
 
     def _launch_waiting(self) -> None:
         self._full = False
@@ -66,7 +66,7 @@ class SharedChannel(Channel):
         wire, self._lag = parcel.remaining, 0.0
         if self._chance:
             wire, self._lag, parcel.answer = self._crossed(wire)
-        cap = inf if self._rate is None else self._rate
+        cap = self._rate
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
@@ -74,13 +74,13 @@ class SharedChannel(Channel):
         self._sharing.begin(self._flow)
 
     def _left(self) -> None:
-        parcel, now = self._present, self._loop.now
+        parcel, now = self._present, self._calendar.now
         assert parcel is not None
         self._present = self._flow = None
         parcel.end = now
         due = max(now + (self._delay + self._lag), self._last_due)
         self._last_due = parcel.due = due
-        self._loop.at(due, self._arrive, parcel)
+        self._calendar.at(due, self._arrive, parcel)
         self._launch_waiting()
 
     def _interrupt(self) -> None:

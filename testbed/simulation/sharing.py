@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from testbed.simulation.loop import VirtualLoop
+from testbed.simulation.calendar import Calendar
 
 _NEARLY = 1 - 1e-12
 """What is as full as this is full: rates are sums of floats."""
@@ -56,13 +56,13 @@ class SharedTransfer:
 class Sharing:
     """All transmissions of a world that share something."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+    def __init__(self, calendar: Calendar) -> None:
+        self._calendar = calendar
         self._touched: dict[Shared, None] = {}
 
     def begin(self, flow: SharedTransfer) -> None:
         """Let a transmission take its share from now on."""
-        flow.since = self._loop.now
+        flow.since = self._calendar.now
         for shared, _ in flow.uses:
             shared.flows[flow] = None
             self.touch(shared)
@@ -70,13 +70,13 @@ class Sharing:
     def stop(self, flow: SharedTransfer) -> float:
         """End a transmission before its time; return the bits that have not left."""
         self._forget(flow)
-        return max(0.0, flow.bits - flow.rate * (self._loop.now - flow.since))
+        return max(0.0, flow.bits - flow.rate * (self._calendar.now - flow.since))
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
         """Give casts all of a rate between two instants; times of several casts may not overlap."""
         if end > start:
-            self._loop.at(start, self._reserve, (shared, end))
-            self._loop.at(end, self.touch, shared)
+            self._calendar.at(start, self._reserve, (shared, end))
+            self._calendar.at(end, self.touch, shared)
 
     def _reserve(self, reservation: tuple[Shared, float]) -> None:
         shared, until = reservation
@@ -86,7 +86,7 @@ class Sharing:
     def touch(self, shared: Shared) -> None:
         """Compute the rates around something again, once all that happens at this instant has happened."""
         if not self._touched:
-            self._loop.at(self._loop.now, self._settle, None)
+            self._calendar.at(self._calendar.now, self._settle, None)
         self._touched[shared] = None
 
     def _forget(self, flow: SharedTransfer) -> None:
@@ -96,7 +96,7 @@ class Sharing:
             self.touch(shared)
 
     def _settle(self, _nothing: None) -> None:
-        now, flows = self._loop.now, self._concerned()
+        now, flows = self._calendar.now, self._concerned()
         for flow, rate in fair(flows, now).items():
             if rate == flow.rate and flow.ends >= 0:
                 continue
@@ -104,7 +104,7 @@ class Sharing:
             flow.since, flow.rate = now, rate
             flow.ends = now + flow.bits / rate if rate > 0 else -1.0
             if rate > 0:
-                self._loop.at(flow.ends, self._end, flow)
+                self._calendar.at(flow.ends, self._end, flow)
 
     def _concerned(self) -> list[SharedTransfer]:
         """Return all transmissions that share something, directly or not, with what was touched."""
@@ -122,7 +122,7 @@ class Sharing:
         return list(flows)
 
     def _end(self, flow: SharedTransfer) -> None:
-        if flow.ends != self._loop.now:
+        if flow.ends != self._calendar.now:
             return  # its rate has changed meanwhile, or it was stopped
         self._forget(flow)
         flow.ended()

@@ -13,15 +13,16 @@ from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair
 from testbed.network.radio import Radio
+from testbed.simulation.calendar import OWNER, Stillness, TimeLimit
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
-from testbed.simulation.host import Guest, Host
-from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
+from testbed.simulation.host import Host
+from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium
+from testbed.simulation.recorder import Recorder
 from testbed.simulation.shared_channel import SharedChannel
 from testbed.simulation.sharing import Shared, Sharing
 from testbed.trace.events import TESTBED, Event, link_fields
-from testbed.trace.log import EventLog, Form, Row
 from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
@@ -70,19 +71,19 @@ class World:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]  # of what needs sockets or threads it has nothing
+        self.calendar = self.loop.calendar
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
-        self.events = EventLog()
+        self.recorder = Recorder(on_event)
+        self.events = self.recorder.events
         self._program = program
         self._lead = lead
         self._seed = seed
-        self._on_event = on_event
-        self.observe(None)
         self._channels: dict[Pair, Channel] = {}
-        self.sharing = Sharing(self.loop)
+        self.sharing = Sharing(self.calendar)
         for machine in machines:
             cores = Shared(machine.cores)
             for name in machine.devices:
@@ -94,28 +95,9 @@ class World:
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
 
-    def observe(self, watch: Callable[[Event], None] | None) -> None:
-        """Let ``watch`` see every event right after it is written; it may strike at once."""
-        self._watch = watch
-        self.add: Callable[[Form, Row], None] = self.events.add
-        """Append to the log, by the event's form; no `Event` is made where nobody sees it right away."""
-        if self._on_event is not None or watch is not None:
-            self.add = self._add_seen
-
-    def _add_seen(self, form: Form, row: Row) -> None:
-        self.write(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
-
-    def write(self, event: Event) -> None:
-        """Append to the log."""
-        self.events.append(event)
-        if self._on_event is not None:
-            self._on_event(event)
-        if self._watch is not None:
-            self._watch(event)
-
     def record(self, event: str, **fields: Any) -> None:
         """Write an event of the testbed itself."""
-        self.write(Event(self.loop.now, TESTBED, event, fields))
+        self.recorder.write(Event(self.calendar.now, TESTBED, event, fields))
 
     def channel(self, source: str, target: str) -> Channel:
         """Return the way between two devices; raise ValueError where there is no link."""
@@ -133,7 +115,7 @@ class World:
 
     def _make_channel(self, pair: Pair) -> Channel:
         source, target = pair
-        between = (self.loop, self.hosts[source], self.hosts[target], self.shown.link(pair), self._seed)
+        between = (self.calendar, self.hosts[source], self.hosts[target], self.shown.link(pair), self._seed)
         limits = (self._uplinks.get(source), self._downlinks.get(target))
         shareds = [shared for shared in limits if shared is not None]
         cell = next((each.shared for each in self._cells if each.cell.carries(pair)), None)
@@ -171,14 +153,14 @@ class World:
 
     def close(self) -> None:
         """Stop the programs that still run; no fault strikes any more."""
-        self.observe(None)
+        self.recorder.observe(None)
         for host in self.hosts.values():
             device = host.device
             if device is not None:
                 if device.running:
                     device.write("state", {"state": "stopped"})
                 device.kill()
-        self.loop.limit = self.loop.now
+        self.calendar.limit = self.calendar.now
         with suppress(Stillness, TimeLimit):
             while True:
                 # A Ctrl-C that ended a task beside a program comes out again of whoever waited for that task.
@@ -209,7 +191,7 @@ class World:
         if host.device is None and host.booting is None:
             host.boots += 1
             host.booting = host.boots
-            self.loop.at(self.loop.now + BOOT_SECONDS, self._boot, (host, host.boots))
+            self.calendar.at(self.calendar.now + BOOT_SECONDS, self._boot, (host, host.boots))
 
     def retire(self, name: str) -> None:
         """Tell a device to leave: it is switched off as its program returns. Nothing happens to one that is off."""
@@ -286,7 +268,7 @@ class World:
         """Say what each device waits for."""
         conditions = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
         rest = f"; and {len(conditions) - DEVICES_NAMED} more" if len(conditions) > DEVICES_NAMED else ""
-        return f"at {self.loop.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
+        return f"at {self.calendar.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
 
     def _boot(self, boot: tuple[Host, int]) -> None:
         host, number = boot
@@ -327,7 +309,7 @@ class World:
         if device.leaving and device.alive and device.name != self._lead:
             self.kill(device.name)
 
-    def _fail(self, device: Guest, error: BaseException) -> None:
+    def _fail(self, device: SimulatedDevice, error: BaseException) -> None:
         if not self._end.done():
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error

@@ -57,7 +57,7 @@ def test_many_messages_fill_a_long_link(access):
     run = world({"lead": lead, "b": idle}, link=Link(rate=50e6, delay=0.02), access=access)
     run.run()
     carried = 100 * on_wire(run, "m") * 8
-    assert carried / (run.loop.now - 0.04) / 50e6 == pytest.approx(1)
+    assert carried / (run.calendar.now - 0.04) / 50e6 == pytest.approx(1)
 
 
 def test_acknowledgements_keep_the_order_when_a_link_becomes_faster():
@@ -142,7 +142,7 @@ def test_loss_costs_time_and_depends_on_the_seed_only():
     def duration(loss):
         run = world({"lead": lead, "b": idle}, link=Link(rate=8e6, delay=0.01, loss=loss))
         run.run()
-        return run.loop.now
+        return run.calendar.now
 
     clean, lossy = duration(0.0), duration(0.02)
     # 70 segments a message: some are lost in about three of four messages, at a round trip of 20 ms each time.

@@ -5,7 +5,8 @@ from contextvars import Context, copy_context
 
 import pytest
 
-from testbed.simulation.loop import OWNER, Stillness, TimeLimit, VirtualLoop
+from testbed.simulation.calendar import OWNER, Stillness, TimeLimit
+from testbed.simulation.loop import VirtualLoop
 
 
 @pytest.fixture
@@ -76,9 +77,9 @@ def test_frozen_code_stands_still_and_catches_up_in_order(loop):
     async def main():
         tasks = [asyncio.ensure_future(ticks(owner)) for owner in "ab"]
         await asyncio.sleep(1.5)
-        loop.freeze("a")
+        loop.calendar.freeze("a")
         await asyncio.sleep(1)
-        loop.thaw("a")
+        loop.calendar.thaw("a")
         await asyncio.gather(*tasks)
 
     loop.run_until_complete(main())
