@@ -52,9 +52,31 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
 class Parcel:
     """One message on its way, until it is acknowledged."""
 
-    __slots__ = ("answer", "begun", "bytes", "called", "due", "end", "future", "message", "remaining", "sender", "start")
+    __slots__ = (
+        "answer",
+        "begun",
+        "bytes",
+        "called",
+        "channel",
+        "due",
+        "end",
+        "future",
+        "message",
+        "remaining",
+        "sender",
+        "start",
+    )
 
-    def __init__(self, sender: SimulatedDevice, message: Message, size: int, called: float, future: Future[None]):
+    def __init__(
+        self,
+        channel: Channel,
+        sender: SimulatedDevice,
+        message: Message,
+        size: int,
+        called: float,
+        future: Future[None],
+    ) -> None:
+        self.channel = channel
         self.sender = sender
         self.message = message
         self.bytes = size
@@ -98,35 +120,14 @@ class Channel:
     """
 
     def __init__(self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int) -> None:
-        self.source = source
-        self.target = target
-        self.link = link
-        # The figures of the two links are copied here: following references is most of what a message costs.
-        self._rate: float
-        """bit/s; infinite where the link is as fast as the host."""
-        self._delay: float
-        self._chance = False
-        """Whether chance has a part in this way or in the way back."""
-        self._back_delay = 0.0
-        self._answered = True
-        """Whether acknowledgements get through."""
-        self.back: Channel
-        """The other direction; see `connect`."""
+        # What each message needs comes first, so that compiled it lies together: fetching that from memory is most of
+        # what a message costs. So the figures of the two links are copied here.
         self._calendar = calendar
-        self._seed = seed
-        self._changes = 0
-        self.crossing: Crossing | None = None
-        self._open = self._passable()
-        self._refused = target.device is None
-        """Whether the target was off at any time since the channel was last open."""
-        self._blocked_since: float | None = None
-        """Since when something waits for the channel to open."""
-        self._waiting: list[Parcel] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
-        """Not arrived, in the order of the calls; those under way come first."""
-        self._at_door: list[Parcel] = []
-        """Arrived at a target that is paused."""
-        self._unanswered: list[tuple[float, Parcel]] = []
-        """Delivered at that time, but with the way back closed for the acknowledgement."""
+        self.target = target
+        self._rate = math.inf
+        """bit/s; infinite where the link is as fast as the host."""
+        self._delay = 0.0
+        self._back_delay = 0.0
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
         self._last_due = 0.0
@@ -134,8 +135,31 @@ class Channel:
         """When the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
         """Bytes of the messages that have begun to leave, of the program that runs at the source now."""
+        self._waiting: list[Parcel] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
+        """Not arrived, in the order of the calls; those under way come first."""
+        self._blocked_since: float | None = None
+        """Since when something waits for the channel to open."""
+        self._chance = False
+        """Whether chance has a part in this way or in the way back."""
+        self._answered = True
+        """Whether acknowledgements get through."""
         self._full = False
         """Whether a message waits for room in the window."""
+        self._open = False
+        self.source = source
+        self.link = link
+        self.back: Channel
+        """The other direction; see `connect`."""
+        self._seed = seed
+        self._changes = 0
+        self.crossing: Crossing | None = None
+        self._open = self._passable()
+        self._refused = target.device is None
+        """Whether the target was off at any time since the channel was last open."""
+        self._at_door: list[Parcel] = []
+        """Arrived at a target that is paused."""
+        self._unanswered: list[tuple[float, Parcel]] = []
+        """Delivered at that time, but with the way back closed for the acknowledgement."""
 
     @staticmethod
     def connect(one: Channel, other: Channel) -> None:
@@ -195,7 +219,7 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
-        self._calendar.at(due, self._arrive, parcel)
+        self._calendar.at(due, _arrive, parcel)
 
     def _launch_waiting(self) -> None:
         """Launch what waits, as far as the window has room."""
@@ -227,7 +251,8 @@ class Channel:
         """Return the sum of the delays there and back."""
         return self._delay + self._back_delay
 
-    def _arrive(self, parcel: Parcel) -> None:
+    def arrive(self, parcel: Parcel) -> None:
+        """Let a message whose time has come arrive."""
         if parcel.due != self._calendar.now:
             return  # it was interrupted, and will arrive at another time or never
         parcel.due = -1.0
@@ -260,12 +285,13 @@ class Channel:
         if when < self._last_answer:
             when = self._last_answer
         self._last_answer = when
-        self._calendar.at(when, self._acknowledge, parcel)
+        self._calendar.at(when, _acknowledge, parcel)
 
-    def _acknowledge(self, parcel: Parcel) -> None:
+    def acknowledge(self, parcel: Parcel) -> None:
+        """Let the sender have the acknowledgement that is there now."""
         source = self.source
         if source.paused:
-            source.held.append((self._acknowledge, parcel))
+            source.held.append((_acknowledge, parcel))
             return
         if parcel.sender is not source.device:
             return  # it was switched off meanwhile
@@ -276,9 +302,9 @@ class Channel:
             return
         parcel.future.set_result(None)
         now, called = self._calendar.now, parcel.called
-        spans = (called, now - called, parcel.begun - called, 0.0)
-        # Last, since a fault that waits for this event strikes within the call.
-        parcel.sender.add(SEND, (now, source.name, self.target.name, parcel.message.kind, parcel.bytes, *spans))
+        queued = parcel.begun - called
+        row = (now, source.name, self.target.name, parcel.message.kind, parcel.bytes, called, now - called, queued, 0.0)
+        parcel.sender.add(SEND, row)  # last, since a fault that waits for this event strikes within the call
 
     def withdraw(self, parcel: Parcel) -> None:
         """Take back a message unless all of it has left; those behind it move up."""
@@ -406,6 +432,14 @@ class Channel:
             own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
             start = cast.start + delay
             device.deliver(own, cast.bytes, start, self._calendar.now - start, cast.number)
+
+
+def _arrive(parcel: Parcel) -> None:
+    parcel.channel.arrive(parcel)
+
+
+def _acknowledge(parcel: Parcel) -> None:
+    parcel.channel.acknowledge(parcel)
 
 
 def hear(arriving: tuple[list[Channel], Cast, float]) -> None:

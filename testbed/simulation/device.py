@@ -81,9 +81,17 @@ class SimulatedDevice:
     """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
 
     def __init__(self, world: Surroundings, host: Host) -> None:
+        # What each message needs comes first: see `Channel`.
         self.name = host.name
-        self.host = host
         self.alive = True
+        self._calendar = world.calendar
+        self._loop = world.loop
+        self._recorder = world.recorder
+        self._channels: dict[str, Channel] = {}
+        self._inbox: deque[Message] = deque()
+        self._receivers: list[asyncio.Future[Message]] = []
+        self._listener: Callable[[Message], None] | None = None
+        self.host = host
         self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
         """Tasks of the program and all that it started, in that order."""
@@ -93,17 +101,10 @@ class SimulatedDevice:
         """Whether the program has not returned."""
         self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._world = world
-        self._recorder = world.recorder
-        self._loop = world.loop
-        self._calendar = world.calendar
-        self._channels: dict[str, Channel] = {}
         self._form: CastForm | None = None
         self._casts = 0
         self._cast_until = 0.0
         """When the last of them has left."""
-        self._inbox: deque[Message] = deque()
-        self._receivers: list[asyncio.Future[Message]] = []
-        self._listener: Callable[[Message], None] | None = None
         self._queue: list[_ChargedWork] = []
         """Work that no processor has begun."""
         self._under_way: list[_ChargedWork] = []
@@ -167,7 +168,7 @@ class SimulatedDevice:
         channel = self._channels.get(peer) or self._channel(peer)
         sent, size = delivered(message, self.name)
         future = asyncio.Future[None](loop=self._loop)
-        parcel = Parcel(self, sent, size, self._calendar.now, future)
+        parcel = Parcel(channel, self, sent, size, self._calendar.now, future)
         channel.enqueue(parcel)
         try:
             await future

@@ -80,7 +80,7 @@ class SharedChannel(Channel):
         parcel.end = now
         due = max(now + (self._delay + self._lag), self._last_due)
         self._last_due = parcel.due = due
-        self._calendar.at(due, self._arrive, parcel)
+        self._calendar.at(due, self.arrive, parcel)
         self._launch_waiting()
 
     def _interrupt(self) -> None:

@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 """One event of a form: time, device, and the value of each field."""
 Items = Callable[[Form, Columns], Iterable[Item]]
 """What is made of the events of one form."""
-CHUNK = 4096
+CHUNK = 1024
 """Events that are written together; the latest ones, fewer than that, are in memory."""
 _PLAIN = {int, float, str, bool, type(None)}
 _DECODED = 16

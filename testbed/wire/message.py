@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as quoted
 from math import isfinite
+from types import MappingProxyType
 from typing import Any
 
 from testbed.common.lazy import torch
 from testbed.wire import tensors as safetensors
 from testbed.wire.framing import wire_bytes
 from testbed.wire.tensors import Buffer, TensorError
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""What a message has of that which it lacks; one for all, since most have no tensors."""
 
 
 @dataclass(slots=True, init=False)
@@ -44,11 +48,11 @@ class Message:
         missing: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.kind = kind
-        self.fields = {} if fields is None else fields
-        self.tensors = {} if tensors is None else tensors
+        self.fields = NOTHING if fields is None else fields
+        self.tensors = NOTHING if tensors is None else tensors
         self.sender = sender
         self.padding = padding
-        self.missing = {} if missing is None else missing
+        self.missing = NOTHING if missing is None else missing
 
     def __getitem__(self, key: str) -> Any:
         """Return one of the fields."""
@@ -143,7 +147,7 @@ def as_cast(message: Message, sender: str) -> tuple[Message, int]:
 
 def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
     tensors = message.tensors
-    copied = {name: tensor.detach().clone() for name, tensor in tensors.items()} if tensors else {}
+    copied = {name: tensor.detach().clone() for name, tensor in tensors.items()} if tensors else NOTHING
     return Message(message.kind, fields, copied, sender, message.padding)
 
 
