@@ -1,0 +1,64 @@
+"""The compiled simulator passes the same tests as Python's own, and a run has the same events."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testbed.common.errors import InputError
+from testbed.simulation import check_compiled
+
+ROOT = Path(__file__).parents[3]
+COPIED = ("testbed", "agent", "controller", "images", "scenarios", "tests", "tools")
+WHERE = "import testbed.simulation.channel as module; print(module.__file__)"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the sources in which the simulator is compiled."""
+    folder = tmp_path_factory.mktemp("compiled")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=folder, env={**os.environ, "TESTBED_COMPILE": "1"}, check=True)
+    return folder
+
+
+def run(folder: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_compiled_simulator_passes_the_tests_of_the_plain_one(compiled):
+    assert run(compiled, "-c", WHERE).strip().endswith(".so")
+    tests = ["tests/testbed/simulation", f"--ignore=tests/testbed/simulation/{Path(__file__).name}"]
+    assert " passed" in run(compiled, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests)
+
+
+@pytest.mark.timeout(600)
+def test_a_compiled_run_has_the_events_of_a_plain_one(compiled, tmp_path):
+    events = []
+    for name, folder in (("compiled", compiled), ("plain", ROOT)):
+        arguments = ["run", "examples/ring", "--runtime", "simulate", "--out", str(tmp_path / name)]
+        run(folder, "-c", "from controller.cli.main import main; main()", *arguments)
+        events.append((tmp_path / name / "events.jsonl").read_text())
+    assert events[0] == events[1]
+
+
+def test_a_compiled_module_that_is_older_than_its_source_is_refused(tmp_path):
+    source, compiled = tmp_path / "channel.py", tmp_path / "channel.cpython-311-x86_64-linux-gnu.so"
+    source.touch()
+    compiled.touch()
+    os.utime(source, (1, 1))
+    check_compiled(tmp_path)
+    os.utime(compiled, (0, 0))
+    with pytest.raises(InputError, match=r"channel.py .* has changed .* 'make compiled'"):
+        check_compiled(tmp_path)
