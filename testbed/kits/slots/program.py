@@ -186,7 +186,7 @@ class SlotProgram:
 
         async def outputs() -> torch.Tensor | None:
             arrived = self._exchange.outputs(layer - 1, number, self._training.samples(batch))
-            unheard = arrived.gaps() if self._on_missing.masks else None
+            unheard = arrived.gaps() if layer > 1 and self._on_missing.masks else None
             inputs = self._on_missing.inputs(arrived)
             return None if inputs is None else await self._neurons.forward(layer, batch, inputs, unheard)
 
@@ -204,8 +204,12 @@ class SlotProgram:
 
         async def outputs() -> torch.Tensor | None:
             arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(batch))
-            inputs = self._on_missing.tested(arrived)
-            return None if inputs is None else await self._neurons.infer(layer, batch, inputs)
+            entering = self._on_missing.tested(arrived)
+            if entering is None:
+                return None
+            # What arrives of the input layer are the samples themselves, in each run the same.
+            alike = arrived.heard if layer == 1 and entering is arrived else None
+            return await self._neurons.infer(layer, batch, entering, alike and (self._tests.place(batch), alike))
 
         values = await self._forward(layer, number, lambda: self._tests.images(batch), outputs)
         if last and values is not None and self._gathering is not None:
@@ -279,8 +283,8 @@ class SlotProgram:
         for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
             output = self._arranging.now.output
             arrived = self._exchange.outputs(output, segment.number(test), self._tests.samples(test))
-            results = self._on_missing.tested(arrived)
-            results = torch.zeros_like(arrived.together()) if results is None else results
+            there = self._on_missing.tested(arrived)
+            results = arrived.nothing() if there is None else there.together()
             self._tests.score(test, results)
             if self._gathering is not None:
                 self._gathering.heard(segment.trained, test, results)

@@ -64,20 +64,24 @@ class TestRuns:
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
 
+    def place(self, test: int) -> int:
+        """Return which batch of its run a test batch is, from 0."""
+        return test % len(self._requests)
+
     def images(self, test: int) -> torch.Tensor:
         """Return the samples of a test batch, (samples, values)."""
-        batch = test % len(self._requests)
+        batch = self.place(test)
         if self._images is None or self._images[0] != batch:
             self._images = batch, self._requests.images(batch).flatten(1)
         return self._images[1]
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
-        return len(self._requests.samples(test % len(self._requests)))
+        return len(self._requests.samples(self.place(test)))
 
     def labels(self, test: int) -> npt.NDArray[Any]:
         """Return the labels of a test batch, (samples,)."""
-        return self._requests.labels(test % len(self._requests))
+        return self._requests.labels(self.place(test))
 
     def unscored(self, before: int) -> range:
         """Return the test batches below a number that were not scored yet."""
