@@ -50,7 +50,7 @@ class Neurons:
         ``unheard`` marks inputs, (samples or 1, values), that had not arrived: their gradient is zero.
         """
         self._inferred.clear()
-        shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
+        shard, cost = self.shards[layer], self._costs(layer, inputs.shape[0]).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
         self._forwarded[layer, batch] = unheard
         return outputs

@@ -24,7 +24,7 @@ from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, 
 from testbed.kits.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment, segments, slots
 from testbed.method import Job
-from testbed.models.slices import pick
+from testbed.models.slices import Channels, pick
 
 SlotJob = Job[SlotOptions, SlotDetails]
 KINDS = (*CASTS, Tested, *weights.KINDS)
@@ -190,7 +190,7 @@ class SlotProgram:
             inputs = self._on_missing.inputs(arrived)
             return None if inputs is None else await self._neurons.forward(layer, batch, inputs, unheard)
 
-        await self._forward(layer, number, lambda: self._training.images(batch), outputs)
+        await self._forward(layer, number, partial(self._training.images, batch), outputs)
         if layer:
             # Of older ones the losses did not come, and their slots are past.
             self._neurons.forget_before(layer, batch - self._table.staleness(layer) * self._table.micro + 1)
@@ -211,7 +211,7 @@ class SlotProgram:
             alike = arrived.heard if layer == 1 and entering is arrived else None
             return await self._neurons.infer(layer, batch, entering, alike and (self._tests.place(batch), alike))
 
-        values = await self._forward(layer, number, lambda: self._tests.images(batch), outputs)
+        values = await self._forward(layer, number, partial(self._tests.images, batch), outputs)
         if last and values is not None and self._gathering is not None:
             self._gathering.computed(batch, self._arranging.now.of(self._device.name, layer), values)
 
@@ -219,7 +219,7 @@ class SlotProgram:
         self,
         layer: int,
         number: int,
-        images: Callable[[], torch.Tensor],
+        images: Callable[[Channels], torch.Tensor],
         outputs: Callable[[], Awaitable[torch.Tensor | None]],
     ) -> torch.Tensor | None:
         """Cast the own values of the samples, which is what the input layer does, or the outputs of the own neurons.
@@ -227,7 +227,7 @@ class SlotProgram:
         Return them, (samples, own values).
         """
         held = self._arranging.now
-        values = await outputs() if layer else pick(images(), 1, held.of(self._device.name, 0))
+        values = await outputs() if layer else images(held.of(self._device.name, 0))
         if values is not None or self._on_missing.announces:
             await self._exchange.cast(
                 min(layer + 1, held.output), Outputs(number, layer, values, sender=self._device.name)

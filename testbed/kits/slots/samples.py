@@ -19,7 +19,7 @@ from testbed.data.dataset import Dataset
 from testbed.kits.layers.feed import Requests, Score, Training
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.models.slices import Channels
+from testbed.models.slices import Channels, pick
 
 PATIENCE = 10
 """Slots of tests after their end in which the device that leads waits for results: a device that is off sends none."""
@@ -41,10 +41,12 @@ class MicroBatches:
         cut = self._cuts[number % self.parts]
         return int(cut.stop - cut.start)
 
-    def images(self, number: int) -> torch.Tensor:
-        """Return its samples, (samples, values)."""
-        images, _ = self._training.batch(number // self.parts)
-        return images[self._cuts[number % self.parts]].flatten(1)
+    def images(self, number: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of its samples, (samples, own values)."""
+        step, cut = number // self.parts, self._cuts[number % self.parts]
+        if isinstance(own, range):
+            return self._training.images(step, slice(own.start, own.stop))[cut]
+        return pick(self._training.images(step)[cut].flatten(1), 1, own)
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of its samples, (samples,)."""
@@ -68,12 +70,12 @@ class TestRuns:
         """Return which batch of its run a test batch is, from 0."""
         return test % len(self._requests)
 
-    def images(self, test: int) -> torch.Tensor:
-        """Return the samples of a test batch, (samples, values)."""
+    def images(self, test: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of the samples of a test batch, (samples, own values)."""
         batch = self.place(test)
         if self._images is None or self._images[0] != batch:
             self._images = batch, self._requests.images(batch).flatten(1)
-        return self._images[1]
+        return pick(self._images[1], 1, own)
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
