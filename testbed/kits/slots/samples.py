@@ -60,8 +60,8 @@ class TestRuns:
         self._requests = Requests(dataset, batch_size)
         self._scores = [Score() for _ in range(runs)]
         self._scored = 0
-        self._images: tuple[int, torch.Tensor] | None = None
-        """The batch of samples that was read last: each run reads the same ones."""
+        self._images: tuple[tuple[int, Channels], torch.Tensor] | None = None
+        """What was read last, of which batch: each run reads the same."""
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
@@ -72,10 +72,10 @@ class TestRuns:
 
     def images(self, test: int, own: Channels) -> torch.Tensor:
         """Return these of the values of the samples of a test batch, (samples, own values)."""
-        batch = self.place(test)
-        if self._images is None or self._images[0] != batch:
-            self._images = batch, self._requests.images(batch).flatten(1)
-        return pick(self._images[1], 1, own)
+        wanted = (self.place(test), own)
+        if self._images is None or self._images[0] != wanted:
+            self._images = wanted, pick(self._requests.images(wanted[0]).flatten(1), 1, own).contiguous()
+        return self._images[1]
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
