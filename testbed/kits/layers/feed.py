@@ -90,8 +90,12 @@ class Training:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
+        return self.images(step), self.labels(step)
+
+    def images(self, step: int, values: slice | None = None) -> torch.Tensor:
+        """Return the samples of a step, (samples, ...); with ``values`` only these of each, (samples, values)."""
         epoch = step // steps_per_epoch(self._samples, self._size)
-        return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch)), self.labels(step)
+        return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch, values))
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""

@@ -343,10 +343,11 @@ class Mailbox:
                 waiter.found.set_result(message)
             else:
                 self._keep(message)
-        news, self._news = self._news, []
-        for waiting in news:
-            if not waiting.done():
-                waiting.set_result(True)
+        if self._news:
+            news, self._news = self._news, []
+            for waiting in news:
+                if not waiting.done():
+                    waiting.set_result(True)
 
     def _counts(self, message: Typed) -> bool:
         """Say whether a message is of the present configuration, or begins another, and not too late."""

@@ -77,8 +77,6 @@ class _Form:
     state: str | None
     names: frozenset[str]
     """Names of all fields."""
-    required: frozenset[str]
-    """Those that have no default."""
     defaults: Mapping[str, Any]
 
 
@@ -100,7 +98,7 @@ def _form(kind: type[Typed]) -> _Form:
     fixed = tuple(each.name for each in fields(kind) if str(each.type).startswith("Fixed"))
     defaults = {each.name: each.default for each in fields(kind) if each.default is not MISSING}
     names = frozenset(each.name for each in fields(kind))
-    return _Form(tuple(values), tuple(tensors), fixed, state, names, names - defaults.keys(), defaults)
+    return _Form(tuple(values), tuple(tensors), fixed, state, names, defaults)
 
 
 def encode(message: Typed) -> Message:
@@ -119,19 +117,21 @@ def encode(message: Typed) -> Message:
 def decode(kind: type[K], message: Message) -> K:
     """Return a message that arrived, as its kind; raises `WireError` where its fields are not those of the kind."""
     form = _form(kind)  # type: ignore[arg-type]
-    tensors = {name: message.tensors[name] for name in form.tensors if name in message.tensors}
-    given: dict[str, Any] = {**message.fields, **tensors}
+    given: dict[str, Any] = {**form.defaults, **message.fields}
+    for name in form.tensors:
+        if name in message.tensors:
+            given[name] = message.tensors[name]
     if form.state is not None:
-        given[form.state] = {name: value for name, value in message.tensors.items() if name not in tensors}
+        given[form.state] = {name: value for name, value in message.tensors.items() if name not in form.tensors}
     try:
         if form.fixed:
             given |= {name: float(given[name]) for name in form.fixed if given.get(name) is not None}
-        given |= {"sender": message.sender, "padding": message.padding, "missing": message.missing}
-        if not form.required <= given.keys() <= form.names:
+        given["sender"], given["padding"], given["missing"] = message.sender, message.padding, message.missing
+        if given.keys() != form.names:
             return kind(**given)  # which says what is wrong
         # A frozen dataclass's own making takes three times as long; one is made of each message that arrives.
         made = object.__new__(kind)
-        made.__dict__.update(form.defaults, **given)
+        made.__dict__.update(given)
         return made
     except (TypeError, ValueError) as error:
         raise WireError(f"message '{message.kind}' of {message.sender}: {error}") from error

@@ -190,14 +190,17 @@ class CastExchange:
         """How many parts came from other devices in time, by what they were for."""
 
     def _take(self, message: Values) -> None:
-        kind = type(message)
-        came = self._arrived.get((kind, message.batch, message.layer), {})
-        if message.sender in came:
-            message = _filled(came[message.sender], message)
-        if message.sender != self._name and not message.missing:
+        kind, batch, sender = type(message), message.batch, message.sender
+        key = kind, batch, message.layer
+        came = self._arrived.get(key)
+        if came is not None and sender in came:
+            message = _filled(came[sender], message)
+        if sender != self._name and not message.missing:
             self._transmit.heard(message)
-        if message.batch >= self._oldest[kind]:
-            self._arrived.setdefault((kind, message.batch, message.layer), came)[message.sender] = message
+        if batch >= self._oldest[kind]:
+            if came is None:
+                came = self._arrived[key] = {}
+            came[sender] = message
 
     def _discard_before(self, kind: type[Values], batch: int) -> None:
         """Drop what was not used of earlier batches, and whatever of them still comes."""
@@ -240,12 +243,17 @@ class CastExchange:
     ) -> tuple[SenderPart, ...]:
         """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
         came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
-        holders = self._arrangement().layers[layer]
-        tally.due += len(holders) - (self._name in holders)
-        # Also one that does not count for the method was received.
-        others = [came[name] for name in holders if name != self._name and name in came]
-        tally.came += sum([share_without(message.missing.get("tensor")) for message in others])
-        return tuple([self._part(came.get(sender), neurons, sender, own) for sender, neurons in holders.items()])
+        parts: list[SenderPart] = []
+        share: float = 0
+        for sender, neurons in self._arrangement().layers[layer].items():
+            message = came.get(sender)
+            if sender != self._name:
+                tally.due += 1
+                if message is not None:  # also one that does not count for the method was received
+                    share += share_without(message.missing.get("tensor")) if message.missing else 1
+            parts.append(self._part(message, neurons, sender, own))
+        tally.came += share
+        return tuple(parts)
 
     def _part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
         neurons: Channels | None = held

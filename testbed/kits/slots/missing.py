@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -37,6 +37,10 @@ class SenderPart(NamedTuple):
         return 0 if self.tensor is None else share_without(self.missing)
 
 
+Heard = tuple[tuple[Channels, bool], ...]
+"""For the neurons of each sender, whether what it sent has arrived."""
+
+
 @dataclass(frozen=True)
 class Arrived:
     """What a device has of one layer's outputs, or of the losses that a layer sends back, for one batch."""
@@ -62,37 +66,46 @@ class Arrived:
         """The layer-to-layer success rate: the share of the devices from which it has arrived."""
         return sum(part.share for part in self.parts) / len(self.parts)
 
+    @cached_property
+    def heard(self) -> Heard | None:
+        """The neurons of each part, and whether it has arrived; None where only some values of one have."""
+        if any(part.missing is not None for part in self.parts):
+            return None
+        return tuple([(part.neurons, part.tensor is not None) for part in self.parts])
+
     def gaps(self) -> torch.Tensor | None:
         """Return which outputs of the whole layer are missing, (samples or 1, values); None where none is.
 
-        Of one row where they are the same of all samples, since whole messages are missing.
+        Of one row where they are the same of all samples, since whole messages are missing. It is not to be changed.
         """
         if self.complete:
             return None
-        rows = 1 if all(part.missing is None for part in self.parts) else self.samples
-        found = torch.zeros(rows, self.neurons * self.values, dtype=torch.bool)
+        if self.heard is not None:
+            return _gaps(self.heard, self.neurons, self.values)
+        found = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
-                self._put(part, torch.ones((), dtype=torch.bool) if part.missing is None else part.missing, found)
+                missing = torch.ones((), dtype=torch.bool) if part.missing is None else part.missing
+                _put(missing, elements(part.neurons, self.values), found)
         return found
 
-    def _put(self, part: SenderPart, values: torch.Tensor, whole: torch.Tensor) -> None:
-        """Set the values of a part within those of the layer, both (samples, values)."""
-        where = elements(part.neurons, self.values)
-        if isinstance(where, range):
-            whole.narrow(1, where.start, len(where)).copy_(values)
-        else:
-            whole[:, list(where)] = values
+    def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the outputs of the whole layer, (samples, values), with zeros for what is missing.
 
-    def together(self) -> torch.Tensor:
-        """Return the outputs of the whole layer, (samples, values), with zeros for what is missing."""
+        ``into`` is a tensor whose memory they may take; what it holds is lost.
+        """
         if self._in_order():
-            return torch.cat([self._sent(part) for part in self.parts], dim=1)
-        found = torch.zeros(self.samples, self.neurons * self.values)
+            room = None if into is None else into.resize_(0)
+            return torch.cat([self._sent(part) for part in self.parts], dim=1, out=room)
+        found = self.nothing()
         for part in self.parts:
             if part.tensor is not None:
-                self._put(part, part.tensor, found)
+                _put(part.tensor, elements(part.neurons, self.values), found)
         return found
+
+    def nothing(self) -> torch.Tensor:
+        """Return the same where all is missing."""
+        return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent(self, part: SenderPart) -> torch.Tensor:
         return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
@@ -112,6 +125,24 @@ class Arrived:
         if not heard:
             raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
         return torch.stack(heard).sum(dim=0)
+
+
+def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
+    """Set some of the values of a layer, both (samples, values)."""
+    if isinstance(where, range):
+        whole.narrow(1, where.start, len(where)).copy_(values)
+    else:
+        whole[:, list(where)] = values
+
+
+@lru_cache(256)
+def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
+    """Return which values of a layer, (1, values), are of parts that have not arrived."""
+    found = torch.zeros(1, neurons * values, dtype=torch.bool)
+    for part, came in heard:
+        if not came:
+            _put(torch.ones((), dtype=torch.bool), elements(part, values), found)
+    return found
 
 
 def share_without(missing: torch.Tensor | None) -> float:
@@ -149,8 +180,11 @@ class OnMissing(Protocol):
         None: the batch goes no further on this device.
         """
 
-    def tested(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return a layer's inputs in tests, (samples, neurons), or of shared results the result; None: no further."""
+    def tested(self, arrived: Arrived) -> Arrived | None:
+        """Return what a layer's inputs are made of in tests, or of shared results the result; None: no further.
+
+        That is what has arrived itself, unless something else takes the place of what is missing.
+        """
 
     async def results(self, arrived: Arrived) -> Usable:
         """Say what the shared results of a batch are good for."""

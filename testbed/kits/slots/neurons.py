@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from testbed.device import Device, Span
 from testbed.kits.layers.layer_shard import LayerShard
 from testbed.kits.layers.shard import State
-from testbed.kits.slots.missing import Work
+from testbed.kits.slots.missing import Arrived, Work
 from testbed.kits.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
 from testbed.method import Problem
 from testbed.models.sliced import cut_copies, draw
@@ -18,6 +18,9 @@ from testbed.models.slices import Channels
 
 Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
 """From a layer and the gradient of its outputs to the work of a backward, as `OnMissing.learn` returns it."""
+
+MOST_KEPT = 1 << 24
+"""Bytes of outputs in tests that are kept, about, since they may be wanted again."""
 
 
 class Neurons:
@@ -33,6 +36,10 @@ class Neurons:
         """Layers and batches that wait for their losses, with the outputs of the layer before that are to get none."""
         self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
         """By layer, number of own neurons, and samples."""
+        self._inferred: dict[Hashable, torch.Tensor] = {}
+        """Outputs in tests, by what their inputs are made of, while the weights are the same."""
+        self._room = torch.empty(0)
+        """Memory for the inputs of tests: as large as these are, new one each time would leave gaps in the heap."""
         self.shards: dict[int, LayerShard] = {}
 
     async def forward(
@@ -42,15 +49,28 @@ class Neurons:
 
         ``unheard`` marks inputs, (samples or 1, values), that had not arrived: their gradient is zero.
         """
-        shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
+        self._inferred.clear()
+        shard, cost = self.shards[layer], self._costs(layer, inputs.shape[0]).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
         self._forwarded[layer, batch] = unheard
         return outputs
 
-    async def infer(self, layer: int, batch: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs of a test, (samples, own values)."""
-        shard, cost = self.shards[layer], self._costs(layer, len(inputs)).forward
-        return await self._device.compute(partial(shard.infer, inputs), cost, Span("evaluate", batch))
+    async def infer(self, layer: int, batch: int, entering: Arrived, alike: Hashable = None) -> torch.Tensor:
+        """Return the outputs of a test, (samples, own values).
+
+        Of all with the same ``alike``, unless that is None, they are the same, and computed once.
+        """
+
+        def work() -> torch.Tensor:
+            found = self._inferred.get((layer, alike))
+            if found is None:
+                found = shard.infer(entering.together(self._room))
+                if alike is not None and (len(self._inferred) + 1) * found.nbytes <= MOST_KEPT:
+                    self._inferred[layer, alike] = found
+            return found
+
+        shard, cost = self.shards[layer], self._costs(layer, entering.samples).forward
+        return await self._device.compute(work, cost, Span("evaluate", batch))
 
     async def backward(
         self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None, learn: Learn
@@ -61,6 +81,7 @@ class Neurons:
 
         Where there is no gradient, what is learnt all the same is charged as an update.
         """
+        self._inferred.clear()
         if (layer, batch) not in self._forwarded:
             gradient = None
         before = None
@@ -83,7 +104,7 @@ class Neurons:
 
     def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
         """Part with some neurons of a layer, or all: return their state. Batches under way are forgotten there."""
-        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
+        self._forget(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
             return shard.give(neurons)
@@ -91,7 +112,7 @@ class Neurons:
 
     def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
         """Take in neurons of a layer with their state; None: with first weights."""
-        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
+        self._forget(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
         if state is None and self._given is not None:
@@ -102,6 +123,11 @@ class Neurons:
             self.shards[layer].take(neurons, state)
         else:
             self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
+
+    def _forget(self, layer: int) -> None:
+        """Forget what was computed with other neurons of a layer than it has now."""
+        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
+        self._inferred.clear()
 
     def _costs(self, layer: int, samples: int) -> LayerCosts:
         neurons = self.shards[layer].part.rows

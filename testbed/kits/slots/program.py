@@ -24,7 +24,7 @@ from testbed.kits.slots.planner import SlotDetails, SlotOptions, neuron_values, 
 from testbed.kits.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
 from testbed.kits.slots.timeslots import LayerAction, SlotSegment, segments, slots
 from testbed.method import Job
-from testbed.models.slices import pick
+from testbed.models.slices import Channels, pick
 
 SlotJob = Job[SlotOptions, SlotDetails]
 KINDS = (*CASTS, Tested, *weights.KINDS)
@@ -186,11 +186,11 @@ class SlotProgram:
 
         async def outputs() -> torch.Tensor | None:
             arrived = self._exchange.outputs(layer - 1, number, self._training.samples(batch))
-            unheard = arrived.gaps() if self._on_missing.masks else None
+            unheard = arrived.gaps() if layer > 1 and self._on_missing.masks else None
             inputs = self._on_missing.inputs(arrived)
             return None if inputs is None else await self._neurons.forward(layer, batch, inputs, unheard)
 
-        await self._forward(layer, number, lambda: self._training.images(batch), outputs)
+        await self._forward(layer, number, partial(self._training.images, batch), outputs)
         if layer:
             # Of older ones the losses did not come, and their slots are past.
             self._neurons.forget_before(layer, batch - self._table.staleness(layer) * self._table.micro + 1)
@@ -204,10 +204,14 @@ class SlotProgram:
 
         async def outputs() -> torch.Tensor | None:
             arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(batch))
-            inputs = self._on_missing.tested(arrived)
-            return None if inputs is None else await self._neurons.infer(layer, batch, inputs)
+            entering = self._on_missing.tested(arrived)
+            if entering is None:
+                return None
+            # What arrives of the input layer are the samples themselves, in each run the same.
+            alike = arrived.heard if layer == 1 and entering is arrived else None
+            return await self._neurons.infer(layer, batch, entering, alike and (self._tests.place(batch), alike))
 
-        values = await self._forward(layer, number, lambda: self._tests.images(batch), outputs)
+        values = await self._forward(layer, number, partial(self._tests.images, batch), outputs)
         if last and values is not None and self._gathering is not None:
             self._gathering.computed(batch, self._arranging.now.of(self._device.name, layer), values)
 
@@ -215,7 +219,7 @@ class SlotProgram:
         self,
         layer: int,
         number: int,
-        images: Callable[[], torch.Tensor],
+        images: Callable[[Channels], torch.Tensor],
         outputs: Callable[[], Awaitable[torch.Tensor | None]],
     ) -> torch.Tensor | None:
         """Cast the own values of the samples, which is what the input layer does, or the outputs of the own neurons.
@@ -223,7 +227,7 @@ class SlotProgram:
         Return them, (samples, own values).
         """
         held = self._arranging.now
-        values = await outputs() if layer else pick(images(), 1, held.of(self._device.name, 0))
+        values = await outputs() if layer else images(held.of(self._device.name, 0))
         if values is not None or self._on_missing.announces:
             await self._exchange.cast(
                 min(layer + 1, held.output), Outputs(number, layer, values, sender=self._device.name)
@@ -279,8 +283,8 @@ class SlotProgram:
         for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
             output = self._arranging.now.output
             arrived = self._exchange.outputs(output, segment.number(test), self._tests.samples(test))
-            results = self._on_missing.tested(arrived)
-            results = torch.zeros_like(arrived.together()) if results is None else results
+            there = self._on_missing.tested(arrived)
+            results = arrived.nothing() if there is None else there.together()
             self._tests.score(test, results)
             if self._gathering is not None:
                 self._gathering.heard(segment.trained, test, results)

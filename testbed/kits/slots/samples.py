@@ -19,7 +19,7 @@ from testbed.data.dataset import Dataset
 from testbed.kits.layers.feed import Requests, Score, Training
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
-from testbed.models.slices import Channels
+from testbed.models.slices import Channels, pick
 
 PATIENCE = 10
 """Slots of tests after their end in which the device that leads waits for results: a device that is off sends none."""
@@ -41,10 +41,12 @@ class MicroBatches:
         cut = self._cuts[number % self.parts]
         return int(cut.stop - cut.start)
 
-    def images(self, number: int) -> torch.Tensor:
-        """Return its samples, (samples, values)."""
-        images, _ = self._training.batch(number // self.parts)
-        return images[self._cuts[number % self.parts]].flatten(1)
+    def images(self, number: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of its samples, (samples, own values)."""
+        step, cut = number // self.parts, self._cuts[number % self.parts]
+        if isinstance(own, range):
+            return self._training.images(step, slice(own.start, own.stop))[cut]
+        return pick(self._training.images(step)[cut].flatten(1), 1, own)
 
     def labels(self, number: int) -> torch.Tensor:
         """Return the labels of its samples, (samples,)."""
@@ -58,26 +60,30 @@ class TestRuns:
         self._requests = Requests(dataset, batch_size)
         self._scores = [Score() for _ in range(runs)]
         self._scored = 0
-        self._images: tuple[int, torch.Tensor] | None = None
-        """The batch of samples that was read last: each run reads the same ones."""
+        self._images: tuple[tuple[int, Channels], torch.Tensor] | None = None
+        """What was read last, of which batch: each run reads the same."""
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
 
-    def images(self, test: int) -> torch.Tensor:
-        """Return the samples of a test batch, (samples, values)."""
-        batch = test % len(self._requests)
-        if self._images is None or self._images[0] != batch:
-            self._images = batch, self._requests.images(batch).flatten(1)
+    def place(self, test: int) -> int:
+        """Return which batch of its run a test batch is, from 0."""
+        return test % len(self._requests)
+
+    def images(self, test: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of the samples of a test batch, (samples, own values)."""
+        wanted = (self.place(test), own)
+        if self._images is None or self._images[0] != wanted:
+            self._images = wanted, pick(self._requests.images(wanted[0]).flatten(1), 1, own).contiguous()
         return self._images[1]
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
-        return len(self._requests.samples(test % len(self._requests)))
+        return len(self._requests.samples(self.place(test)))
 
     def labels(self, test: int) -> npt.NDArray[Any]:
         """Return the labels of a test batch, (samples,)."""
-        return self._requests.labels(test % len(self._requests))
+        return self._requests.labels(self.place(test))
 
     def unscored(self, before: int) -> range:
         """Return the test batches below a number that were not scored yet."""

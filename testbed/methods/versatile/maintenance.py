@@ -154,9 +154,9 @@ class Maintenance:
         self.rates[layer, arrived.batch] = rates
         return self._substituted(arrived).together()
 
-    def tested(self, arrived: Arrived) -> torch.Tensor | None:
-        """Return inputs, (samples, values), as in training; without substitution None where any is missing."""
-        return self._substituted(arrived).together() if self._update.options.substitution or arrived.complete else None
+    def tested(self, arrived: Arrived) -> Arrived | None:
+        """Return what inputs are made of, as in training; without substitution None where any is missing."""
+        return self._substituted(arrived) if self._update.options.substitution or arrived.complete else None
 
     def _substituted(self, arrived: Arrived) -> Arrived:
         """Put past outputs, if these are to be substitutes, in the place of missing ones, which else are zeros."""

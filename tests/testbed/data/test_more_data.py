@@ -55,6 +55,9 @@ def test_samples_are_drawn_anew_in_each_epoch_whoever_owns_them() -> None:
         expected = epochs[epoch % 5]
         assert np.array_equal(part.batch(np.array([0, 1]), epoch), expected)
         assert np.array_equal(sent.batch(np.array([1]), epoch), expected[1:])
+        for each in (part, sent):
+            some = each.batch(np.array([0, 1]), epoch, slice(2, 5))
+            assert np.array_equal(some, expected.reshape(2, -1)[:, 2:5])
 
 
 def test_steps_are_as_many_epochs_as_they_make_of_the_samples_that_a_device_owns() -> None:
@@ -111,6 +114,7 @@ def test_arrays_stay_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = load(DataPart(path=str(tmp_path)))
     assert isinstance(found.train_images, np.memmap)
     assert np.allclose(found.batch(np.array([2]), 0), bytes_[[2]] / 255)
+    assert np.allclose(found.batch(np.array([2]), 0, slice(3, 9)), bytes_[[2]].reshape(1, -1)[:, 3:9] / 255)
     assert np.allclose(unpack(pack(found)).tests([1]), bytes_[[1]] / 255)
     (tmp_path / "test_images.npy").unlink()
     (tmp_path / "test_labels.npy").unlink()

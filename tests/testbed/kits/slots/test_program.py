@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from testbed.kits.layers.layer_shard import LayerShard
+from testbed.kits.slots import neurons
 from testbed.kits.slots.program import gradient_of_cross_entropy
 from tests.helpers.runs import of, run, scenario
 
@@ -36,6 +38,35 @@ def test_the_gradient_of_cross_entropy_is_that_of_autograd_to_the_bit():
     (wanted,) = torch.autograd.grad(loss, [results])
     logarithms = torch.log_softmax(results.detach(), dim=1)
     assert torch.equal(gradient_of_cross_entropy(logarithms, labels, 1 / 70), wanted)
+
+
+@pytest.mark.parametrize("frame", [None, "400B"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "edgepipe", "allocation": "horizontal"},
+        {"name": "edgepipe", "allocation": "hybrid"},
+        {"name": "versatile", "allocation": "horizontal"},
+        {"name": "versatile", "allocation": "horizontal", "past": True},
+    ],
+)
+def test_test_runs_that_hear_the_same_samples_are_computed_once_and_come_to_the_same(monkeypatch, method, frame):
+    inferred = []
+    infer = LayerShard.infer
+    monkeypatch.setattr(LayerShard, "infer", lambda *given: inferred.append(given) or infer(*given))
+    network = {"link": {"message_loss": "30%"}, "frame": frame}
+    workload = {"model": MODEL, "steps": 8}
+    several = {"margin": "10ms", "test_runs": 12, "test_batch": 25, "evaluate_every": 4}
+    of_all = []
+    for most in (neurons.MOST_KEPT, 0):
+        monkeypatch.setattr(neurons, "MOST_KEPT", most)
+        inferred.clear()
+        outcome = run(scenario(2, workload=workload, method=method | several, network=network))
+        assert outcome.status == "finished"
+        of_all.append((list(outcome.events), len(inferred)))
+    (kept, computed), (anew, each_time) = of_all
+    assert kept == anew
+    assert (computed < each_time) == ("past" not in method)
 
 
 def test_a_lead_without_others_gives_up_when_its_slots_are_over():

@@ -27,7 +27,9 @@ def test_micro_batches_are_the_batches_of_training_in_their_order(parts: int) ->
     for step in range(3):
         images, labels = training.batch(step)
         numbers = range(step * parts, (step + 1) * parts)
-        assert torch.equal(torch.cat([found.images(number) for number in numbers]), images.flatten(1))
+        for own in (range(4), range(1, 3), range(0), (0, 3)):
+            seen = torch.cat([found.images(number, own) for number in numbers])
+            assert torch.equal(seen, images.flatten(1)[:, list(own)])
         assert torch.equal(torch.cat([found.labels(number) for number in numbers]), labels)
         sizes = [found.samples(number) for number in numbers]
         assert sizes == [len(found.labels(number)) for number in numbers]
@@ -46,8 +48,8 @@ def test_each_run_shows_all_test_samples_once_and_is_scored_by_itself() -> None:
     assert len(tests) == 6, "batches of 4, 4 and 2, twice"
     assert [tests.samples(test) for test in range(6)] == [4, 4, 2, 4, 4, 2]
     whole = torch.from_numpy(DATA.test_images).flatten(1)
-    assert torch.equal(torch.cat([tests.images(test) for test in range(3)]), whole)
-    assert torch.equal(tests.images(4), tests.images(1))
+    assert torch.equal(torch.cat([tests.images(test, range(4)) for test in range(3)]), whole)
+    assert torch.equal(tests.images(4, (0, 2)), tests.images(1, range(4))[:, [0, 2]])
     labels = [DATA.test_labels[:4], DATA.test_labels[4:8], DATA.test_labels[8:]] * 2
     for test, right in enumerate((4, 4, 2, 2, 1, 0)):
         assert list(tests.unscored(test + 1)) == [test]
