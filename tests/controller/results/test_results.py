@@ -14,7 +14,7 @@ from controller.results.run import run_name
 from testbed.common import yamltext
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
-from testbed.scenario.schema import Scenario
+from testbed.scenario.schema import PaperPart, PaperRow, Scenario
 from testbed.trace.events import Event
 from testbed.wire import tensors
 from tests.helpers import recorded
@@ -154,6 +154,10 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
     assert list(files.finished_among(places, [trial] * 3)) == [0]
     assert not places[1].exists()
+    row = PaperRow(name="a", figure="accuracy", note="of them all")
+    worded = {"description": "other words", "paper": PaperPart(source="somebody", rows=(row,))}
+    noted = replace(trial, scenario=trial.scenario.model_copy(update=worded))
+    assert list(files.finished_among(places, [noted] * 3)) == [0], "words change no run"
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
     with pytest.raises(InputError, match="a run of another scenario"):
         files.finished_among(places, [other] * 3)
