@@ -145,7 +145,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
 
 
 def _facts(scenario: Scenario) -> dict[str, Any]:
-    return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN))
+    return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True)
 
 
 def _natural(path: Path) -> list[tuple[bool, float, str]]:

@@ -163,6 +163,12 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
         files.finished_among(places, [other] * 3)
 
 
+def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
+    trial = recorded.trial(workload=recorded.SCENARIO["workload"] | {"method": {"name": "pipeline", "patience": None}})
+    recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
+    assert list(files.finished_among([tmp_path / "run"], [trial])) == [0]
+
+
 def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
