@@ -73,13 +73,21 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 def result(entry: Entry, runs: Path) -> dict[str, Any]:
-    """Return what is kept of a scenario whose runs are in a folder. Raises `InputError` where one did not finish."""
+    """Return what is kept of a scenario whose runs are in a folder.
+
+    Raises `InputError` where one did not finish, or where the verdict is against one that a row is about.
+    """
     manifests = [json.loads(each.read_text(encoding="utf-8")) for each in sorted(runs.glob("**/manifest.json"))]
     failed = [each for each in manifests if each["status"] != "finished"]
     if failed or not manifests or not (runs / "paper.json").is_file():
         said = {RUNNING: "was cut off"}.get(failed[0]["status"], failed[0]["status"]) if failed else "is not there"
         raise InputError(f"{runs}: a run of {entry.scenario} {said}: run 'testbed papers' again to go on")
     document = json.loads((runs / "paper.json").read_text(encoding="utf-8"))
+    untrusted = next((row["name"] for row in document["rows"] if row["untrusted"]), None)
+    if untrusted is not None:
+        raise InputError(
+            f"{runs}: a run of the row '{untrusted}' is not trusted: change {entry.scenario} by what it says"
+        )
     return {
         "command": shlex.join(entry.command),
         "digest": entry.digest(),

@@ -70,6 +70,16 @@ def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
         papers.result(entry, tmp_path)
 
 
+def test_runs_that_are_not_trusted_are_no_result(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "finished"}))
+    (tmp_path / "paper.json").write_text(
+        json.dumps({"rows": [{"name": "a", "untrusted": 0}, {"name": "b", "untrusted": 1}]})
+    )
+    with pytest.raises(InputError, match="a run of the row 'b' is not trusted"):
+        papers.result(papers.Entry("stahl-example"), tmp_path)
+    assert not [row for found in papers.kept(DOCS).values() for row in found["rows"] if row["untrusted"]]
+
+
 def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
     page = (DOCS / papers.PAGE).read_text(encoding="utf-8")
     kept = papers.shown(DOCS)
