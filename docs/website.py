@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ PAPERS = {
     "edgepipe": "EdgePipe",
     "versatilefl": "VersatileFL",
 }
+NEVER_RUN: dict[str, Any] = {"rows": []}
 """The papers that are reproduced, by the beginning of their scenarios' names."""
 PAPER_OF = {
     "distributed": "stahl",
@@ -156,10 +158,15 @@ def _printed(each: Shipped) -> str:
     return text + bars(each.scenario.name) + plots(each.scenario.name, part)
 
 
+@cache
+def kept() -> dict[str, Any]:
+    """Return what came of the papers' scenarios, by their names."""
+    return papers.shown(ROOT / "docs")
+
+
 def bars(name: str) -> str:
     """Return each figure of a paper's scenario that was kept as two bars, the paper's above ours; text without any."""
-    found = papers.kept(ROOT / "docs").get(name)
-    rows = [] if found is None else [row for row in papers.rows_of(found) if row.outcome]
+    rows = [row for row in papers.rows_of(kept().get(name, NEVER_RUN)) if row.outcome]
     if not rows:
         return ""
     lines = [f'<div><svg viewBox="0 0 800 {34 * len(rows)}" font-size="12" fill="currentColor">']
@@ -177,7 +184,7 @@ def bars(name: str) -> str:
 
 def plots(name: str, part: PaperPart) -> str:
     """Return the plots of a paper's scenario as SVG elements, of what was kept when it was run; text without any."""
-    found = papers.kept(ROOT / "docs").get(name, {"rows": []})
+    found = kept().get(name, NEVER_RUN)
     drawn = [
         paper.draw_lines(chart, papers.rows_of(found), paper.kept(found.get("curves", {}).get(chart.title, ())))
         for chart in part.charts

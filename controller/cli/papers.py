@@ -30,8 +30,8 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
 
     PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that docs/papers.yaml
     lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
-    of it, is another; notes and readings of the paper are words, which need no run. After Ctrl-C the same command goes
-    on: runs that finished are kept, in results/papers.
+    of it, is another. Notes, readings of the paper and which row explains which are words: they are taken from the
+    scenario and need no run. After Ctrl-C the same command goes on: runs that finished are kept, in results/papers.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
         )
     wanted = entries if again else papers.stale(entries, papers.kept(docs))
     if not listing:
-        papers.keep(docs, papers.reworded(entries, papers.kept(docs)))
+        papers.keep(docs, {})
     for entry in wanted:
         click.echo(" ".join(entry.command))
         if listing:

@@ -105,7 +105,7 @@ def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
     note = "mean ± half width of the 95% confidence interval (Student)"
     cells = [
         [
-            Cell(row.name, row.note),
+            Cell(row.name, row.remark),
             *([Cell(formats.of_kind(row.kind, row.paper))] if printed else []),
             Cell(
                 formats.of_kind(row.kind, row.ours),

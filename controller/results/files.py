@@ -21,13 +21,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from controller.results.declared import declared_in
-from controller.results.recorder import RUNNING, scenario_yaml, with_local_sources
+from controller.results.recorder import RUNNING, with_local_sources
 from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
-from testbed.scenario.schema import Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.events import LEADING, Event
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
@@ -35,6 +35,8 @@ from testbed.trace.outcome import LinkMeasurement, Outcome
 
 ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
 """Figures of every run that pages of several runs take for granted; an older run may lack some."""
+UNSHOWN = ("description", "time_limit", "paper")
+"""Keys of a scenario that change no figure of a run."""
 READ = 1 << 18
 """Bytes at the end of the events that are looked at."""
 _AT_ONCE = 4096
@@ -133,13 +135,17 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
         if not place.exists():
             continue
         run = load_figures(place)
-        if scenario_yaml(run.trial.scenario) != scenario_yaml(with_local_sources(trial.scenario)[0]):
+        if _facts(run.trial.scenario) != _facts(with_local_sources(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":
             found[number] = run
         else:
             shutil.rmtree(place)
     return found
+
+
+def _facts(scenario: Scenario) -> dict[str, Any]:
+    return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True)
 
 
 def _natural(path: Path) -> list[tuple[bool, float, str]]:

@@ -1,7 +1,7 @@
 """All figures of publications: which of their scenarios are to be run again, and what the documentation shows of them.
 
-``docs/papers.yaml`` lists scenarios, with what is changed of them. What came of each is kept in ``docs/papers.json``,
-from which the tables of ``docs/papers.md`` are written: nothing in them is typed by hand.
+``docs/papers.yaml`` lists scenarios, with what is changed of them. What came of each is kept in ``docs/papers.json``.
+The tables of ``docs/papers.md`` are written from it and from what the scenarios say: nothing is typed by hand.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from controller.results.files import UNSHOWN
 from controller.results.recorder import RUNNING
 from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
 from testbed.common.errors import InputError
@@ -23,8 +24,8 @@ from testbed.scenario.loading import load, read_keys
 from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
-UNSHOWN = ("description", "time_limit", "paper")
-"""Keys of a scenario that change no figure."""
+WORDS = ("note", "explains", "outcome", "ratio")
+"""What a scenario says of a row, and what follows from it and from the row's figures: not kept."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Entry:
         """Return what changes with the scenario and with nothing else. Raises `InputError`."""
         # What the file says, and no defaults: an option that is new would make everything stale.
         said = load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        rows = [dict(row, note=None) for row in (said.get("paper") or {}).get("rows", ())]
+        rows = [_figures(row) | {"note": None} for row in (said.get("paper") or {}).get("rows", ())]
         kept = {key: value for key, value in said.items() if key not in UNSHOWN} | {"rows": rows}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -72,13 +73,21 @@ def kept(folder: Path) -> dict[str, Any]:
 
 
 def result(entry: Entry, runs: Path) -> dict[str, Any]:
-    """Return what is kept of a scenario whose runs are in a folder. Raises `InputError` where one did not finish."""
+    """Return what is kept of a scenario whose runs are in a folder.
+
+    Raises `InputError` where one did not finish, or where the verdict is against one that a row is about.
+    """
     manifests = [json.loads(each.read_text(encoding="utf-8")) for each in sorted(runs.glob("**/manifest.json"))]
     failed = [each for each in manifests if each["status"] != "finished"]
     if failed or not manifests or not (runs / "paper.json").is_file():
         said = {RUNNING: "was cut off"}.get(failed[0]["status"], failed[0]["status"]) if failed else "is not there"
         raise InputError(f"{runs}: a run of {entry.scenario} {said}: run 'testbed papers' again to go on")
     document = json.loads((runs / "paper.json").read_text(encoding="utf-8"))
+    untrusted = next((row["name"] for row in document["rows"] if row["untrusted"]), None)
+    if untrusted is not None:
+        raise InputError(
+            f"{runs}: a run of the row '{untrusted}' is not trusted: change {entry.scenario} by what it says"
+        )
     return {
         "command": shlex.join(entry.command),
         "digest": entry.digest(),
@@ -86,43 +95,58 @@ def result(entry: Entry, runs: Path) -> dict[str, Any]:
         "date": manifests[0]["date"][:10],
         "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
         "runs": len(manifests),
-        "reading": document["reading"],
-        "rows": document["rows"],
+        "rows": [_figures(row) for row in document["rows"]],
     }
 
 
-def reworded(entries: Sequence[Entry], results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of scenarios that are not stale, with reading and notes as their files have them.
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in WORDS}
+
+
+def worded(entries: Sequence[Entry], results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept with what its scenarios say of it now, without rows that they no longer have.
 
     Raises `InputError`.
     """
-    fresh = [each for each in entries if each not in stale(entries, results)]
-    parts = {each.scenario: load(f"papers/{each.scenario}", each.changes).paper for each in fresh}
-    return {name: _reworded(results[name], part) for name, part in parts.items() if part is not None}
+    parts = {
+        each.scenario: load(f"papers/{each.scenario}", each.changes).paper
+        for each in entries
+        if each.scenario in results
+    }
+    return {name: _worded(results[name], part) for name, part in parts.items() if part is not None}
 
 
-def _reworded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
+def _worded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
     said = {row.name: row for row in part.rows}
 
-    def again(row: dict[str, Any]) -> dict[str, Any]:
+    def words(row: Mapping[str, Any]) -> dict[str, Any]:
         now = said[row["name"]]
         word = outcome(now, row["kind"], row["paper"], row["ours"], part.reading)
-        return row | {"note": row["note"] if now.least else now.note, "outcome": word}
+        return {"note": now.note, "explains": now.explains, "outcome": word}
 
-    return dict(found) | {"reading": part.reading, "rows": [again(row) for row in found["rows"]]}
+    rows = [{**row, **words(row)} for row in found["rows"] if row["name"] in said]
+    return {**found, "reading": part.reading, "rows": rows}
+
+
+def shown(folder: Path) -> dict[str, Any]:
+    """Return, by scenario, what the documentation in a folder shows. Raises `InputError`."""
+    return worded(listed(folder), kept(folder))
 
 
 def keep(folder: Path, found: Mapping[str, Any]) -> None:
-    """Add what came of scenarios, by their names, to what is kept, and write the documentation's tables again."""
+    """Add what came of scenarios, by their names, to what is kept, and write the documentation's tables again.
+
+    Raises `InputError`.
+    """
     results = kept(folder) | dict(found)
     text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False) + "\n"
     (folder / RESULTS).write_text(text, encoding="utf-8")
     page = folder / PAGE
-    page.write_text(written(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+    page.write_text(written(page.read_text(encoding="utf-8"), shown(folder)), encoding="utf-8")
 
 
 def written(page: str, results: Mapping[str, Any]) -> str:
-    """Return the page with each table, between its two comments, as the results have it."""
+    """Return the page with each table, between its two comments, as the results with their words have it."""
 
     explained = _explained(results)
 
@@ -138,7 +162,7 @@ def written(page: str, results: Mapping[str, Any]) -> str:
 
 
 def rows_of(found: Mapping[str, Any]) -> list[ReproducedRow]:
-    """Return the rows of a scenario that was run."""
+    """Return the rows of a scenario that was run, given with its words."""
     names = {field.name for field in fields(ReproducedRow)}
     return [ReproducedRow(**{key: value for key, value in row.items() if key in names}) for row in found["rows"]]
 

@@ -51,6 +51,13 @@ class ReproducedRow:
     """None where the paper has no figure, or none came out here."""
     explains: str = ""
     """The row that does not come out and whose figure this is, with one thing changed."""
+    where: str = ""
+    """Of the least of several points, which it is."""
+
+    @property
+    def remark(self) -> str:
+        """What stands beside it."""
+        return "; ".join(filter(None, (self.where, self.note)))
 
     @property
     def word(self) -> str:
@@ -90,10 +97,9 @@ def reproduce(part: PaperPart, runs: Sequence[Run]) -> list[ReproducedRow]:
 
 def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], reading: str) -> ReproducedRow:
     chosen = [run for run in runs if is_at(run.trial.point, row.at)]
-    note = row.note
+    where = ""
     if row.least:
         chosen, where = _least(chosen, row)
-        note = "; ".join(filter(None, (where, note)))
     other = row.minus if row.over is None else row.over
     below = chosen if other is None else [run for run in runs if is_at(run.trial.point, other)]
     pairs = _paired(chosen, below)
@@ -127,9 +133,10 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
         untrusted,
         row.expect,
         holds,
-        note,
+        row.note,
         outcome(row, kind, paper, mean, reading),
         row.explains,
+        where,
     )
 
 
@@ -180,7 +187,7 @@ def table(rows: Sequence[ReproducedRow]) -> list[str]:
     for row in rows:
         cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
         ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
-        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.word, row.note])} |")
+        lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.word, row.remark])} |")
     return lines
 
 

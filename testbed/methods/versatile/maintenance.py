@@ -129,9 +129,9 @@ class Maintenance:
         """By layer, since the last `report`."""
 
     def end(self) -> None:
-        """Go on as the baseline Naive, with zeros for what is missing."""
-        naive = VersatileOptions.baselines["naive-zeros"]
-        self._update.options = self._update.options.model_copy(update=dict(naive))
+        """Go on as the baseline Naive."""
+        options = self._update.options
+        self._update.options = options.model_copy(update=dict(options.baselines[options.naive]))
 
     def forget(self, layer: int) -> None:
         """Forget what was saved of a layer: its neurons are others now."""

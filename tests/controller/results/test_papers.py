@@ -70,23 +70,43 @@ def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
         papers.result(entry, tmp_path)
 
 
+def test_runs_that_are_not_trusted_are_no_result(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": "finished"}))
+    (tmp_path / "paper.json").write_text(
+        json.dumps({"rows": [{"name": "a", "untrusted": 0}, {"name": "b", "untrusted": 1}]})
+    )
+    with pytest.raises(InputError, match="a run of the row 'b' is not trusted"):
+        papers.result(papers.Entry("stahl-example"), tmp_path)
+    assert not [row for found in papers.kept(DOCS).values() for row in found["rows"] if row["untrusted"]]
+
+
 def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
     page = (DOCS / papers.PAGE).read_text(encoding="utf-8")
-    kept = papers.kept(DOCS)
+    kept = papers.shown(DOCS)
     assert papers.written(page, kept) == page
     for name in kept:
         assert f"<!-- papers: {name} -->" in page
 
 
-def test_notes_and_readings_are_taken_over_without_a_run() -> None:
+def test_what_a_scenario_says_of_its_rows_is_in_it_alone() -> None:
+    file = {each.scenario: load(f"papers/{each.scenario}", each.changes).paper for each in papers.listed(DOCS)}
+    for name, found in papers.kept(DOCS).items():
+        assert not {"reading", *papers.WORDS} & {key for each in (found, *found["rows"]) for key in each}, name
+    for name, found in papers.shown(DOCS).items():
+        said = {row.name: (row.note, row.explains) for row in file[name].rows}
+        assert found["reading"] == file[name].reading
+        assert all(said[row["name"]] == (row["note"], row["explains"]) for row in found["rows"])
+
+
+def test_words_of_a_scenario_are_shown_as_they_are_now() -> None:
     part = "paper={source: s, rows: [{name: a, figure: latency, value: 2 s, note: new}]}"
-    old, new = papers.Entry("stahl-example", (part,)), papers.Entry("stahl-example", (part, "paper.reading=by title"))
-    facts = {"kind": "duration", "paper": 2.0, "ours": 2.01, "note": "old", "outcome": "reproduced"}
-    results = {"stahl-example": {"digest": old.digest(), "reading": "", "rows": [{**facts, "name": "a"}]}}
-    found = papers.reworded([new], results)["stahl-example"]
-    assert (found["reading"], found["rows"][0]["note"]) == ("by title", "new")
+    facts = {"kind": "duration", "paper": 2.0, "ours": 2.01}
+    results = {"stahl-example": {"digest": "", "rows": [{**facts, "name": "a"}, {**facts, "name": "no more"}]}}
+    entry = papers.Entry("stahl-example", (part, "paper.reading=by title"))
+    found = papers.worded([entry], results)["stahl-example"]
+    assert found["reading"] == "by title"
+    assert [(row["name"], row["note"]) for row in found["rows"]] == [("a", "new")]
     assert found["rows"][0]["outcome"] == "reproduced under a stated reading"
-    assert papers.reworded([papers.Entry("stahl-example", ("seed=7",))], results) == {}, "it is stale"
 
 
 def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> None:

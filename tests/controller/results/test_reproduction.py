@@ -70,7 +70,7 @@ def test_the_least_of_several_points_says_which_it_is(tmp_path: Path) -> None:
         {"figure": "step_time", "least": True, "note": "ours"}, {"figure": "step_time", "least": True, "over": over}
     )
     least, score = reproduction.reproduce(part, runs)
-    assert (least.ours, least.runs, least.note) == (3.0, 2, "least at method schedule 1f1b; ours")
+    assert (least.ours, least.runs, least.remark) == (3.0, 2, "least at method schedule 1f1b; ours")
     assert score.ours == pytest.approx((1.5 + 0.5) / 2)
 
 

@@ -14,7 +14,7 @@ from controller.results.run import run_name
 from testbed.common import yamltext
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
-from testbed.scenario.schema import Scenario
+from testbed.scenario.schema import PaperPart, PaperRow, Scenario
 from testbed.trace.events import Event
 from testbed.wire import tensors
 from tests.helpers import recorded
@@ -154,9 +154,19 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
     assert list(files.finished_among(places, [trial] * 3)) == [0]
     assert not places[1].exists()
+    row = PaperRow(name="a", figure="accuracy", note="of them all")
+    worded = {"description": "other words", "paper": PaperPart(source="somebody", rows=(row,))}
+    noted = replace(trial, scenario=trial.scenario.model_copy(update=worded))
+    assert list(files.finished_among(places, [noted] * 3)) == [0], "words change no run"
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
     with pytest.raises(InputError, match="a run of another scenario"):
         files.finished_among(places, [other] * 3)
+
+
+def test_a_run_whose_scenario_says_null_is_gone_on_with(tmp_path: Path) -> None:
+    trial = recorded.trial(workload=recorded.SCENARIO["workload"] | {"method": {"name": "pipeline", "patience": None}})
+    recorded.write(tmp_path / "run", trial, recorded.plan(), recorded.outcome())
+    assert list(files.finished_among([tmp_path / "run"], [trial])) == [0]
 
 
 def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:

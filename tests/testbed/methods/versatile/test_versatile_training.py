@@ -135,6 +135,10 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     assert "failure" not in {each["cause"] for each in of(naive, "rearrangement")}
     reused = [each["reused"] for each in of(naive, "maintenance") if "reused" in each and each["step"] > 36]
     assert not reused, "saved gradients are not used any more"
+    blocked = run(six({**method, "naive": "naive-blocked"}, **keys))
+    for outcome, learns in ((naive, True), (blocked, False)):
+        fresh = [each.get("fresh", 0) for each in of(outcome, "maintenance") if each["step"] > 36]
+        assert any(fresh) == learns, "with a batch that is nowhere whole training is blocked"
 
 
 def test_neurons_of_a_device_that_retires_travel_and_it_joins_again_with_an_even_share():
