@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent.control import exposition
 from agent.device import Totals
+from agent.metrics import exposition
 from controller.lab import runstate
 from testbed.wire.token import authorised
 from tests.helpers import ROOT
