@@ -99,6 +99,10 @@ class Shaper:
         """
         self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
 
+    def release(self) -> None:
+        """Return when nothing answers any more for devices that have ended."""
+        self._request("POST", "/release", timeout=5.0)
+
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links, live; no other link notices."""
         self._request("POST", "/set", {"links": links_to_json(links)})
