@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -263,6 +264,8 @@ class Agent:
             raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
         except requests.RequestException as error:
             raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer: {error}") from error
+        if response.status_code == HTTPStatus.BAD_GATEWAY:  # the shaper's, where nobody is there to lead to
+            raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer")
         if response.status_code >= 400:
             raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
         return response

@@ -21,7 +21,7 @@ from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
 from tools.bench.figure import Measurement
 
-CURVE = (4, 8, 16, 32)
+CURVE = (4, 16, 64)
 AT = 16
 TARGET = 1.5
 
@@ -38,14 +38,14 @@ def scenario(devices: int) -> Scenario:
     )
 
 
-def with_testbed(devices: int) -> float:
-    """Return the seconds until all devices of a mesh are created, shaped and healthy."""
+def with_testbed(devices: int) -> tuple[float, float]:
+    """Return the seconds until all devices of a mesh are created, shaped and healthy; and until they are gone again."""
     trial = trials(scenario(devices))[0]
     began = time.monotonic()
     lab = Lab.create(trial)
-    seconds = time.monotonic() - began
+    there = time.monotonic()
     lab.down()
-    return seconds
+    return there - began, time.monotonic() - there
 
 
 def bare(devices: int) -> float:
@@ -80,8 +80,9 @@ def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Measurement]:
     """Yield the seconds for each number of devices, with and without the testbed, and their ratio."""
     for devices in curve:
         plain = bare(devices)
-        whole = with_testbed(devices)
+        whole, removed = with_testbed(devices)
         yield Measurement(f"start-up of {devices} bare containers", plain, "s")
         yield Measurement(f"start-up of {devices} devices, shaped and healthy", whole, "s")
+        yield Measurement(f"removal of {devices} devices", removed, "s")
         target = TARGET if devices == AT else None
         yield Measurement(f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target)
