@@ -10,7 +10,7 @@ from agent.control import ControlApplication
 from agent.http import serve
 from agent.receiving import MOST_READING, DataApplication
 from agent.runner import Runner
-from agent.settings import Settings, control_address
+from agent.settings import Settings
 from testbed.wire.token import Lease
 
 CONTROL_THREADS = 8
@@ -33,7 +33,7 @@ def main() -> None:
 
     lease = Lease(os.environ, over.set)
     control = ControlApplication(Runner(settings, data, make_room), lease.renew)
-    servers = [serve(control_address(settings), control, CONTROL_THREADS), data_server]
+    servers = [serve(settings.control, control, CONTROL_THREADS), data_server]
     for server in servers:
         threading.Thread(target=server.serve, name="serve", daemon=True).start()
     over.wait()

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import socket
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from testbed.wire.ports import CAST_PORT, CONTROL_PORT, DATA_PORT
 
 Address = tuple[str, int]
-_ANYWHERE = "0.0.0.0"
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -24,9 +18,10 @@ class Settings:
     run: str
     device: str
     token: str
-    control: Address = (_ANYWHERE, CONTROL_PORT)
-    data: Address = (_ANYWHERE, DATA_PORT)
-    cast: Address = (_ANYWHERE, CAST_PORT)
+    control: Address = ("127.0.0.1", CONTROL_PORT)
+    """Nobody asks for it over the network: the shaper does, or the keeper, from within."""
+    data: Address = ("0.0.0.0", DATA_PORT)
+    cast: Address = ("0.0.0.0", CAST_PORT)
     disk: str = "/state"
     """Folder that outlives a restart of the device."""
     disk_limit: int = 4 << 30
@@ -65,28 +60,6 @@ def _bytes(text: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"is a number of bytes, not '{text}'")
     return int(text)
-
-
-def control_address(settings: Settings) -> Address:
-    """Return where the control API listens: not on the data network, where its address is given.
-
-    Raises SystemExit where there is no other.
-    """
-    if settings.control[0] != _ANYWHERE or settings.data[0] == _ANYWHERE:
-        return settings.control
-    for host in _hosts():
-        if host != settings.data[0] and not host.startswith("127."):
-            return host, settings.control[1]
-    raise SystemExit("agent: there is no network beside that of TESTBED_DATA_ADDRESS, to be controlled by")
-
-
-def _hosts() -> Iterator[str]:
-    """Yield the IPv4 address of each interface that has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(link, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield socket.inet_ntoa(answer[20:24])
 
 
 def address(text: str, port: int | None = None) -> Address:

@@ -61,7 +61,6 @@ def run_recorded(
     beside those that the scenario names and ``callbacks`` of one's own.
     Raises what the runtime raises; what was seen until then is in the folder.
     """
-    from controller.report import boxes, html
     from controller.results.recorder import Recorder
     from controller.results.streams import Following
     from testbed.models.weights import facts
@@ -83,6 +82,8 @@ def run_recorded(
     except BaseException as error:
         recorder.abandon(error)
         raise
+    from controller.report import boxes, html  # not before the run, which would begin later by that
+
     html.write(finished)
     if finished.metrics["series"]["objects"]:
         boxes.write(finished.path, outcome.events, load_data(prepared))

@@ -228,7 +228,7 @@ class Channel(Clock):
 
     # To the containers
 
-    def url(self, found: Mapping[str, Any]) -> str:
+    def url(self, _name: str, found: Mapping[str, Any]) -> str:
         """Return where the control port of an inspected container is reached; empty when it does not run."""
         pid = int(found["State"]["Pid"])
         if not pid or self._over.is_set():

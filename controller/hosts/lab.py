@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import docker
 import requests
-from docker.errors import DockerException
+from docker.errors import DockerException, NotFound
 
 from controller.hosts.channel import LOST_SECONDS, Channel
 from controller.hosts.contexts import Host, manager, reach, reach_all
@@ -31,8 +31,8 @@ from controller.lab.containers import DeviceContainer, container_name
 from controller.lab.engine import connect, ensure_engine
 from controller.lab.health import Ending
 from controller.lab.images import ensure_images
-from controller.lab.lab import Lab, LinkBackend, Progress, RunLab, check_devices, data_subnet, new_state, trial_of
-from controller.lab.networks import network_name
+from controller.lab.lab import Lab, LinkBackend, Progress, RunLab, check_devices, new_state, trial_of
+from controller.lab.networks import network_name, subnet_of
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
 from testbed.common.errors import HostError, InputError
@@ -131,7 +131,7 @@ class HostsLab(RunLab):
         """Find a run that is up, from any process; raises what `Lab.open` does."""
         state = runstate.read(run_id)
         reached = reach_all([*state.hosts])
-        lab = cls(state, trial_of(state), reached, data_subnet(manager(reached).client, run_id))
+        lab = cls(state, trial_of(state), reached, _overlay(manager(reached).client, run_id))
         lab.refresh()
         return lab
 
@@ -279,6 +279,15 @@ class HostsLab(RunLab):
 
         with ThreadPoolExecutor(len(self.parts)) as pool:
             return list(pool.map(attempt, [name for name in self.parts if name not in self.lost]))
+
+
+def _overlay(client: docker.DockerClient, run_id: str) -> IPv4Network:
+    """Return the subnet of a run's data network; raises InputError where that is gone."""
+    try:
+        return subnet_of(client, run_id, "data")
+    except NotFound:
+        text = f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
+        raise InputError(text) from None
 
 
 def _narrow(source: str, destination: str) -> str:

@@ -117,5 +117,5 @@ def make_keeper(host: Host, state: RunState, image: str) -> str:
         ),
         "command": ["python3", "-m", "controller.hosts.inside.keeper"],
     }
-    make_container(host.client, state.run, KEEPER, settings, None, lambda _found: "")
+    make_container(host.client, state.run, KEEPER, settings)
     return container_name(state.run, KEEPER)

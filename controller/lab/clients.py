@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -98,6 +99,10 @@ class Shaper:
         Devices attached before are adapted. A pair of attached devices without a link cannot talk.
         """
         self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
+
+    def release(self) -> None:
+        """Return when nothing answers any more for devices that have ended."""
+        self._request("POST", "/release", timeout=5.0)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links, live; no other link notices."""
@@ -259,6 +264,8 @@ class Agent:
             raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
         except requests.RequestException as error:
             raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer: {error}") from error
+        if response.status_code == HTTPStatus.BAD_GATEWAY:  # the shaper's, where nobody is there to lead to
+            raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer")
         if response.status_code >= 400:
             raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
         return response

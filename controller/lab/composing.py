@@ -8,7 +8,7 @@ from typing import Any
 
 from controller.lab.clients import attachment
 from controller.lab.containers import device_settings, shaper_settings
-from controller.lab.networks import CLOSED, device_addresses, free_subnets
+from controller.lab.networks import CLOSED, data_subnet, device_addresses
 from controller.lab.runstate import RunState
 from controller.shaping.plan import Endpoint
 from testbed.common.yamltext import written
@@ -16,8 +16,8 @@ from testbed.network.checks import SHAPER
 from testbed.scenario.schema import Trial
 from testbed.wire.ports import CONTROL_PORT
 
-FIRST_PORT = 8710
-"""Port of the host for the shaper; the devices' follow."""
+PORT = 8710
+"""Port of the host for the shaper, and through it for the devices."""
 IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed images --env > .env' first}}"
 TOKEN = "${TESTBED_TOKEN:?}"
 
@@ -67,19 +67,19 @@ sed "${{edits#;}}" links.json | curl --silent --show-error --fail-with-body -H "
 def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     """Return the files of the project by name; ``images`` are the tags of devices with one of their own."""
     name, specs = trial.scenario.name, trial.experiment.devices
-    # The last there is, as runs take the lowest that are free.
-    *_, subnet = free_subnets(trial.scenario.network.subnet, len(specs), ())
+    subnet = data_subnet(trial.scenario.network.subnet, len(specs))
     addresses = {name: str(each) for name, each in device_addresses(subnet, [spec.name for spec in specs]).items()}
     state = RunState(run=name, token=TOKEN)
     services = {}
-    for number, spec in enumerate(specs, 1):
+    for spec in specs:
         settings = device_settings(state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses)
-        services[spec.name] = service(settings, FIRST_PORT + number, {"data": {"ipv4_address": addresses[spec.name]}})
-    services[SHAPER] = service(shaper_settings(state, IMAGE.format("SHAPER"), "auto"), FIRST_PORT, {})
-    networks = {
-        "control": {"driver_opts": dict(CLOSED)},
-        "data": {"internal": True, "ipam": {"config": [{"subnet": str(subnet)}]}},
+        services[spec.name] = {**service(settings), "network_mode": "none"}
+    services[SHAPER] = {
+        **service(shaper_settings(state, IMAGE.format("SHAPER"), "auto")),
+        "networks": ["control"],
+        "ports": [f"127.0.0.1:{PORT}:{CONTROL_PORT}"],
     }
+    networks = {"control": {"driver_opts": dict(CLOSED)}}
     endpoints = [
         Endpoint(spec.name, 0, addresses[spec.name], spec.uplink, spec.downlink, str(subnet)) for spec in specs
     ]
@@ -89,12 +89,12 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     return {
         "docker-compose.yml": _HEAD.format(name=name) + written({"services": services, "networks": networks}, 140),
         "links.json": json.dumps(attached, indent=1) + "\n",
-        "shape": _SHAPE.format(devices=" ".join(addresses), port=FIRST_PORT),
+        "shape": _SHAPE.format(devices=" ".join(addresses), port=PORT),
     }
 
 
-def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container as a service of compose, its control port on ``port`` of the host's loopback.
+def service(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a container as a service of compose, but for its networks and ports.
 
     Raises KeyError for a setting that has no word here.
     """
@@ -107,4 +107,4 @@ def service(settings: Mapping[str, Any], port: int, networks: Mapping[str, Any])
         if key not in _ELSEWHERE:
             word, write = _OF_HOST[key]
             found[word] = write(value)
-    return {**found, "ports": [f"127.0.0.1:{port}:{CONTROL_PORT}"], "networks": {"control": {}, **networks}}
+    return found

@@ -12,12 +12,12 @@ from docker.errors import APIError, NotFound
 from docker.types import DeviceRequest, EndpointConfig, HostConfig, LogConfig, Mount
 
 from controller.lab.networks import network_name
-from controller.lab.removal import DEVICE, ROLE, RUN, labelled_runs
+from controller.lab.removal import ADDRESS, DEVICE, ROLE, RUN, labelled_runs
 from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
-from testbed.wire.ports import CONTROL_PORT, DATA_PORT
+from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.token import LEASE
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
@@ -37,8 +37,9 @@ _SYSCTLS = {
 _LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"})
 
 
-ControlUrl = Callable[[Mapping[str, Any]], str]
-"""Takes an inspected container, and returns where its control port is reached from here; empty when it is not."""
+ControlUrl = Callable[[str, Mapping[str, Any]], str]
+"""Takes the name of a device or the shaper and its container as inspected, and returns where its control port is
+reached from here; empty when it is not."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DeviceContainer:
     """Reachable from the controller only; another one after each start, empty when it does not run."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningContainer:
     """One container of some run, as the engine lists it."""
 
@@ -67,29 +68,24 @@ class RunningContainer:
     since: str
     """In the engine's words, e.g. 'Up 3 minutes'."""
     address: str
-    control_url: str
+    control_url: str = ""
 
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
     """Return every run that the engine holds something of, with its containers; anybody's, not only this user's."""
     found: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
+    urls: dict[str, str] = {}
     for each in client.api.containers(all=True, filters={"label": RUN}):
         run, labels = str(each["Labels"][RUN]), each["Labels"]
-        networks = each["NetworkSettings"]["Networks"]
-        data = networks.get(network_name(run, "data"), {})
-        ports = [port["PublicPort"] for port in each["Ports"] if port.get("PublicPort")]
-        found.setdefault(run, []).append(
-            RunningContainer(
-                run=run,
-                name=labels.get(DEVICE) or labels.get(ROLE, "?"),
-                state=each["State"],
-                since=each["Status"],
-                # A container that is down keeps its place in the network's settings, not in its own.
-                address=data.get("IPAddress") or (data.get("IPAMConfig") or {}).get("IPv4Address", ""),
-                control_url=f"http://127.0.0.1:{ports[0]}" if ports else "",
-            )
-        )
-    for containers in found.values():
+        name, address = labels.get(DEVICE) or labels.get(ROLE, "?"), labels.get(ADDRESS, "")
+        found.setdefault(run, []).append(RunningContainer(run, name, each["State"], each["Status"], address))
+        for port in each["Ports"]:
+            if port.get("PublicPort"):
+                urls[run] = f"http://127.0.0.1:{port['PublicPort']}"
+    for run, containers in found.items():
+        for each in containers:
+            if run in urls and each.state == "running":
+                each.control_url = urls[run] if each.name == SHAPER else device_url(urls[run], each.name)
         containers.sort(key=lambda container: container.name)
     return found
 
@@ -110,22 +106,25 @@ def container_name(run: str, name: str) -> str:
     return f"testbed-{run}-{name}"
 
 
-def control_url(found: Mapping[str, Any]) -> str:
+def device_url(shaper: str, name: str) -> str:
+    """Return where the shaper at a URL leads on to a device."""
+    return f"{shaper}/devices/{name}"
+
+
+def published_url(found: Mapping[str, Any]) -> str:
     """Return where an inspected container's control port is published; empty when it is not."""
     bindings = (found["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
-def look(
-    client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl = control_url
-) -> DeviceContainer:
+def look(client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl) -> DeviceContainer:
     """Return a container as it is now; in state `gone` where there is none. ``url`` says how it is reached."""
     try:
         found = client.api.inspect_container(container_name(run, name))
     except NotFound:
         return DeviceContainer(name, container_name(run, name), address, "gone")
     status = found["State"]
-    return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], url(found))
+    return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], url(name, found))
 
 
 def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
@@ -134,14 +133,8 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
     settings = container_settings(
         state,
         image,
-        {DEVICE: spec.name},
-        {
-            "TESTBED_DEVICE": spec.name,
-            "TESTBED_TOKEN": state.token_of(spec.name),
-            "TESTBED_DATA_ADDRESS": f"{addresses[spec.name]}:{DATA_PORT}",
-            **({"TESTBED_CONTROL_ADDRESS": f"127.0.0.1:{CONTROL_PORT}"} if state.hosts else {}),
-            "OMP_NUM_THREADS": "1",
-        },
+        {DEVICE: spec.name, ADDRESS: addresses[spec.name]},
+        {"TESTBED_DEVICE": spec.name, "TESTBED_TOKEN": state.token_of(spec.name), "OMP_NUM_THREADS": "1"},
         tmpfs={"/tmp": "size=64m,mode=1777"},
         mounts=[Mount("/state", None, type="volume", labels={RUN: state.run, DEVICE: spec.name})],
         mem_limit=memory,
@@ -150,9 +143,9 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         nano_cpus=None if spec.cpus is None else int(spec.cpus * 1e9),
         sysctls=_SYSCTLS,
         device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if spec.gpu else None,
-        # Before what the engine answers, which is the control network's: closed to other devices.
         extra_hosts=dict(addresses),
-        **({"network_mode": network_name(state.run, "data")} if state.hosts else {}),
+        # On one host the shaper makes the network: what the engine has for that takes most of a container's start.
+        network_mode=network_name(state.run, "data") if state.hosts else "none",
     )
     if state.hosts:
         # A worker's engine knows the overlay network only once a container is started there: none can be connected.
@@ -174,8 +167,13 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         pids_limit=1024,
         cap_add=SHAPER_CAPABILITIES,
         pid_mode="host",
-        **({"network_mode": "none"} if state.hosts else {}),
-    )
+        # On several hosts there is no control network: the keepers enter the containers' own loopback.
+        **({"network_mode": "none"} if state.hosts else _published(state.run)),
+    ) | ({} if state.hosts else {"ports": [CONTROL_PORT]})
+
+
+def _published(run: str) -> dict[str, Any]:
+    return {"network_mode": network_name(run, "control"), "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)}}
 
 
 def container_settings(
@@ -186,8 +184,6 @@ def container_settings(
     **host: Any,
 ) -> dict[str, Any]:
     """Return what all containers have in common, with what the caller adds for its own, as the engine takes it."""
-    # On several hosts there is no control network: the keepers enter the containers' own loopback.
-    published = "network_mode" not in host
     return {
         "image": image,
         "labels": {RUN: state.run, **labels},
@@ -196,27 +192,18 @@ def container_settings(
             **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
             **environment,
         },
-        **({"ports": [CONTROL_PORT]} if published else {}),
         "host_config": HostConfig(
             version=DEFAULT_DOCKER_API_VERSION,
-            port_bindings={CONTROL_PORT: ("127.0.0.1", None)} if published else None,
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             read_only=True,
-            **({"network_mode": network_name(state.run, "control"), "log_config": _LOGS} | host),
+            **({"log_config": _LOGS} | host),
         ),
     }
 
 
-def make_container(
-    client: docker.DockerClient,
-    run: str,
-    name: str,
-    settings: dict[str, Any],
-    address: str | None,
-    url: ControlUrl = control_url,
-) -> DeviceContainer:
-    """Create, connect and start a container. Its name is fixed: a request that is retried meets its first try.
+def make_container(client: docker.DockerClient, run: str, name: str, settings: dict[str, Any]) -> None:
+    """Create and start a container. Its name is fixed: a request that is retried meets its first try.
 
     Raises `HostError` where the engine refuses.
     """
@@ -227,14 +214,6 @@ def make_container(
         if error.status_code != 409:
             raise HostError(f"the container of {name} cannot be made: {error.explanation}") from error
     try:
-        if address is not None and "networking_config" not in settings:
-            network = network_name(run, "data")
-            try:
-                client.api.connect_container_to_network(title, network, ipv4_address=address, aliases=[name])
-            except APIError as error:
-                if "already exists" not in str(error.explanation):  # as above
-                    raise
         client.api.start(title)
     except APIError as error:
         raise HostError(f"the container of {name} cannot be started: {error.explanation}") from error
-    return look(client, run, name, address or "", url)

@@ -147,9 +147,10 @@ def _out_of_memory(limit: float) -> str:
 
 def healthy(url: str) -> bool:
     """Return whether an agent or shaper answers there."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=2)
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=2)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", f"{parts.path}/health")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

@@ -77,7 +77,7 @@ def names() -> ImageTags:
 
 def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
     runtimes = {kind: _runtime_name(kind) for kind in code}
-    tags = {kind: _code_name(kind, files) for kind, files in code.items()}
+    tags = {kind: _code_name(kind, files, runtimes[kind]) for kind, files in code.items()}
     return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
 
 
@@ -93,9 +93,9 @@ def _runtime_name(kind: str) -> str:
     return f"testbed/runtime:{digest(parts)}"
 
 
-def _code_name(kind: str, code: Mapping[str, bytes]) -> str:
+def _code_name(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
     files = {f"code/{name}": content for name, content in code.items()}
-    return f"testbed/{kind}:{digest({'runtime': _runtime_name(kind).encode(), 'recipe': recipe(kind), **files})}"
+    return f"testbed/{kind}:{digest({'runtime': runtime.encode(), 'recipe': recipe(kind), **files})}"
 
 
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
@@ -122,7 +122,8 @@ def ensure_agent(client: docker.DockerClient, say: Say) -> str:
 
 def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], say: Say) -> str:
     """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
-    tag, runtime, base = _code_name(kind, code), _runtime_name(kind), _base_name()
+    runtime, base = _runtime_name(kind), _base_name()
+    tag = _code_name(kind, code, runtime)
     if exists(client, tag):
         return tag
     if not exists(client, runtime):

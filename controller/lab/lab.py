@@ -1,4 +1,4 @@
-"""A run's devices and shaper as containers, on two networks: made, found again, broken and removed."""
+"""A run's devices and shaper as containers: made, found again, broken and removed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from controller.lab.containers import (
     ControlUrl,
     DeviceContainer,
     container_name,
-    control_url,
     device_settings,
+    device_url,
     look,
     make_container,
+    published_url,
     shaper_settings,
 )
 from controller.lab.engine import connect, ensure_engine, facts, is_local, refuse_rootless
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
-from controller.lab.networks import device_addresses, make_networks, subnet_of
+from controller.lab.networks import data_subnet, device_addresses, make_control_network
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
 from controller.lab.removal import DEVICE, RUN, remove_run
@@ -125,7 +126,7 @@ class Lab(RunLab):
         subnet: IPv4Network,
         *,
         here: Collection[str] | None = None,
-        url: ControlUrl = control_url,
+        url: ControlUrl | None = None,
         clock: Clock | None = None,
     ) -> None:
         """``here`` names the devices on this engine, where others are elsewhere.
@@ -134,7 +135,7 @@ class Lab(RunLab):
         """
         super().__init__(state, trial, subnet)
         self._client = client
-        self._url = url
+        self._url = url or self._through_shaper
         self._clock = clock
         names = [device.name for device in trial.experiment.devices]
         self._addresses = {name: str(address) for name, address in device_addresses(subnet, names).items()}
@@ -161,7 +162,7 @@ class Lab(RunLab):
         results: Path | None = None,
         keep: bool = False,
     ) -> Lab:
-        """Make networks, shaper and devices; return when all are healthy and every link is shaped.
+        """Make network, shaper and devices; return when all are healthy and every link is shaped.
 
         Leaves nothing behind when it fails or is interrupted. The lab is removed if this process dies before `down`,
         unless it is there to ``keep``. ``results`` is the folder that the run is written to.
@@ -183,9 +184,9 @@ class Lab(RunLab):
         reaper = Reaper(state.run)
         with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
             runstate.write(state)
-            say("making the networks")
-            subnet = make_networks(client, state.run, trial.scenario.network.subnet, len(trial.experiment.devices))
-            lab = cls(client, state, trial, subnet)
+            lab = cls(client, state, trial, data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices)))
+            say("making the network")
+            make_control_network(client, state.run)
             lab.populate(devices, images.shaper, links, say)
         if not keep:
             lab._reaper = reaper
@@ -199,7 +200,9 @@ class Lab(RunLab):
         Raises InputError where there is no such run; HostError where no engine answers.
         """
         state, client = runstate.read(run_id), connect()
-        lab = cls(client, state, trial_of(state), data_subnet(client, run_id))
+        trial = trial_of(state)
+        subnet = data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices))
+        lab = cls(client, state, trial, subnet)
         lab.refresh()
         return lab
 
@@ -210,10 +213,9 @@ class Lab(RunLab):
 
     def refresh(self) -> None:
         """Look again what every container of the run is doing; one that has vanished is in state ``gone``."""
+        self._shaper_url = self.look(SHAPER).control_url
         for name in self._here:
             self.devices[name] = look(self._client, self.run_id, name, self._addresses[name], self._url)
-        with contextlib.suppress(NotFound):
-            self._shaper_url = self._url(self._client.api.inspect_container(container_name(self.run_id, SHAPER)))
 
     def states(self) -> dict[str, str]:
         """Return in the engine's words what the container of each device is doing, all asked for at once."""
@@ -258,6 +260,8 @@ class Lab(RunLab):
             self._client.api.kill(device.id, "SIGKILL")
         with _unless(404):
             self._client.api.wait(device.id, timeout=30)
+        with contextlib.suppress(HostError):  # without a shaper there are no links either
+            self.shaper.release()
         self.look(name)
 
     def start(self, name: str) -> None:
@@ -284,15 +288,19 @@ class Lab(RunLab):
     def _note_targets(self) -> None:
         """Write down where the devices' metrics are now: a device that booted again has another port."""
         urls = {name: device.control_url for name, device in self.devices.items() if device.control_url}
-        addresses = {name: url.removeprefix("http://") for name, url in urls.items()}
-        runstate.write_targets(self._state, addresses)
+        runstate.write_targets(self._state, urls)
 
     def _attach(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
         """Have these devices' interfaces shaped."""
         specs = {spec.name: spec for spec in self.experiment.devices}
         endpoints = [
             Endpoint(
-                each.name, each.pid, each.address, specs[each.name].uplink, specs[each.name].downlink, str(self.subnet)
+                each.name,
+                each.pid,
+                each.address,
+                specs[each.name].uplink,
+                specs[each.name].downlink,
+                None if self._state.hosts else str(self.subnet),
             )
             for each in devices
         ]
@@ -347,28 +355,29 @@ class Lab(RunLab):
             self.devices[name] = found
         return found
 
-    def _make(self, name: str, settings: dict[str, Any], address: str | None) -> DeviceContainer:
-        return make_container(self._client, self.run_id, name, settings, address, self._url)
+    def _through_shaper(self, name: str, found: Mapping[str, Any]) -> str:
+        if name == SHAPER:
+            return published_url(found)
+        return device_url(self._shaper_url, name) if found["State"]["Pid"] else ""
 
     def populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
-        specs = [spec for spec in self.experiment.devices if spec.name in self._here]
-        say(f"starting {len(specs)} devices and the shaper")
+        settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
+        settings |= {
+            spec.name: device_settings(self._state, images[spec.name], spec, self._addresses)
+            for spec in self.experiment.devices
+            if spec.name in self._here
+        }
+        say(f"starting {len(settings) - 1} devices and the shaper")
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            shaper = pool.submit(self._make, SHAPER, shaper_settings(self._state, shaper_image, links), None)
-            devices = [
-                pool.submit(
-                    self._make,
-                    spec.name,
-                    device_settings(self._state, images[spec.name], spec, self._addresses),
-                    self._addresses[spec.name],
-                )
-                for spec in specs
-            ]
-            self._shaper_url = shaper.result().control_url
+            made = [pool.submit(make_container, self._client, self.run_id, *each) for each in settings.items()]
+            made[0].result()
+            self._shaper_url = self.look(SHAPER).control_url
             self.health.wait_for({SHAPER: self._shaper_url})
-            self.devices = {device.name: device for device in (future.result() for future in devices)}
+            for each in made:
+                each.result()
+            self.devices = {device.name: device for device in pool.map(self.look, self._here)}
         finally:
             # Requests under way are waited for, so that nothing appears after the clearing up.
             pool.shutdown(wait=True, cancel_futures=True)
@@ -404,16 +413,6 @@ def trial_of(state: runstate.RunState) -> Trial:
     """Return what a lab was made for."""
     trial = trials(Scenario.model_validate(state.scenario))[0]
     return replace(trial, point=state.point, repetition=state.repetition)
-
-
-def data_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
-    """Return the subnet of a run's data network; raises InputError where that is gone."""
-    try:
-        return subnet_of(client, run_id)
-    except NotFound:
-        raise InputError(
-            f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
-        ) from None
 
 
 def check_devices(experiment: Experiment) -> None:

@@ -1,4 +1,4 @@
-"""The two networks of a run: one for the controller, one for data, whose links are shaped; and their addresses."""
+"""The two networks of a run: one for the controller, one for data, which the shaper makes; and their addresses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
-CLOSED = {
-    "com.docker.network.bridge.enable_icc": "false",
-    "com.docker.network.bridge.enable_ip_masquerade": "false",
-}
-"""Options of the control network: nobody but the controller is to be reached over it, and nothing beyond it."""
+CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
+"""Options of the control network: nothing beyond this host is to be reached over it."""
 
 
 def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
@@ -72,24 +69,21 @@ def network_name(run: str, kind: str) -> str:
     return f"testbed-{run}-{kind}"
 
 
-def make_networks(client: docker.DockerClient, run: str, within: str, devices: int) -> IPv4Network:
-    """Make the control and the data network; return the subnet of the latter. Raises HostError where it has none."""
-    subnet = _bridge(client, run, "data", within, devices, internal=True)
-    try:
-        _bridge(client, run, "control", DEFAULT_RANGE, devices + 1, options=CLOSED)
-    except HostError:
-        # Without br_netfilter the engine cannot keep containers of one bridge apart; the devices' walls do.
-        _bridge(client, run, "control", DEFAULT_RANGE, devices + 1)
-    return subnet
+def data_subnet(within: str, devices: int) -> IPv4Network:
+    """Return the subnet of the network that the shaper of a run makes, and that nothing outside of it meets.
+
+    Raises InputError where the range is too small.
+    """
+    return next(free_subnets(within, devices, ()))
 
 
-def _bridge(
-    client: docker.DockerClient, run: str, kind: str, within: str, devices: int, **settings: Any
-) -> IPv4Network:
-    found = free_subnets(within, devices, [*host_routes(), *subnets(client)])
+def make_control_network(client: docker.DockerClient, run: str) -> None:
+    """Make the network over which the controller reaches the shaper; raises HostError where that cannot be."""
+    found = free_subnets(DEFAULT_RANGE, 1, [*host_routes(), *subnets(client)])
     pools = ((subnet, IPAMPool(subnet=str(subnet))) for subnet in found)
-    complaint = f"every subnet of {within} that would do is taken"
-    return make_network(client, run, kind, pools, f"the {kind} network", complaint, driver="bridge", **settings)
+    complaint = f"every subnet of {DEFAULT_RANGE} that would do is taken"
+    settings = {"driver": "bridge", "options": CLOSED}
+    make_network(client, run, "control", pools, "the control network", complaint, **settings)
 
 
 def make_network(
@@ -124,7 +118,7 @@ def make_network(
     )
 
 
-def subnet_of(client: docker.DockerClient, run: str, kind: str = "data") -> IPv4Network:
+def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
     """Return the subnet of a network of a run; raises docker's NotFound where it has no such network."""
     return IPv4Network(client.api.inspect_network(network_name(run, kind))["IPAM"]["Config"][0]["Subnet"])
 

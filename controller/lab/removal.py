@@ -15,6 +15,7 @@ from testbed.common.errors import HostError
 
 RUN = "testbed.run"
 DEVICE = "testbed.device"
+ADDRESS = "testbed.address"
 ROLE = "testbed.role"
 
 _PATIENCE = 30.0

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from controller.lab.paths import state_folder
 from testbed.common.errors import InputError
@@ -53,8 +54,8 @@ def write(state: RunState) -> None:
     _write(path_of(state.run), asdict(state))
 
 
-def write_targets(state: RunState, addresses: Mapping[str, str]) -> None:
-    """Say to Prometheus where the metrics of a run's devices (name -> host:port) are, and with which tokens.
+def write_targets(state: RunState, urls: Mapping[str, str]) -> None:
+    """Say to Prometheus where the devices of a run (name -> control URL) are, and with which tokens.
 
     A file of targets as its ``file_sd_configs`` reads and follows them; JSON is YAML, too.
     """
@@ -62,10 +63,15 @@ def write_targets(state: RunState, addresses: Mapping[str, str]) -> None:
         state_folder() / f"{state.run}.targets.yml",
         [
             {
-                "targets": [address],
-                "labels": {"run": state.run, "device": name, "__param_token": state.token_of(name)},
+                "targets": [urlsplit(url).netloc],
+                "labels": {
+                    "run": state.run,
+                    "device": name,
+                    "__metrics_path__": f"{urlsplit(url).path}/metrics",
+                    "__param_token": state.token_of(name),
+                },
             }
-            for name, address in addresses.items()
+            for name, url in urls.items()
         ],
     )
 

@@ -228,15 +228,15 @@ _NETEM: dict[str, Callable[[], object]] = {
 }
 
 
-def _iptables_for(rule: str = _QUEUE) -> str:
-    """Return the program with which the kernel takes a rule, by default of a queue; raises HostError when none does.
+def _iptables_for_a_queue() -> str:
+    """Return the program with which the kernel takes a rule of a queue; raises HostError when none does.
 
     The rule is left in the calling thread's namespace.
     """
     problems = []
     for program in _IPTABLES:
         try:
-            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{rule}\nCOMMIT\n")
+            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{_QUEUE}\nCOMMIT\n")
         except HostError as error:
             problems.append(str(error))
         else:
@@ -247,7 +247,7 @@ def _iptables_for(rule: str = _QUEUE) -> str:
 _USERSPACE: dict[str, Callable[[], object]] = {
     **_SENDER,
     "nfnetlink_queue": nfqueue.check,
-    "xt_NFQUEUE": _iptables_for,
+    "xt_NFQUEUE": _iptables_for_a_queue,
 }
 
 
@@ -323,11 +323,6 @@ def queueing_iptables() -> str:
     return _try(iptables_for_queues)
 
 
-def walling_iptables() -> str:
-    """Return the iptables program that a device's wall can be built with; raises HostError when there is none."""
-    return _try(lambda: _iptables_for("-A OUTPUT -p tcp -m tcp --sport 1 ! --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"))
-
-
 def _try(work: Callable[[], str]) -> str:
     with closing(Namespace.scratch()) as scratch:
         return scratch.run(partial(_with_interface, work))
@@ -351,4 +346,4 @@ def netem_works() -> str:
 def iptables_for_queues() -> str:
     """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
     nfqueue.check()
-    return _iptables_for()
+    return _iptables_for_a_queue()

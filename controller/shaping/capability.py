@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.plan import FRAME, Endpoint
-from controller.shaping.shaper import Shaping
 from testbed.common.errors import TestbedError
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
+
+if TYPE_CHECKING:
+    from controller.shaping.shaper import Shaping
 
 RATES = (10e9, 5e9, 4e9, 3e9, 2e9, 1.5e9, 1e9, 500e6, 200e6, 100e6, 10e6)
 """bit/s, tried from the fastest on; with the delay below, so that the backend has to hold the packets."""
@@ -57,6 +60,8 @@ class Capability:
 
 def measure(backend: str = "auto") -> Capability:
     """Measure; takes a few seconds. Raises HostError where this kernel cannot shape links."""
+    from controller.shaping.shaper import Shaping  # with pyroute2, which commands that only read this need not wait for
+
     with _pair() as endpoints, contextlib.closing(Shaping(backend)) as shaping:
         shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
         rate = next((rate for rate in RATES if _probe(shaping, Link(rate=rate, delay=DELAY)).problem is None), None)

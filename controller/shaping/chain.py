@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import IPv4Network
-from pathlib import Path
 
 from controller.shaping.namespaces import command
 from controller.shaping.plan import InterfacePlan
-from testbed.wire.ports import CONTROL_PORT
 
 
 @dataclass(frozen=True)
@@ -60,45 +57,3 @@ def receiving(plan: InterfacePlan) -> RuleChain:
         elif line.queued:
             rules.append(f"-s {line.address}/32 -j NFQUEUE --queue-num {line.number}")
     return RuleChain("TESTBED", ("INPUT", "-i", plan.interface), tuple(rules))
-
-
-def remove_ipv6() -> None:
-    """Take the IPv6 addresses from the calling thread's namespace, of which a wall says nothing.
-
-    Docker leaves none; Podman leaves those that the kernel gives to every interface.
-    """
-    known = Path("/proc/thread-self/net/if_inet6")
-    lines = known.read_text().splitlines() if known.exists() else []
-    for interface in sorted({line.split()[-1] for line in lines} - {"lo"}):
-        command(["ip", "link", "set", "dev", interface, "addrgenmode", "none"])
-        command(["ip", "-6", "address", "flush", "dev", interface])
-
-
-def wall(interface: str, network: IPv4Network) -> tuple[RuleChain, RuleChain]:
-    """Return the chains that keep a device from the host, from other runs and from the world.
-
-    They stand in the device's own namespace, which a program in it may not change, and vanish with it. The host is the
-    first of the data network's addresses. Over every other interface the agent answers on its control port, and nothing
-    begins there.
-    """
-    host, answers = f"{network.network_address + 1}/32", "! --tcp-flags FIN,SYN,RST,ACK SYN"
-    out = (
-        "-o lo -j RETURN",
-        f"! -o {interface} -p tcp -m tcp --sport {CONTROL_PORT} {answers} -j RETURN",
-        f"! -o {interface} -j DROP",
-        f"-d {host} -j DROP",
-        f"-d {network} -j RETURN",
-        "-d 224.0.0.0/4 -j RETURN",
-        "-d 255.255.255.255/32 -j RETURN",
-        "-j DROP",
-    )
-    into = (
-        "-i lo -j RETURN",
-        f"! -i {interface} -p tcp -m tcp --dport {CONTROL_PORT} -j RETURN",
-        f"! -i {interface} -j DROP",
-        f"-p tcp -m tcp --dport {CONTROL_PORT} -j DROP",
-        f"-s {host} -j DROP",
-        f"-s {network} -j RETURN",
-        "-j DROP",
-    )
-    return RuleChain("TESTBED-OUT", ("OUTPUT",), out), RuleChain("TESTBED-IN", ("INPUT",), into)

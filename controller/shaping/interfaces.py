@@ -13,6 +13,8 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
 from typing import Any
 
 from pyroute2 import IPRoute
@@ -23,6 +25,8 @@ from testbed.common.errors import HostError
 _SIOCETHTOOL = 0x8946
 _LINK_SCOPE = 253
 """linux/rtnetlink.h: reached directly."""
+_NO_ADDRESS = 1
+"""linux/if_link.h: what the kernel is to do about IPv6 addresses by itself."""
 # linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
 _OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
@@ -44,19 +48,53 @@ def _netlink(purpose: str) -> Iterator[Any]:
         raise HostError(f"{purpose} failed: {error}") from error
 
 
-def interface_of(address: str) -> Interface:
-    """Find the interface by its IPv4 address; raises HostError when none has it."""
+def interface_of(address: str) -> Interface | None:
+    """Find the interface by its IPv4 address; None where none has it."""
     with _netlink("looking up the addresses of interfaces") as route:
         for held in route.get_addr(family=socket.AF_INET):
             if held.get("local") == address:
                 return Interface(held.get("label"), held.get("broadcast"))
-    raise HostError(f"no interface of the device has the address {address}: is it attached to the data network?")
+    return None
 
 
 def interface_names() -> set[str]:
     """Return the names of all interfaces."""
     with _netlink("listing interfaces") as route:
         return {link.get("ifname") for link in route.get_links()}
+
+
+def make_bridge(name: str) -> None:
+    """Make a bridge that has no address, so that nobody answers there; raises HostError where the kernel has none."""
+    with _netlink(f"adding the bridge {name}") as route:
+        # Without snooping, which asks for members that nobody announces, multicasts go to all.
+        route.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
+        _bring_up(route, name)
+
+
+def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) -> None:
+    """Make a pair of interfaces: a port of the bridge here, and one in the network namespace of this descriptor."""
+    with _netlink(f"adding the port {port}") as route:
+        route.link(
+            "add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware}
+        )
+        _bring_up(route, port, master=socket.if_nametoindex(bridge))
+
+
+def set_address(name: str, address: str, network: IPv4Network) -> None:
+    """Give an interface its address, and bring it up."""
+    with _netlink(f"setting the address of {name}") as route:
+        index, broadcast = socket.if_nametoindex(name), str(network.broadcast_address)
+        route.addr("add", index=index, address=address, prefixlen=network.prefixlen, broadcast=broadcast, label=name)
+        _bring_up(route, name)
+
+
+def _bring_up(route: Any, name: str, **settings: Any) -> None:
+    """Bring an interface up without an IPv6 address, which no link would hold."""
+    index = socket.if_nametoindex(name)
+    if Path("/proc/thread-self/net/if_inet6").exists():
+        none = {"attrs": [["AF_INET6", {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}]]}
+        route.link("set", index=index, IFLA_AF_SPEC=none)
+    route.link("set", index=index, state="up", **settings)
 
 
 def add_ifb(name: str) -> None:

@@ -23,7 +23,7 @@ class Namespace:
     """A network namespace, held open by a file descriptor until `close`."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self.identity = os.fstat(descriptor).st_ino
         """The same for two descriptors of one namespace."""
 
@@ -53,7 +53,7 @@ class Namespace:
         """Call ``work`` in a thread inside the namespace; processes and sockets that it makes belong to it."""
 
         def enter() -> T:
-            if _libc.setns(self._descriptor, _CLONE_NEWNET) != 0:
+            if _libc.setns(self.descriptor, _CLONE_NEWNET) != 0:
                 raise HostError(
                     f"a device's network namespace cannot be entered ({os.strerror(ctypes.get_errno())}): "
                     "the shaper needs CAP_SYS_ADMIN"
@@ -64,11 +64,11 @@ class Namespace:
 
     def again(self) -> Namespace:
         """Return a second hold on the namespace, to be closed by itself."""
-        return Namespace(os.dup(self._descriptor))
+        return Namespace(os.dup(self.descriptor))
 
     def close(self) -> None:
         """Let go of the namespace."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 def _in_thread(work: Callable[[], T]) -> T:

@@ -44,8 +44,8 @@ class Endpoint:
     downlink: float | None = None
     """bit/s that it receives from all others together."""
     network: str | None = None
-    """The data network, such as ``10.0.0.0/24``, over which the device is to reach other devices and neither the host
-    nor anything beyond; None: it is not walled in."""
+    """The data network, such as ``10.0.0.0/24``, where the shaper is to make the interface and to plug it into a bridge
+    that nothing but devices is on; None: it is there already."""
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import flask
 
+from controller.shaping import proxy
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import InputError, TestbedError
 from testbed.network.link import Cell, Pair, links_from_json
+from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
@@ -47,6 +50,7 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     for path, act in (
         ("/lease", lambda _: renew()),
         ("/attach", partial(_attach, shaping)),
+        ("/release", lambda _: shaping.release_the_dead()),
         ("/set", lambda asked: shaping.set(links_from_json(asked["links"]))),
         ("/probe", lambda asked: {"measurements": [each.to_json() for each in shaping.probe(_pairs(asked))]}),
         ("/ends", lambda asked: {"ports": shaping.open_ends(str(asked["run"]), _pairs(asked))}),
@@ -86,10 +90,17 @@ def _half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]) -> None:
     """Answer requests until the process is ended; ``renew`` is called when the controller says that it needs us."""
-    threading.Thread(target=_watch, args=(shaping,), name="watch", daemon=True).start()
-    server = PatientServer((host, port), application(shaping, token, renew), numthreads=8)
+    listening = socket.create_server((host, port), backlog=128)
+    server = PatientServer(("127.0.0.1", 0), application(shaping, token, renew), numthreads=8)
+    server.prepare()
+
+    def connect(device: str) -> socket.socket:
+        return shaping.connect(device, CONTROL_PORT) if device else socket.create_connection(server.bind_addr)
+
+    for work in (partial(_watch, shaping), partial(asyncio.run, proxy.serve(connect, listening))):
+        threading.Thread(target=work, daemon=True).start()
     try:
-        server.start()
+        server.serve()
     finally:
         server.stop()
 
@@ -97,5 +108,4 @@ def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[]
 def _watch(shaping: Shaping) -> None:
     """Let go of devices that ended without anybody saying so."""
     while True:
-        time.sleep(1.0)
-        shaping.release_the_dead()
+        shaping.await_death(1.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -12,21 +14,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import IPv4Network
+from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
 from controller.shaping import plan as planning
 from controller.shaping import sender, tc
-from controller.shaping.backends import Userspace, choose, queueing_iptables, walling_iptables
-from controller.shaping.chain import RuleChain, remove_ipv6, wall
+from controller.shaping.backends import Userspace, choose, queueing_iptables
 from controller.shaping.helper import Gate
 from controller.shaping.interfaces import (
     Interface,
     bound_segments,
+    delete,
     forbid_offloads,
     interface_of,
+    make_bridge,
+    plug,
     route_by_default,
     segments_of,
+    set_address,
 )
 from controller.shaping.medium import Route, routes
 from controller.shaping.namespaces import Namespace, command
@@ -38,6 +43,10 @@ from testbed.common.errors import HostError, InputError
 from testbed.network.checks import problems
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
+
+_BRIDGE, _INTERFACE = "data", "eth0"
+"""What the bridge is called, and a device's interface on it."""
+_CONNECT_SECONDS = 5.0
 
 
 def refuse(links: Mapping[Pair, Link]) -> None:
@@ -54,10 +63,27 @@ class Attached:
     endpoint: Endpoint
     namespace: Namespace
     interface: Interface
+    process: int
+    """Descriptor of the process that the namespace is of; it can be read once that has ended."""
+    port: str = ""
+    """On the bridge, where the shaper has plugged it in."""
     plan: InterfacePlan | None = None
     """What was last applied and read back; None before that, or when the last attempt failed half route."""
     routes: dict[str, Route] | None = None
     """What waits for its turn at the gate, by address; None before the gate was needed here."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.namespace.close()
+        os.close(self.process)
+
+
+def _ended(processes: Iterable[int], seconds: float) -> bool:
+    """Wait up to some seconds until one of the processes with these descriptors has ended; say whether one has."""
+    poll = select.poll()
+    for process in processes:
+        poll.register(process, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
 
 
 class Shaping:
@@ -83,12 +109,9 @@ class Shaping:
         self._gate: Gate | None = None
         self._ungated = ""
         """Why there can be no gate."""
-        self._iptables, self._unwalled = "", ""
-        """What devices' walls are built with, or why there can be none."""
-        try:
-            self._iptables = walling_iptables()
-        except HostError as error:
-            self._unwalled = str(error)
+        self._bridge: Namespace | None = None
+        """Where the bridge is that devices are plugged into, and nothing else: nobody has an address there."""
+        self._ports = itertools.count()
         self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
 
     def facts(self) -> dict[str, Any]:
@@ -98,7 +121,6 @@ class Shaping:
             "refused": self._refused,
             "priority": self._backend.priority,
             "gate": self._gate.priority if self._gate else self._ungated or "not needed",
-            "wall": self._unwalled or self._iptables,
             "kernel": os.uname().release,
             "hostname": socket.gethostname(),
             "monotonic": time.monotonic(),
@@ -119,6 +141,10 @@ class Shaping:
                 self._cells = tuple(cells)
             given = list(endpoints)
             fresh = [each for each in given if each.pid]
+            self.release_the_dead()  # before others have their addresses
+            if self._bridge is None and any(each.network for each in fresh):
+                self._bridge = Namespace.scratch()
+                self._bridge.run(partial(make_bridge, _BRIDGE))
             self._elsewhere |= {each.name: each for each in given if not each.pid}
             for name in self._elsewhere:
                 self._numbers.setdefault(name, len(self._numbers) + 1)
@@ -127,11 +153,10 @@ class Shaping:
                 self._numbers.setdefault(name, len(self._numbers) + 1)
                 previous = self._devices.get(name)
                 if previous and previous.namespace.identity == found.namespace.identity:
-                    found.plan, found.routes = previous.plan, previous.routes
+                    found.plan, found.routes, found.port = previous.plan, previous.routes, previous.port
+                    previous.close()
                 elif previous:
                     self._forget(name)
-                if previous:
-                    previous.namespace.close()
                 self._devices[name] = found
             unknown = {name for pair in links for name in pair} - self._numbers.keys()
             if unknown and not fresh:
@@ -151,13 +176,27 @@ class Shaping:
             self._change({name for pair in links for name in pair}, links)
 
     def _find(self, endpoint: Endpoint) -> Attached:
-        namespace = Namespace.of_process(endpoint.pid)
-        try:
-            interface = namespace.run(lambda: interface_of(endpoint.address))
-        except HostError:
-            namespace.close()
-            raise
-        return Attached(endpoint, namespace, interface)
+        with contextlib.ExitStack() as stack:
+            namespace = Namespace.of_process(endpoint.pid)
+            stack.callback(namespace.close)
+            port, interface = "", namespace.run(partial(interface_of, endpoint.address))
+            if interface is None:
+                if endpoint.network is None:
+                    text = f"no interface of {endpoint.name} has the address {endpoint.address}"
+                    raise HostError(f"{text}: is it attached to the data network?")
+                port = f"p{next(self._ports)}"
+                interface = self._plug(port, namespace, endpoint.address, IPv4Network(endpoint.network))
+            process = os.pidfd_open(endpoint.pid)
+            stack.pop_all()
+        return Attached(endpoint, namespace, interface, process, port)
+
+    def _plug(self, port: str, namespace: Namespace, address: str, network: IPv4Network) -> Interface:
+        """Give a device its interface, of the same hardware address each time: others may remember that."""
+        assert self._bridge is not None
+        hardware = ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
+        self._bridge.run(lambda: plug(port, _BRIDGE, _INTERFACE, hardware, namespace.descriptor))
+        namespace.run(partial(set_address, _INTERFACE, address, network))
+        return Interface(_INTERFACE, str(network.broadcast_address))
 
     def _change(self, names: Iterable[str], links: Mapping[Pair, Link]) -> None:
         """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""
@@ -177,28 +216,40 @@ class Shaping:
 
     def _exists(self, name: str) -> bool:
         """Say whether a device still runs; let go of it if not, so that its namespace can end."""
-        attached = self._devices[name]
-        try:
-            now = Namespace.of_process(attached.endpoint.pid)
-        except HostError:
-            now = None
-        if now is not None:
-            same = now.identity == attached.namespace.identity
-            now.close()
-            if same:
-                return True
+        if not _ended([self._devices[name].process], 0.0):
+            return True
         self._forget(name)
-        attached.namespace.close()
-        del self._devices[name]
         return False
 
     def _forget(self, name: str) -> None:
+        attached = self._devices.pop(name)
+        if attached.port and self._bridge is not None:
+            with contextlib.suppress(HostError):  # its other end is gone, and it with that
+                self._bridge.run(partial(delete, attached.port))
         self._backend.forget(name)
         if self._gate is not None:
             self._gate.forget(name)
+        attached.close()
+
+    def await_death(self, seconds: float) -> None:
+        """Return as soon as a device ends, or after so long."""
+        if not _ended([each.process for each in list(self._devices.values())], seconds):
+            return
+        self.release_the_dead()
+
+    def connect(self, name: str, port: int) -> socket.socket:
+        """Return a connection to a port of a device's loopback; raises OSError or `HostError` where nobody answers."""
+        attached = self._devices.get(name)
+        if attached is None:
+            raise HostError(f"'{name}' does not run")
+        namespace = attached.namespace.again()
+        try:
+            return namespace.run(lambda: socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS))
+        finally:
+            namespace.close()
 
     def release_the_dead(self) -> None:
-        """Let go of every device that does not run any more: its sockets here would keep its namespace alive."""
+        """Let go of every device that does not run any more: what is held here would keep its namespace answering."""
         with self._lock:
             for name in list(self._devices):
                 self._exists(name)
@@ -257,12 +308,6 @@ class Shaping:
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)
-            if old is None:
-                # After all other chains, so that it stands before them: what they let pass is not asked again.
-                for each in self._wall(attached):
-                    each.apply(self._iptables, None)
-                if attached.endpoint.network is not None:
-                    remove_ipv6()
             lines = sender.build(wanted) if old is None else sender.change(old, wanted)
             return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
 
@@ -270,24 +315,15 @@ class Shaping:
             raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
         attached.plan = wanted
 
-    def _wall(self, attached: Attached) -> tuple[RuleChain, ...]:
-        network = attached.endpoint.network
-        if network is None or self._unwalled:
-            return ()
-        return wall(attached.interface.name, IPv4Network(network))
-
     def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
         """Carry out lines of ``tc``, and say where the kernel then holds something else than the plan."""
         classes, filters = self._backend.reads(plan)
         shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
         segments = segments_of(plan.interface)
-        chains = self._wall(attached)
-        rules = command([self._iptables, "-w", "-S"]) if chains else ""
         return [
             *([] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]),
             *sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0]),
             *self._backend.differences(plan, shown),
-            *(problem for chain in chains for problem in chain.differences(rules)),
             *(self._gate.differences(plan.interface, attached.routes) if self._gate and attached.routes else []),
         ]
 
@@ -350,8 +386,10 @@ class Shaping:
         """Let go of everything; what was applied to the devices stays."""
         with self._lock:
             for attached in self._devices.values():
-                attached.namespace.close()
+                attached.close()
             self._devices.clear()
+            if self._bridge is not None:
+                self._bridge.close()
             self._backend.close()
             if self._gate is not None:
                 self._gate.stop()

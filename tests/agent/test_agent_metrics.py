@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from agent.control import exposition
 from agent.device import Totals
+from agent.metrics import exposition
 from controller.lab import runstate
 from testbed.wire.token import authorised
 from tests.helpers import ROOT
@@ -74,13 +74,18 @@ def test_the_board_asks_for_what_there_is() -> None:
 def test_targets_hold_ports_and_token_for_their_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state = runstate.RunState("quickstart-1", "secret")
-    runstate.write_targets(state, {"a": "127.0.0.1:4000"})
+    runstate.write_targets(state, {"a": "http://127.0.0.1:4000/devices/a"})
     [path] = (tmp_path / "testbed").iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text()) == [
         {
             "targets": ["127.0.0.1:4000"],
-            "labels": {"run": "quickstart-1", "device": "a", "__param_token": state.token_of("a")},
+            "labels": {
+                "run": "quickstart-1",
+                "device": "a",
+                "__metrics_path__": "/devices/a/metrics",
+                "__param_token": state.token_of("a"),
+            },
         }
     ]
     assert runstate.runs() == []

@@ -68,7 +68,7 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         assert len([line for line in command("ps").stdout.splitlines() if line.startswith(run)]) == 4
     finally:
         done = command("down")
-    assert done.stdout == f"{run}: removed 5 containers and networks\n"
+    assert done.stdout == f"{run}: removed 4 containers and networks\n"
     assert run not in command("ps").stdout
     assert "no run is up" in command("down", expect=2).stderr
 

@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import requests
 
 from controller.lab.clients import Shaper
 from controller.lab.health import healthy
+from controller.shaping.interfaces import interface_names
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
+from testbed.wire.ports import CONTROL_PORT
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates, udp_rates
 
@@ -101,18 +104,27 @@ def test_a_pair_without_a_link_cannot_talk(net: Network, shaping: Shaping) -> No
     assert len(one_way(net, "b", "a", 5, 0.001)) == 5
 
 
-def test_a_walled_device_reaches_its_network_and_not_the_host_in_it(net: Network, shaping: Shaping) -> None:
-    # The first address of a network is the host's; here another device has it, and the third is beyond.
-    within = {"a": "198.18.0.0/24", "b": "198.18.0.2/31", "c": "198.18.0.0/24"}
-    walled = [replace(endpoint, network=within[name]) for name, endpoint in net.endpoints.items()]
-    shaping.attach(walled, mesh(Link()))
-    assert len(one_way(net, "a", "c", 5, 0.001)) == len(one_way(net, "c", "a", 5, 0.001)) == 5
-    assert one_way(net, "c", "b", 5, 0.001) == []
-    with pytest.raises(PermissionError):
-        one_way(net, "b", "c", 5, 0.001)
-    assert all(not device["differences"] for device in shaping.show()["devices"].values())
-    net.sh("a", f"{shaping.facts()['wall']} -w -F TESTBED-OUT")
-    assert any("rule is missing" in text for text in shaping.show()["devices"]["a"]["differences"])
+def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shaping) -> None:
+    with contextlib.closing(Network(["a", "b", "c"], plugged=False)) as net:
+        shaping.attach(net.endpoints.values(), mesh(Link(delay=0.005)))
+        assert statistics.median(one_way(net, "a", "b", 20, 0.002)) == pytest.approx(0.005, abs=DELAY)
+        assert net.sh("a", "ip -o -4 address show scope global").split()[3] == "198.18.0.2/15"
+        assert {line.split()[-1] for line in net.sh("a", "cat /proc/net/if_inet6").splitlines()} <= {"lo"}
+        with pytest.raises(OSError, match="No route to host"):
+            net.inside("a", lambda: socket.create_connection(("198.18.0.1", 22), 5))
+        assert len(ports(shaping)) == 3
+        net.stop("b")
+        shaping.await_death(5)
+        assert len(ports(shaping)) == 2, "what has ended answers no more"
+        again = net.add("b", "198.18.0.3")
+        shaping.attach([again], {})
+        assert len(one_way(net, "a", "b", 5, 0.001)) == len(one_way(net, "b", "c", 5, 0.001)) == 5
+        assert all(not device["differences"] for device in shaping.show()["devices"].values())
+
+
+def ports(shaping: Shaping) -> set[str]:
+    assert shaping._bridge is not None
+    return shaping._bridge.run(interface_names) - {"lo", "data"}
 
 
 def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> None:
@@ -253,6 +265,43 @@ def test_the_shaper_over_http(net: Network, served: str) -> None:
         f"{served}/set", json={"links": [{"nonsense": 1}]}, headers={"Authorization": "Bearer secret"}
     )
     assert answer.status_code == 400
+
+
+def test_devices_are_asked_through_the_shaper(net: Network, served: str) -> None:
+    Shaper(served, "secret").attach(net.endpoints.values(), mesh(Link()))
+    asked: list[tuple[str, bytes]] = []
+
+    class Echo(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_PUT(self) -> None:
+            asked.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"ok")
+
+    def serve() -> ThreadingHTTPServer:
+        return ThreadingHTTPServer(("127.0.0.1", CONTROL_PORT), Echo)
+
+    with net.inside("a", serve) as a, net.inside("b", serve) as b, requests.Session() as session:
+        for server in (a, b):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        large = os.urandom(1 << 20)
+        for name, path, body in (
+            ("a", "/x?y=1", b"1"),
+            ("a", "/x", large),
+            ("b", "/devices/a/z", b""),
+            ("a", "/", b"2"),
+        ):
+            answer = session.put(
+                f"{served}/devices/{name}{path}", data=body, headers={"Content-Length": str(len(body))}
+            )
+            assert (answer.text, asked.pop()) == ("ok", (path, body))
+        assert session.get(f"{served}/health").json() == {"state": "ready"}
+        assert [session.get(f"{served}/devices/{name}/health").status_code for name in ("c", "nobody")] == [502, 502]
+        for server in (a, b):
+            server.shutdown()
 
 
 def test_a_device_that_ends_unannounced_is_let_go(net: Network, shaping: Shaping) -> None:

@@ -25,9 +25,13 @@ _SETTINGS = {
 
 
 class Network:
-    """Processes that sleep in namespaces of their own, each with a veth to one bridge in a further namespace."""
+    """Processes that sleep in namespaces of their own, each with a veth to one bridge in a further namespace.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    Or without that, where a shaper is to plug them in.
+    """
+
+    def __init__(self, names: Sequence[str], *, plugged: bool = True) -> None:
+        self._plugged = plugged
         self._processes: list[subprocess.Popen[bytes]] = []
         self._bridge = self._sleeper()
         self.endpoints: dict[str, Endpoint] = {}
@@ -39,15 +43,16 @@ class Network:
     def add(self, name: str, address: str) -> Endpoint:
         """Start a device (or start it again) and plug it in."""
         pid = self._sleeper()
-        port = f"p{next(_COUNT)}"
-        self._sh(
-            self._bridge,
-            f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
-        )
         settings = "; ".join(f"echo {value} > /proc/sys/net/ipv4/{key}" for key, value in _SETTINGS.items())
-        plug = f"ip link set lo up; ip address add {address}/15 broadcast + dev data; ip link set data up"
-        self._sh(pid, f"{plug}; {settings}")
-        self.endpoints[name] = Endpoint(name, pid, address)
+        self._sh(pid, f"ip link set lo up; {settings}")
+        if self._plugged:
+            port = f"p{next(_COUNT)}"
+            self._sh(
+                self._bridge,
+                f"ip link add {port} type veth peer name data netns {pid}; ip link set {port} master bridge up",
+            )
+            self._sh(pid, f"ip address add {address}/15 broadcast + dev data; ip link set data up")
+        self.endpoints[name] = Endpoint(name, pid, address, network=None if self._plugged else "198.18.0.0/15")
         self.namespaces[name] = Namespace.of_process(pid)
         return self.endpoints[name]
 

@@ -6,23 +6,22 @@ import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from docker.types import IPAMConfig, IPAMPool
-
-from controller.lab.containers import control_url
+from controller.lab.containers import device_settings, look, make_container
 from controller.lab.engine import connect
 from controller.lab.health import healthy
 from controller.lab.images import ensure_images
 from controller.lab.lab import WORKERS, Lab
-from controller.lab.networks import free_subnets, host_routes, subnets
-from controller.lab.removal import RUN, remove_run
+from controller.lab.removal import remove_run
+from controller.lab.runstate import RunState
+from controller.shaping.namespaces import Namespace
+from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
 from tools.bench.figure import Measurement
 
-CURVE = (4, 8, 16, 32)
+CURVE = (4, 16, 64)
 AT = 16
 TARGET = 1.5
 
@@ -39,67 +38,51 @@ def scenario(devices: int) -> Scenario:
     )
 
 
-def with_testbed(devices: int) -> float:
-    """Return the seconds until all devices of a mesh are created, shaped and healthy."""
+def with_testbed(devices: int) -> tuple[float, float]:
+    """Return the seconds until all devices of a mesh are created, shaped and healthy; and until they are gone again."""
     trial = trials(scenario(devices))[0]
     began = time.monotonic()
     lab = Lab.create(trial)
-    seconds = time.monotonic() - began
+    there = time.monotonic()
     lab.down()
-    return seconds
+    return there - began, time.monotonic() - there
 
 
 def bare(devices: int) -> float:
-    """Return the seconds until as many plain containers of the device image answer their health check.
+    """Return the seconds until as many containers, set up and made in the same way, answer their health check.
 
-    They are started in the same way (same parallelism, two networks, a published port), without shaper and shaping.
+    There is no shaper, and no network: they are asked from within, which takes root.
     """
     client = connect()
-    images = ensure_images(client, lambda _text: None)
-    run = f"bench-bare-{secrets.token_hex(4)}"
-    networks = [f"{run}-control", f"{run}-data"]
+    image = ensure_images(client, lambda _text: None).device
+    specs = trials(scenario(devices))[0].experiment.devices
+    state = RunState(f"bench-bare-{secrets.token_hex(4)}", "token")
+    addresses = {spec.name: f"198.18.0.{number}" for number, spec in enumerate(specs, 2)}
     began = time.monotonic()
 
-    def launch(number: int) -> str:
-        name = f"{run}-{number}"
-        api: Any = client.api  # the published types ask for an endpoint where it takes a mapping of them
-        api.create_container(
-            images.device,
-            name=name,
-            labels={RUN: run},
-            environment={"TESTBED_RUN": run, "TESTBED_DEVICE": f"d{number}", "TESTBED_TOKEN": run},
-            ports=[CONTROL_PORT],
-            host_config=api.create_host_config(
-                port_bindings={CONTROL_PORT: ("127.0.0.1", None)}, network_mode=networks[0]
-            ),
-            networking_config=api.create_networking_config({networks[0]: api.create_endpoint_config()}),
-        )
-        api.connect_container_to_network(name, networks[1])
-        api.start(name)
-        return control_url(api.inspect_container(name))
+    def launch(spec: DeviceSpec) -> Namespace:
+        make_container(client, state.run, spec.name, device_settings(state, image, spec, addresses))
+        found = look(client, state.run, spec.name, "", lambda _name, _found: "")
+        return Namespace.of_process(found.pid)
 
     try:
-        taken = [*host_routes(), *subnets(client)]
-        free = free_subnets("198.18.0.0/15", devices, taken)
-        for name in networks:
-            pool = IPAMConfig(pool_configs=[IPAMPool(subnet=str(next(free)))])
-            client.api.create_network(name, "bridge", ipam=pool, labels={RUN: run}, internal=name == networks[1])
-        with ThreadPoolExecutor(WORKERS) as pool_:
-            waiting = list(pool_.map(launch, range(devices)))
+        with ThreadPoolExecutor(WORKERS) as pool:
+            waiting = list(pool.map(launch, specs))
         while waiting:
-            waiting = [url for url in waiting if not healthy(url)]
+            waiting = [each for each in waiting if not each.run(lambda: healthy(f"http://127.0.0.1:{CONTROL_PORT}"))]
             time.sleep(0.02)
         return time.monotonic() - began
     finally:
-        remove_run(client, run, settle=False)
+        remove_run(client, state.run, settle=False)
 
 
 def measure(curve: tuple[int, ...] = CURVE) -> Iterator[Measurement]:
     """Yield the seconds for each number of devices, with and without the testbed, and their ratio."""
     for devices in curve:
         plain = bare(devices)
-        whole = with_testbed(devices)
+        whole, removed = with_testbed(devices)
         yield Measurement(f"start-up of {devices} bare containers", plain, "s")
         yield Measurement(f"start-up of {devices} devices, shaped and healthy", whole, "s")
+        yield Measurement(f"removal of {devices} devices", removed, "s")
         target = TARGET if devices == AT else None
         yield Measurement(f"start-up of {devices} devices, ratio to bare", whole / plain, "x", target)

@@ -34,10 +34,10 @@ def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
     assert services["worker1"]["image"] == "mine:1"
     source = services["source"]
     assert (source["cap_drop"], source["read_only"], source["cpus"]) == (["ALL"], True, 1.5)
-    address = source["networks"]["data"]["ipv4_address"]
-    assert f"source:{address}" in services["worker2"]["extra_hosts"]
     assert services["shaper"]["pid"] == "host"
     told = json.loads(files["links.json"])
+    assert f"source:{told['endpoints'][0]['address']}" in services["worker2"]["extra_hosts"]
+    assert (source["network_mode"], services["shaper"]["ports"]) == ("none", ["127.0.0.1:8710:8700"])
     assert told["endpoints"][0]["uplink"] == 1e7
     assert len(told["links"]) == len(trial.experiment.links)
 
@@ -47,12 +47,12 @@ def test_a_device_with_a_gpu_is_given_those_of_the_host() -> None:
     settings = device_settings(STATE, "i", spec, {"source": "10.0.0.2"})
     (request,) = settings["host_config"]["DeviceRequests"]
     assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
-    assert service(settings, 1, {})["gpus"] == "all"
+    assert service(settings)["gpus"] == "all"
 
 
 def test_no_setting_of_a_container_is_forgotten() -> None:
     spec = trials(load("quickstart"))[0].experiment.devices[0]
     for settings in (device_settings(STATE, "i", spec, {"source": "10.0.0.2"}), shaper_settings(STATE, "i", "auto")):
-        service(settings, 1, {})
+        service(settings)
         with pytest.raises(KeyError, match="Privileged"):
-            service({**settings, "host_config": {**settings["host_config"], "Privileged": True}}, 1, {})
+            service({**settings, "host_config": {**settings["host_config"], "Privileged": True}})

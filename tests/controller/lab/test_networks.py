@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.lab import networks
-from controller.lab.networks import DEFAULT_RANGE, device_addresses, free_subnets, host_routes, make_networks, subnets
+from controller.lab.networks import (
+    DEFAULT_RANGE,
+    data_subnet,
+    device_addresses,
+    free_subnets,
+    host_routes,
+    make_control_network,
+    subnets,
+)
 from controller.lab.removal import RUN
 from testbed.common.errors import HostError, InputError
 from testbed.network.checks import prefix_for
@@ -54,44 +62,42 @@ def refused(text: str) -> APIError:
 
 @pytest.fixture(autouse=True)
 def without_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "host_routes", lambda: [IPv4Network("10.9.0.0/24")])
+    monkeypatch.setattr(networks, "host_routes", lambda: [IPv4Network("198.18.1.0/24")])
 
 
-def test_a_run_has_a_network_for_data_and_a_closed_one_for_control() -> None:
-    engine = Engine("172.17.0.0/16", "fd00::/64")
-    subnet = make_networks(engine, "run-1", "10.9.0.0/16", 5)
-    assert subnet == engine.made["testbed-run-1-data"].subnet
-    assert subnet.subnet_of(IPv4Network("10.9.0.0/16"))
-    assert not subnet.overlaps(IPv4Network("10.9.0.0/24")), "this machine routes there"
-    assert engine.made["testbed-run-1-data"].options["internal"] is True
-    control = engine.made["testbed-run-1-control"]
-    assert control.options["options"]["com.docker.network.bridge.enable_icc"] == "false"
-    assert [each.labels for each in engine.made.values()] == [{RUN: "run-1"}] * 2
+def test_a_run_has_a_network_for_control_that_leads_nowhere() -> None:
+    engine = Engine("172.17.0.0/16", "198.18.0.0/24", "fd00::/64")
+    make_control_network(engine, "run-1")
+    [(name, made)] = engine.made.items()
+    assert (name, made.labels) == ("testbed-run-1-control", {RUN: "run-1"})
+    assert made.options["options"]["com.docker.network.bridge.enable_ip_masquerade"] == "false"
+    assert made.subnet == IPv4Network("198.18.2.0/24"), "the first that neither the engine nor this machine has"
 
 
-def test_where_an_engine_cannot_close_a_network_it_is_made_open() -> None:
-    engine = Engine(refuses="com.docker.network.bridge.enable_icc")
-    make_networks(engine, "run-1", "10.8.0.0/16", 5)
-    assert "options" not in engine.made["testbed-run-1-control"].options
+def test_the_data_network_of_a_run_is_the_same_whatever_else_there_is() -> None:
+    assert data_subnet("10.9.0.0/16", 5) == data_subnet("10.9.0.0/16", 6) == IPv4Network("10.9.0.0/24")
+    with pytest.raises(InputError, match="no room for 3 devices"):
+        data_subnet("10.9.8.0/30", 3)
 
 
 def test_a_subnet_that_another_takes_meanwhile_is_passed_over() -> None:
-    free = make_networks(Engine(), "run-1", "10.8.0.0/16", 5)
-    engine = Engine(hidden=(str(free),))
-    assert make_networks(engine, "run-1", "10.8.0.0/16", 5).network_address == free.broadcast_address + 1
+    engine = Engine(hidden=("198.18.0.0/24",))
+    make_control_network(engine, "run-1")
+    assert engine.made["testbed-run-1-control"].subnet == IPv4Network("198.18.2.0/24")
 
 
 def test_a_request_that_was_repeated_finds_what_the_first_one_made() -> None:
     engine = Engine()
-    first = make_networks(engine, "run-1", "10.8.0.0/16", 5)
-    assert make_networks(engine, "run-1", "10.8.0.0/16", 5) == first
+    make_control_network(engine, "run-1")
+    make_control_network(engine, "run-1")
+    assert len(engine.made) == 1
 
 
 def test_what_the_engine_says_is_said_and_nothing_tried_again() -> None:
-    with pytest.raises(HostError, match=r"the data network cannot be made \(no such option here\)"):
-        make_networks(Engine(refuses="all"), "run-1", "10.8.0.0/16", 5)
-    with pytest.raises(HostError, match=r"every subnet of 10\.8\.0\.0/28 that would do is taken"):
-        make_networks(Engine("10.8.0.0/24"), "run-1", "10.8.0.0/28", 5)
+    with pytest.raises(HostError, match=r"the control network cannot be made \(no such option here\)"):
+        make_control_network(Engine(refuses="all"), "run-1")
+    with pytest.raises(HostError, match=r"every subnet of 198\.18\.0\.0/15 that would do is taken"):
+        make_control_network(Engine("198.18.0.0/15"), "run-1")
 
 
 def test_subnets_are_those_of_ipv4() -> None:

@@ -32,6 +32,9 @@ class Remembering:
             raise HostError("the kernel\x1b refuses")
         self.done.append(links)
 
+    def release_the_dead(self) -> None:
+        self.done.append("released")
+
     def facts(self) -> dict[str, Any]:
         return {"backend": "none"}
 
@@ -70,14 +73,15 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
     assert client.get("/facts").json == {"backend": "none"}
     assert client.get("/statistics?reset=1").json == {"reset": True}
     assert client.get("/statistics").json == {"reset": False}
-    assert client.post("/lease").json == {}
+    assert client.post("/lease").json == client.post("/release").json == {}
     endpoint = {"name": "a", "pid": 7, "address": "10.0.0.2"}
     cell = {"devices": ["a", "b"], "rate": 5e6}
     assert client.post("/attach", json={"endpoints": [endpoint], **link("b"), "seed": 4, "cells": [cell]}).json == {}
     assert client.post("/set", json=link("b")).json == {}
     assert shaping.seed == 4
     links = {("a", "b"): Link(delay=0.01)}
-    assert shaping.done == ["renewed", ([Endpoint("a", 7, "10.0.0.2")], links, [Cell(("a", "b"), 5e6)]), links]
+    attached = [Endpoint("a", 7, "10.0.0.2")], links, [Cell(("a", "b"), 5e6)]
+    assert shaping.done == ["renewed", "released", attached, links]
 
 
 @pytest.mark.parametrize(
