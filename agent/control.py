@@ -21,7 +21,6 @@ from testbed.wire.token import authorised
 if TYPE_CHECKING:
     from agent.runner import Runner
 
-STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
 JSON_LIMIT = 48 << 20
 """Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
 _SMALL = 4096
@@ -138,7 +137,7 @@ def facts(runner: Runner) -> dict[str, Any]:
 def _metrics(runner: Runner) -> bytes:
     from agent.metrics import exposition
 
-    return exposition(runner)
+    return exposition(runner, resident_bytes())
 
 
 def _after(environ: Environ) -> int:

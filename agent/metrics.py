@@ -9,12 +9,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agent.control import STATES, resident_bytes
-
 if TYPE_CHECKING:
     from agent.device import RealDevice
     from agent.runner import Runner
 
+_STATES = ("idle", "ready", "running", "finished", "failed", "stopped")
 _COUNTED = {
     "compute_seconds": "Time the program's work took on this device.",
     "deficit_seconds": "Time by which the host was slower than the device.",
@@ -33,27 +32,28 @@ _LEARNED = {
 }
 
 
-def exposition(runner: Runner) -> bytes:
-    """Return what the device did and holds."""
+def exposition(runner: Runner, resident: int) -> bytes:
+    """Return what the device did and holds; ``resident`` is the memory of the agent in bytes."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(runner))
+    registry.register(_Metrics(runner, resident))
     return generate_latest(registry)
 
 
 class _Metrics(Collector):
     """Reads the metrics of a device off its programs when they are asked for."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, resident: int) -> None:
         self._runner = runner
+        self._resident = resident
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after the other."""
         runner = self._runner
         states = GaugeMetricFamily("testbed_state", "1 for the state the device is in.", labels=["state"])
-        for state in STATES:
+        for state in _STATES:
             states.add_metric([state], state == runner.state)
         yield states
-        yield _gauge("resident_bytes", "Memory the agent holds.", resident_bytes())
+        yield _gauge("resident_bytes", "Memory the agent holds.", self._resident)
         yield _gauge("speed_factor", "Share of its own speed that the processor goes at.", runner.pace.factor)
         yield _counter("events", "Events recorded.", runner.log.count)
         if runner.device is not None:

@@ -52,7 +52,7 @@ class ReproducedRow:
     explains: str = ""
     """The row that does not come out and whose figure this is, with one thing changed."""
     where: str = ""
-    """Of the least of several points, which it is."""
+    """Which point it is, where it is the least of several."""
 
     @property
     def remark(self) -> str:

@@ -104,7 +104,7 @@ class Arrived:
         return found
 
     def nothing(self) -> torch.Tensor:
-        """Return the same where all is missing."""
+        """Return zeros where all is missing, (samples, values of all neurons)."""
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent(self, part: SenderPart) -> torch.Tensor:

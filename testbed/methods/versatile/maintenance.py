@@ -131,7 +131,9 @@ class Maintenance:
     def end(self) -> None:
         """Go on as the baseline Naive."""
         options = self._update.options
-        self._update.options = options.model_copy(update=dict(options.baselines[options.naive]))
+        baseline = options.baselines[options.naive]
+        given = type(options).model_validate(baseline)
+        self._update.options = options.model_copy(update={key: getattr(given, key) for key in baseline})
 
     def forget(self, layer: int) -> None:
         """Forget what was saved of a layer: its neurons are others now."""

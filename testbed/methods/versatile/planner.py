@@ -32,7 +32,7 @@ class VersatileOptions(SlotOptions):
     baselines: ClassVar[Baselines] = {
         "naive": {"substitution": False, "reuse": False, "rearrangement": False},
         "naive-zeros": {"thres_fw": 0, "backward": "neuron", "reuse": False, "rearrangement": False},
-        "naive-blocked": {"thres_fw": 1, "backward": "neuron", "reuse": False, "rearrangement": False},
+        "naive-blocked": {"thres_fw": "100%", "backward": "neuron", "reuse": False, "rearrangement": False},
     }
     """The paper's Naive "does not have any maintenance scheme against failures", which leaves open whether a batch with
     anything missing is dropped, or zeros are computed with and a layer learns where all its losses have arrived; or
