@@ -9,19 +9,15 @@ import math
 from asyncio import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
 from testbed.simulation.calendar import Calendar
 from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
-from testbed.simulation.host import Host
+from testbed.simulation.host import Guest, Host
 from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    from testbed.simulation.device import SimulatedDevice
 
 SEND: Form = ("send", ("peer", "message", "bytes", "start", "duration", "queued", "encode"))
 """The event of an acknowledged message."""
@@ -70,7 +66,7 @@ class Parcel:
     def __init__(
         self,
         channel: Channel,
-        sender: SimulatedDevice,
+        sender: Guest,
         message: Message,
         size: int,
         called: float,
@@ -186,7 +182,7 @@ class Channel:
     def _reaches(self) -> bool:
         return passes(self.link) and self.target.device is not None
 
-    def waits(self, device: SimulatedDevice) -> bool:
+    def waits(self, device: Guest) -> bool:
         """Return whether something of this device is not acknowledged."""
         parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
         return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)

@@ -3,17 +3,54 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
 from testbed.simulation.sharing import Shared
+from testbed.trace.log import Form, Row
 from testbed.wire.message import Message
 
 if TYPE_CHECKING:
-    from testbed.simulation.device import SimulatedDevice
+    import torch
+
+
+class Guest(Protocol):
+    """What runs on a host from one boot to the next: a program and the device that it sees."""
+
+    name: str
+    running: bool
+    """Whether the program has not returned."""
+    leaving: bool
+    """Whether it has been told to leave."""
+    exposed: Callable[[], Mapping[str, torch.Tensor]] | None
+    """Returns the weights that the device holds."""
+
+    def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
+        """Put an arrived message into the inbox."""
+
+    def write(self, event: str, fields: dict[str, Any]) -> None:
+        """Write an event, unless the device is dead."""
+
+    def add(self, form: Form, row: Row) -> None:
+        """Write an event by its form, which is quicker."""
+
+    def pause(self) -> None:
+        """Stop the processor and hold back the program."""
+
+    def resume(self) -> None:
+        """Let the processor and the program go on."""
+
+    def change_speed(self, factor: float) -> None:
+        """Do what is left of the work under way at ``factor`` times the speed so far."""
+
+    def kill(self) -> None:
+        """End the program wherever it is."""
+
+    def waits_for(self) -> str:
+        """Say what the program waits for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +65,7 @@ class Host:
     """The share of its own speed at which it computes right now."""
     cores: Shared | None = None
     """Cores of the machine that it shares, in seconds of work a second; None where it is a machine itself."""
-    device: SimulatedDevice | None = None
+    device: Guest | None = None
     """What its present program sees; None while it is off or boots."""
     booting: int | None = None
     """Number of the boot under way."""

@@ -17,6 +17,7 @@ from testbed.prepare import Prepared
 from testbed.simulation.calendar import Stillness, TimeLimit
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
+from testbed.simulation.host import Guest
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome, Status, ended
@@ -109,7 +110,7 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     return "finished", None
 
 
-def _weights(device: SimulatedDevice | None) -> bytes | None:
+def _weights(device: Guest | None) -> bytes | None:
     """Return what a device exposes, as safetensors; None where it is down or exposes nothing."""
     if device is None or device.exposed is None:
         return None

@@ -16,7 +16,7 @@ from testbed.network.radio import Radio
 from testbed.simulation.calendar import OWNER, Stillness, TimeLimit
 from testbed.simulation.channel import Channel
 from testbed.simulation.device import SimulatedDevice
-from testbed.simulation.host import Host
+from testbed.simulation.host import Guest, Host
 from testbed.simulation.loop import VirtualLoop
 from testbed.simulation.medium import Medium
 from testbed.simulation.recorder import Recorder
@@ -309,7 +309,7 @@ class World:
         if device.leaving and device.alive and device.name != self._lead:
             self.kill(device.name)
 
-    def _fail(self, device: SimulatedDevice, error: BaseException) -> None:
+    def _fail(self, device: Guest, error: BaseException) -> None:
         if not self._end.done():
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error

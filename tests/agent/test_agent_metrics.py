@@ -29,7 +29,7 @@ def told(totals: Totals) -> str:
     runner = SimpleNamespace(
         state="running", pace=SimpleNamespace(factor=1.0), log=SimpleNamespace(count=7), device=device
     )
-    return exposition(runner).decode()  # type: ignore[arg-type]
+    return exposition(runner, 1 << 20).decode()  # type: ignore[arg-type]
 
 
 def learned() -> Totals:
