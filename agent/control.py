@@ -1,24 +1,29 @@
-"""The control network's side of the agent: what the controller asks of a device.
+"""The control network's side of the agent.
 
-A table of requests, and nothing imported before it is needed: many agents start at once on few processors.
+``/health`` is answered without Flask, which is imported when anything else is first asked for: many agents start at
+once on few processors, and what they are waited for is their health.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
 
-from agent.http import Environ, Refused, StartResponse, announced_length, read_body, respond
+from agent.http import Environ, Refused, StartResponse, abandon_unread, announced_length, read_body, respond
 from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
 
 if TYPE_CHECKING:
+    from flask import Flask, Response
+    from werkzeug.exceptions import HTTPException
+
     from agent.runner import Runner
 
 JSON_LIMIT = 48 << 20
@@ -43,66 +48,23 @@ def memory_limit() -> int | None:
 
 
 class ControlApplication:
-    """WSGI: what the controller asks of the device; see docs/protocols.md."""
+    """WSGI: health at once, everything else through a Flask application made on first use."""
 
     def __init__(self, runner: Runner, renew: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
-
-        def put(what: str, take: Callable[[bytearray], None]) -> Callable[[Environ], None]:
-            def act(environ: Environ) -> None:
-                runner.needs_ready(what)  # before the body is read, which may be large
-                take(_body(environ, runner.settings.body_limit))
-
-            return act
-
-        # What the controller has the device do; each is answered with its state.
-        self._acts: dict[tuple[str, str], Callable[[Environ], None]] = {
-            ("GET", "/health"): lambda _: None,
-            ("PUT", "/deployment"): lambda environ: runner.deploy(_body(environ, JSON_LIMIT)),
-            ("PUT", "/data"): put("data", runner.put_data),
-            ("PUT", "/shard"): put("a shard", runner.put_shard),
-            ("POST", "/start"): lambda environ: runner.start(_number(environ, "origin", -1e12, 1e12)),
-            ("POST", "/stop"): lambda _: runner.stop(),
-            ("POST", "/lease"): lambda _: renew(),
-            ("POST", "/leave"): lambda _: runner.leave(),
-            ("PUT", "/speed"): lambda environ: runner.pace.set(_number(environ, "factor", 1e-6, 1e6)),
-            ("PUT", "/links"): lambda environ: runner.set_message_loss(_body(environ, JSON_LIMIT)),
-        }
-        self._contents: dict[str, tuple[str, Callable[[Environ], Iterable[bytes]]]] = {
-            "/facts": ("application/json", lambda _: [json.dumps(facts(runner)).encode() + b"\n"]),
-            "/events": ("application/x-ndjson", lambda environ: runner.log.follow(_after(environ))),
-            "/weights": ("application/octet-stream", lambda _: [runner.weights()]),
-            "/metrics": ("text/plain", lambda _: [_metrics(runner)]),
-        }
-        self._methods: dict[str, str] = {path: method for method, path in self._acts} | dict.fromkeys(
-            self._contents, "GET"
-        )
+        self._renew = renew
+        self._flask: Flask | None = None
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""
-        try:
-            return self._answer(environ, start_response)
-        except Refused as error:
-            status, text = error.status, str(error)
-        except Exception as error:  # noqa: BLE001 - the controller is told
-            traceback.print_exc()
-            status, text = 500, refusal(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}: {error!r}")
-        return respond(environ, start_response, status, {"error": text})
-
-    def _answer(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        asked = method, path
-        if asked != ("GET", "/health") and not authorised(environ, self._runner.settings.token):
-            raise Refused(401, "send the device's token as 'Authorization: Bearer <token>'")
-        if self._methods.get(path) != method:
-            raise Refused(405 if path in self._methods else 404, f"{method} {path} is nothing that an agent does")
-        if asked in self._acts:
-            self._acts[asked](environ)
+        if environ["PATH_INFO"] == "/health" and environ["REQUEST_METHOD"] == "GET":
             return respond(environ, start_response, 200, health(self._runner))
-        kind, content = self._contents[path]
-        found = content(environ)
-        start_response("200 OK", [("Content-Type", kind)])
-        return found
+        if not authorised(environ, self._runner.settings.token):
+            error = {"error": "send the device's token as 'Authorization: Bearer <token>'"}
+            return respond(environ, start_response, 401, error)
+        if self._flask is None:
+            self._flask = application(self._runner, self._renew)
+        return self._flask(environ, start_response)
 
 
 def health(runner: Runner) -> dict[str, Any]:
@@ -114,11 +76,8 @@ def health(runner: Runner) -> dict[str, Any]:
 
 def facts(runner: Runner) -> dict[str, Any]:
     """Return what this device is, and its clock and memory now."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
     versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "cheroot"):
+    for package in ("torch", "numpy", "flask", "cheroot"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -134,27 +93,100 @@ def facts(runner: Runner) -> dict[str, Any]:
     }
 
 
+def application(runner: Runner, renew: Callable[[], None]) -> Flask:
+    """Make the Flask application; see docs/protocols.md."""
+    from flask import Flask
+    from werkzeug.exceptions import HTTPException
+
+    app = Flask("agent", static_folder=None)
+
+    def put(what: str, take: Callable[[bytearray], None]) -> None:
+        runner.needs_ready(what)  # before the body is read, which may be large
+        take(_body(runner.settings.body_limit))
+
+    # What the controller has the device do; each is answered with its state.
+    for method, path, act in (
+        ("GET", "/health", lambda: None),
+        ("PUT", "/deployment", lambda: runner.deploy(_body(JSON_LIMIT))),
+        ("PUT", "/data", lambda: put("data", runner.put_data)),
+        ("PUT", "/shard", lambda: put("a shard", runner.put_shard)),
+        ("POST", "/start", lambda: runner.start(_number(_body(_SMALL), "origin", -1e12, 1e12))),
+        ("POST", "/stop", runner.stop),
+        ("POST", "/lease", renew),
+        ("POST", "/leave", runner.leave),
+        ("PUT", "/speed", lambda: runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
+        ("PUT", "/links", lambda: runner.set_message_loss(_body(JSON_LIMIT))),
+    ):
+        app.add_url_rule(path, path, partial(_done, runner, act), methods=[method])
+    for path, content, kind in (
+        ("/facts", lambda: json.dumps(facts(runner)) + "\n", "application/json"),
+        ("/events", lambda: _events(runner), "application/x-ndjson"),
+        ("/weights", runner.weights, "application/octet-stream"),
+        ("/metrics", lambda: _metrics(runner), "text/plain"),
+    ):
+        app.add_url_rule(path, path, partial(_read, content, kind))
+    app.register_error_handler(Refused, lambda error: _answer(error.status, {"error": str(error)}))
+    app.register_error_handler(HTTPException, _unknown)
+    app.register_error_handler(Exception, _broken)
+    return app
+
+
+def _done(runner: Runner, act: Callable[[], None]) -> Response:
+    act()
+    return _answer(200, health(runner))
+
+
+def _read(content: Callable[[], str | bytes | Iterator[bytes]], kind: str) -> Response:
+    from flask import Response
+
+    return Response(content(), mimetype=kind)
+
+
 def _metrics(runner: Runner) -> bytes:
     from agent.metrics import exposition
 
     return exposition(runner, resident_bytes())
 
 
-def _after(environ: Environ) -> int:
-    after = parse_qs(environ["QUERY_STRING"]).get("after", ["0"])[0]
+def _events(runner: Runner) -> Iterator[bytes]:
+    from flask import request
+
+    after = request.args.get("after", "0")
     if not after.isdecimal() or len(after) > 15:
         raise Refused(400, f"after is a number of events, not '{after[:40]}'")
-    return int(after)
+    return runner.log.follow(int(after))
 
 
-def _body(environ: Environ, most: int) -> bytearray:
-    return read_body(environ, announced_length(environ, most))
+def _body(most: int) -> bytearray:
+    from flask import request
+
+    return read_body(request.environ, announced_length(request.environ, most))
 
 
-def _number(environ: Environ, key: str, least: float, most: float) -> float:
+def _answer(status: int, document: object) -> Response:
+    from flask import Response, request
+
+    abandon_unread(request.environ)
+    return Response(json.dumps(document) + "\n", status, mimetype="application/json")
+
+
+def _unknown(error: HTTPException) -> Response:
+    from flask import request
+
+    return _answer(error.code or 500, {"error": refusal(f"{request.method} {request.path}: {error.name}")})
+
+
+def _broken(error: Exception) -> Response:
+    from flask import current_app, request
+
+    current_app.logger.exception("request failed")
+    return _answer(500, {"error": refusal(f"{request.method} {request.path}: {error!r}")})
+
+
+def _number(body: bytearray, key: str, least: float, most: float) -> float:
     """Read a body that holds one number."""
     try:
-        document = json.loads(bytes(_body(environ, _SMALL)))
+        document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise Refused(400, f'the body is JSON such as {{"{key}": 12.5}}') from error
     value = document.get(key) if isinstance(document, dict) and len(document) == 1 else None
