@@ -86,6 +86,12 @@ def _say_what_was_left() -> None:
             click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
 
 
+def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+    """Say nothing of a Ctrl-C that came while an object was freed, where Python drops it; the next one is heard."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+
+
 def main() -> None:
     """Run the command line; turn a `TestbedError` into one line and its exit status."""
     # What imports make stays: to look for garbage among it takes time and finds none.
@@ -93,6 +99,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+    sys.unraisablehook = _drop_interrupt
     _say_what_was_left()
     try:
         sys.exit(testbed.main(standalone_mode=False))
