@@ -74,7 +74,7 @@ format: $(READY) ## let ruff set the files right
 	@$(VENV)/bin/ruff check --fix
 	@$(VENV)/bin/ruff format
 
-compiled: $(READY) ## compile the simulator, which is then half again as fast; `make plain` undoes it
+compiled: $(READY) ## compile the simulator, which is then a third faster; `make plain` undoes it
 	@command -v cc >/dev/null || images/install "compiling" gcc libc6-dev
 	@TESTBED_COMPILE=1 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 

@@ -39,8 +39,9 @@ PAPERS = {
     "edgepipe": "EdgePipe",
     "versatilefl": "VersatileFL",
 }
-NEVER_RUN: dict[str, Any] = {"rows": []}
 """The papers that are reproduced, by the beginning of their scenarios' names."""
+NEVER_RUN: dict[str, Any] = {"rows": []}
+"""What is kept of a scenario that was not run."""
 PAPER_OF = {
     "distributed": "stahl",
     "ftpipehd": "ftpipehd",

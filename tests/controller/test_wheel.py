@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from controller.lab.images import names
-from tests.helpers import ROOT
+from tests.helpers import copy_sources
 
 MAIN = "from controller.cli.main import main; main()"
 """What pip writes into `testbed`."""
@@ -24,11 +24,7 @@ MAIN = "from controller.cli.main import main; main()"
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that holds what the wheel does, made from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
-    left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("testbed", "agent", "controller", "images", "scenarios"):
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=left_out)
-    for name in ("pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, folder / "source")
+    copy_sources(folder / "source")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--wheel-dir", folder, folder / "source"], check=True, stdin=subprocess.DEVNULL)
     shutil.rmtree(folder / "source")

@@ -1,7 +1,6 @@
 """The compiled simulator passes the same tests as Python's own, and a run has the same events."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.simulation import check_compiled
+from tests.helpers import ROOT, copy_sources
 
-ROOT = Path(__file__).parents[3]
-COPIED = ("testbed", "agent", "controller", "images", "scenarios", "tests", "tools")
 WHERE = "import testbed.simulation.channel as module; print(module.__file__)"
 
 
@@ -20,10 +18,7 @@ WHERE = "import testbed.simulation.channel as module; print(module.__file__)"
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the sources in which the simulator is compiled."""
     folder = tmp_path_factory.mktemp("compiled")
-    for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "setup.py"):
-        shutil.copy(ROOT / name, folder)
+    copy_sources(folder, "tests", "tools")
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(build, cwd=folder, env={**os.environ, "TESTBED_COMPILE": "1"}, check=True)
     return folder
