@@ -44,8 +44,9 @@ from testbed.network.checks import problems
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 
-_BRIDGE, _INTERFACE = "data", "eth0"
-"""What the bridge is called, and a device's interface on it."""
+INTERFACE = "eth0"
+"""What a device's interface on the data network is called, the only one it has."""
+_BRIDGE = "data"
 _CONNECT_SECONDS = 5.0
 
 
@@ -194,9 +195,9 @@ class Shaping:
         """Give a device its interface, of the same hardware address each time: others may remember that."""
         assert self._bridge is not None
         hardware = ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
-        self._bridge.run(lambda: plug(port, _BRIDGE, _INTERFACE, hardware, namespace.descriptor))
-        namespace.run(partial(set_address, _INTERFACE, address, network))
-        return Interface(_INTERFACE, str(network.broadcast_address))
+        self._bridge.run(lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor))
+        namespace.run(partial(set_address, INTERFACE, address, network))
+        return Interface(INTERFACE, str(network.broadcast_address))
 
     def _change(self, names: Iterable[str], links: Mapping[Pair, Link]) -> None:
         """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""

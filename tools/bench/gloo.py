@@ -16,6 +16,7 @@ from controller.lab.containers import DeviceContainer
 from controller.lab.engine import connect
 from controller.lab.lab import Lab
 from controller.running.emulation import emulate
+from controller.shaping.shaper import INTERFACE
 from testbed.common.errors import TestbedError
 from testbed.data import load as load_data
 from testbed.plan import Plan
@@ -45,8 +46,6 @@ BESIDE = 0.25
 """Share of the processor time of torch's own pipelining that all of ours may take which does not compute."""
 AWAY = 0.05
 """Share of the plan by which ours may differ from it."""
-INTERFACE = "eth1"
-"""Interface of a device on the data network."""
 PORT = 29500
 _TAIL = 2000
 """Characters of a failed program's output that are shown."""
@@ -109,7 +108,6 @@ def _execute(
     """Run the program in a device's container and return what its steps took."""
     program = Path(gloo_program.__file__).read_text()
     environment = {
-        # Its name is the control network's, which is closed to other devices.
         "MASTER_ADDR": first,
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -167,9 +165,9 @@ def beside(schedule: str, ours: Mapping[str, float], gloo: float) -> Iterator[Me
     yield Measurement(f"{run}, processor time of ours but for computing to torch's", taken / gloo, "x", BESIDE)
 
 
-def _with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
+def with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
     """Return what each schedule takes over gloo, all on one lab."""
-    lab = Lab.create(prepared[SCHEDULES[0]].trial)
+    lab = Lab.create(next(iter(prepared.values())).trial)
     try:
         return {schedule: gloo_times(lab, each.plan, schedule) for schedule, each in prepared.items()}
     finally:
@@ -179,7 +177,7 @@ def _with_gloo(prepared: Mapping[str, Prepared]) -> dict[str, GlooTimes]:
 def measure() -> Iterator[Measurement]:
     """Yield for each schedule a step over gloo, with ours and by the plan, their ratios, and processor time."""
     prepared = {schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES}
-    gloo = _with_gloo(prepared)
+    gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
         outcome = emulate(each, load_data(each.scenario.workload.data), accept_links=True)
         record = Record(outcome, each.experiment, each.plan)

@@ -1,0 +1,24 @@
+"""The bench's comparison with torch's own pipelining over gloo, on containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
+from tools.bench import gloo
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
+
+
+def test_torchs_pipelining_runs_on_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(gloo, "STEPS", 1)
+    prepared = prepare(trials(gloo.scenario("1f1b"))[0])
+    took = gloo.with_gloo({"1f1b": prepared})["1f1b"]
+    # Its messages have the links' rate and delay too.
+    assert prepared.plan.step_time is not None
+    assert took.step > 0.8 * prepared.plan.step_time
+    assert took.processor > 0
