@@ -30,6 +30,7 @@ from testbed.network.link import Link
 
 LARGEST_REQUEST = 1 << 20
 """Bytes of one request or answer, at most."""
+_END_SECONDS = 5.0
 _SO_SNDBUFFORCE = 32
 _PR_SET_TIMERSLACK = 29
 _CAPABILITY_VERSION = 0x20080522
@@ -156,9 +157,13 @@ class Helper:
         self.ask({"do": "reset"})
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process; one that a busy host keeps from ending by itself is killed, having nothing to tidy up."""
         self._control.close()
-        self._process.wait(5)
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 class LatenessHistogram:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +37,14 @@ def test_a_request_is_answered_and_what_the_kernel_refuses_is_an_error() -> None
 def test_a_process_that_ends_is_told_with_its_status() -> None:
     with pytest.raises(HostError, match="the thing has ended with status 1"):
         Helper("no.such.module", "thing")
+
+
+def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.shaping.helper._END_SECONDS", 0.1)
+    made = Helper("controller.shaping.engine", "delay line")
+    os.kill(made._process.pid, signal.SIGSTOP)
+    made.stop()
+    assert made._process.returncode == -signal.SIGKILL
 
 
 class Asked(DelayLine, Gate):
