@@ -27,7 +27,7 @@ from testbed.wire.framing import ETHERNET_HEADER
 
 _MOST_READ = 64
 """Packets read from one device before those that are due are let go."""
-_PATIENCE = 0.5e-3
+_PATIENCE = 2e-3
 """Seconds at most for which arrivals are left to gather, since the kernel has noted when each came."""
 _EARLY = 60e-6
 """Seconds by which a packet may leave early along with another: one waking then serves several."""
