@@ -160,7 +160,8 @@ def _events(runner: Runner) -> Iterator[bytes]:
 def _body(most: int) -> bytearray:
     from flask import request
 
-    return read_body(request.environ, announced_length(request.environ, most))
+    length, encoding = request.headers.get("Content-Length", ""), request.headers.get("Transfer-Encoding", "")
+    return read_body(request.environ, announced_length(length, encoding, most))
 
 
 def _answer(status: int, document: object) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -34,9 +33,8 @@ T = TypeVar("T")
 class RealDevice:
     """One device from the start of its program to its end; see `testbed.device.Device` for what it promises.
 
-    The program runs in an asyncio loop, which sends too; work runs in the processors' threads, and what arrives is
-    handed over by the server's threads. ``origin`` is the monotonic instant at which
-    the workload began.
+    The program runs in an asyncio loop, which sends and receives too; work runs in the processors' threads, and casts
+    are handed over by a thread of their own. ``origin`` is the monotonic instant at which the workload began.
     """
 
     def __init__(
@@ -234,7 +232,7 @@ class RealDevice:
         return message if self._computes else replace(message, tensors=without_values(message.tensors))
 
     def _arrived(self, arrival: Arrival) -> None:
-        """Take a new message over from a server's thread."""
+        """Take a new message over, a cast from the thread that heard it."""
         message = arrival.envelope.message
         self.totals.moved("received", arrival.size)
         if self._closed:
@@ -250,15 +248,17 @@ class RealDevice:
             decode=arrival.decode,
             **({"cast": arrival.envelope.sequence} if arrival.cast else {}),
         )
-        self._from_thread(self._take, arrival)
+        if arrival.cast:
+            self._from_thread(self._take, arrival)
+        else:
+            self._take(arrival)
 
     def _take(self, arrival: Arrival) -> None:
         self._time.advance_to(arrival.start + arrival.duration)
         self._arrivals.put_nowait(arrival)
 
     def _from_thread(self, call: Callable[..., object], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the program has ended meanwhile, and its loop with it
-            self._loop.call_soon_threadsafe(call, *arguments)
+        self._loop.call_soon_threadsafe(call, *arguments)
 
     @property
     def waiting(self) -> int:

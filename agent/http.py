@@ -1,13 +1,8 @@
-"""Cheroot as the agent needs it: bodies straight from the socket, refusals in JSON, connections kept for all peers."""
+"""Cheroot as the agent needs it: bodies straight from the socket, refusals in JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import select
-import socket
-import sys
-import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
@@ -16,7 +11,7 @@ from cheroot.server import HTTPServer
 from cheroot.wsgi import Gateway_10
 
 from agent.settings import Address
-from testbed.wire.serving import Connection, PatientServer, refusal
+from testbed.wire.serving import PatientServer, refusal
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
@@ -24,9 +19,6 @@ Application = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 STALLED_AFTER = 30
 """Seconds without a single byte after which a request, or an unused connection, is given up."""
-_LINGER_SECONDS = 10.0
-_LINGER_SLICE = 0.25
-_HANG_UP_SECONDS = 2.0
 _DRAINED = 1 << 16
 
 
@@ -47,74 +39,24 @@ class _Gateway(Gateway_10):
         return environ
 
 
-class _LingeringConnection(Connection):
-    """Stays with its thread for a while after an answer: the next request need not go through the selector's."""
-
-    hung_up = False
-    """Whether the last answer was a refusal, behind which there may be more requests."""
-
-    def close(self) -> None:
-        if self.hung_up:
-            self._let_answer_arrive()
-        super().close()
-
-    def _let_answer_arrive(self) -> None:
-        """Read until the peer closes: a connection closed with something unread takes the answer with it."""
-        deadline = time.monotonic() + _HANG_UP_SECONDS
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_WR)
-            self.socket.settimeout(_LINGER_SLICE)
-            while time.monotonic() < deadline and not self.server.requests.qsize:
-                with contextlib.suppress(TimeoutError):
-                    if not self.socket.recv(_DRAINED):
-                        return
-
-    def communicate(self) -> bool:
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        while super().communicate():  # type: ignore[no-untyped-call]
-            if not self._another(poll):
-                return True
-        return False
-
-    def _another(self, poll: select.poll) -> bool:
-        """Wait for a request, unless other connections wait for this thread."""
-        for _ in range(round(_LINGER_SECONDS / _LINGER_SLICE)):
-            if self.rfile.has_data() or poll.poll(_LINGER_SLICE * 1000):
-                return True
-            if self.server.requests.qsize:
-                return False
-        return False
-
-
-def serve(address: Address, application: Application, threads: int, linger: bool = False) -> HTTPServer:
-    """Return a server that listens already; its ``serve()`` blocks until ``stop()``.
-
-    A connection gets a thread when the head of a request is there. With ``linger`` it keeps that between requests that
-    follow each other closely, as peers' do, whose links may be so slow that a head takes long.
-    """
+def serve(address: Address, application: Application, threads: int) -> HTTPServer:
+    """Return a server that listens already; its ``serve()`` blocks until ``stop()``."""
     server = PatientServer(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
     server.gateway = _Gateway
-    if linger:
-        server.ConnectionClass, server.head_seconds = _LingeringConnection, STALLED_AFTER
-    # Ten by default: a device with more peers than that would lose a connection for each message.
-    server.keep_alive_conn_limit = sys.maxsize
     server.prepare()
     return server
 
 
-def announced_length(environ: Environ, limit: int) -> int:
-    """Return the size of the request's body before any of it is read.
+def announced_length(text: str, encoding: str, limit: int) -> int:
+    """Return the size of the request's body before any of it is read, by its Content-Length and Transfer-Encoding.
 
     Raises Refused when it is not known beforehand or above the limit.
     """
-    text = environ.get("CONTENT_LENGTH") or ""
-    if "chunked" in environ.get("HTTP_TRANSFER_ENCODING", "").lower() or not text.isdecimal():
+    if "chunked" in encoding.lower() or not text.isdecimal():
         raise Refused(411, "send a Content-Length")
-    length = int(text)
-    if length > limit:
-        raise Refused(413, f"{length} bytes are more than the {limit} allowed")
-    return length
+    if len(text) > 18 or int(text) > limit:
+        raise Refused(413, f"{text[:18]} bytes are more than the {limit} allowed")
+    return int(text)
 
 
 def read_body(environ: Environ, length: int) -> bytearray:
@@ -150,13 +92,6 @@ def respond(environ: Environ, start_response: StartResponse, status: int, docume
         headers = [("Content-Length", "0")]
     start_response(f"{status} {HTTPStatus(status).phrase}", headers)
     return [body] if body else []
-
-
-def hang_up(environ: Environ) -> None:
-    """Close the connection after this answer, once the peer has had time to read it; no further request is served."""
-    request = environ["testbed.request"]
-    request.close_connection = True
-    request.conn.hung_up = True
 
 
 def abandon_unread(environ: Environ) -> None:

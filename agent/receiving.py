@@ -1,30 +1,36 @@
-"""Messages of peers: taken in from the data network, each once and in order, into a bounded inbox."""
+"""Messages of peers: taken in from the data network, each once and in order, into a bounded inbox.
+
+They are HTTP requests, which the program's event loop reads itself: each thread on a message's way to the program would
+cost a wake-up, and a wait for the interpreter's lock.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from http import HTTPStatus
 
-from agent.http import (
-    Environ,
-    Refused,
-    StartResponse,
-    announced_length,
-    hang_up,
-    read_body,
-    respond,
-)
-from agent.settings import Settings
+from agent.http import STALLED_AFTER, Refused, announced_length
+from agent.settings import Address, Settings
 from testbed.wire.message import Envelope, WireError, decode
+from testbed.wire.serving import LARGEST_HEAD, MOST_WAITING
 
-MOST_READING = 2
-"""Connections of one sender from which messages are read at once; there are so many threads for each."""
+MOST_OF_ONE = 2
+"""Connections of one sender, which has given up all of them but the newest."""
+HANG_UP_SECONDS = 2.0
+"""How long a peer has to read a refusal: a connection closed with something unread takes the answer with it."""
+_TOGETHER = 1 << 15
+"""Bytes of a message for which to wake up: its packets come one by one. Half of the smallest window, so that no sender
+has to wait."""
+_PIECE = 1 << 14
+_TAKEN = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,11 @@ class Inbox:
         self.bytes = 0
         """Reserved by messages that arrive or wait."""
 
-    def sender(self, environ: Environ) -> str:
-        """Return whose token a request bears; raises Refused (401) where that is no peer's."""
+    def sender(self, authorization: str) -> str:
+        """Return whose token a request bears in that header; raises Refused (401) where that is no peer's."""
         # Found by its hash, so that how long it takes says nothing of how much of a token is right.
         try:
-            return self._senders[environ.get("HTTP_AUTHORIZATION", "")]
+            return self._senders[authorization]
         except KeyError:
             raise Refused(401, "send the token of this way as 'Authorization: Bearer <token>'") from None
 
@@ -95,66 +101,204 @@ class Inbox:
         return True
 
 
-class DataApplication:
-    """``POST /messages`` on the data network, as WSGI: the one request that must cost next to nothing."""
+class DataServer:
+    """``POST /messages`` on the data network: the one request that must cost next to nothing.
+
+    Answers come in the order of the requests. A refusal ends the connection: nothing that was sent behind it may be
+    taken in before it.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        """Listen; nobody is answered before `serve`."""
+        self.limit = settings.message_limit
         self.inbox: Inbox | None = None
         """Inbox of the program that runs; without one, senders are asked to try again later."""
-        self._reading: dict[str, deque[Any]] = defaultdict(deque)
-        """Connections from which a message of a sender is being read, the oldest first."""
+        self._listener = socket.create_server(settings.data, backlog=128)
+        self._listener.setblocking(False)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._strangers: deque[_Connection] = deque()
+        """Connections that have not sent a peer's token yet, the oldest first."""
+        self._known: dict[str, deque[_Connection]] = defaultdict(deque)
 
-    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer one request."""
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        found: Address = self._listener.getsockname()
+        return found
+
+    def serve(self) -> None:
+        """Answer from now on, in the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener, self._accept, loop)
+        self._look(loop)
+
+    def recognise(self, connection: _Connection, sender: str) -> None:
+        """Note whose connection it is; close the oldest of too many.
+
+        A message whose rest never comes would else keep room in the inbox for long.
+        """
+        mine = self._known[sender]
+        if connection not in mine:
+            self.forget(connection)
+            mine.append(connection)
+            if len(mine) > MOST_OF_ONE:
+                mine[0].close()
+
+    def forget(self, connection: _Connection) -> None:
+        """Note that a connection is closed."""
+        for some in (self._strangers, *self._known.values()):
+            with suppress(ValueError):
+                some.remove(connection)
+
+    def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(OSError):  # the peer has given up, or there is none left
+            while True:
+                link, _ = self._listener.accept()
+                self._strangers.append(_Connection(self, link, loop))
+                if len(self._strangers) > MOST_WAITING:
+                    self._strangers[0].close()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close, now and then, connections on which nothing comes."""
+        for some in (self._strangers, *self._known.values()):
+            for connection in list(some):
+                connection.look()
+        loop.call_later(STALLED_AFTER / 3, self._look, loop)
+
+
+class _Connection:
+    """Requests of one peer, or of a stranger, one after the other."""
+
+    def __init__(self, server: DataServer, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._link = link
+        self._loop = loop
+        self._heard = time.monotonic()
+        self._reading = False
+        """Whether a message is there in part."""
+        self._together = 1
+        link.setblocking(False)
+        self._requests: Generator[int, None, None] = self._take_requests()
+        next(self._requests)
+        loop.add_reader(link, self._readable)
+
+    def close(self) -> None:
+        """Let go of the connection; a message that is there in part is forgotten."""
+        if self._link.fileno() >= 0:
+            self._loop.remove_reader(self._link)
+            self._link.close()
+            self._server.forget(self)
+            self._requests.close()
+
+    def look(self) -> None:
+        """Give the connection up if nothing has come for a while, but for what is too little to wake up for."""
+        if self._reading:
+            self._readable()
+        if time.monotonic() - self._heard > STALLED_AFTER:
+            if self._reading:
+                self._refuse(Refused(408, f"nothing came for {STALLED_AFTER} s"))
+            else:
+                self.close()
+
+    def _readable(self) -> None:
         try:
-            self._take(environ)
+            together = next(self._requests)
+            if together != self._together:
+                self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, together)
+                self._together = together
         except Refused as refused:
-            # Nothing that was sent behind it may be taken in before it.
-            hang_up(environ)
-            return respond(environ, start_response, refused.status, {"error": str(refused)})
-        return respond(environ, start_response, 204)
+            self._refuse(refused)
+        except (OSError, StopIteration):
+            self.close()
+        except Exception:
+            self.close()
+            raise
 
-    def _take(self, environ: Environ) -> None:
-        start = time.monotonic()
-        if environ["PATH_INFO"] != "/messages":
+    def _refuse(self, refused: Refused) -> None:
+        """Answer with why, and close the connection once the peer has had time to read it."""
+        self._requests.close()
+        self._reading = False
+        text = json.dumps({"error": str(refused)}).encode() + b"\n"
+        status = f"{refused.status} {HTTPStatus(refused.status).phrase}"
+        head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        self._requests = self._drain()
+        try:
+            self._link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            self._link.sendall(head.encode() + text)
+            self._link.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close()
+        else:
+            self._loop.call_later(HANG_UP_SECONDS, self.close)
+
+    def _drain(self) -> Generator[int, None, None]:
+        while self._link.recv(_PIECE):
+            yield 1
+
+    def _take_requests(self) -> Generator[int, None, None]:
+        """Take in one message after the other; go on whenever there is something to read.
+
+        Yields for how many bytes to wait. Raises `Refused`, and OSError where the connection is broken.
+        """
+        received = b""
+        while True:
+            while b"\r\n\r\n" not in received:
+                if len(received) > LARGEST_HEAD:
+                    raise Refused(431, "the head of the request is too long")
+                yield 1
+                if not (piece := self._link.recv(_PIECE)):
+                    return
+                self._heard = time.monotonic()
+                received += piece
+            start = time.monotonic()
+            head, _, received = received.partition(b"\r\n\r\n")
+            inbox, sender, size = self._announced(head)
+            if not inbox.reserve(size):
+                raise Refused(503, "the inbox is full")
+            new = False
+            try:
+                body, self._reading = bytearray(size), True
+                done = min(size, len(received))
+                body[:done], received = received[:done], received[done:]
+                with memoryview(body) as rest:
+                    while done < size:
+                        yield min(_TOGETHER, size - done)
+                        try:
+                            count = self._link.recv_into(rest[done:])
+                        except BlockingIOError:  # `look` goes on without being told that there is something
+                            continue
+                        if not count:
+                            raise Refused(400, f"the body ended after {done} of {size} bytes")
+                        self._heard = time.monotonic()
+                        done += count
+                self._reading = False
+                new = _put(body, start, inbox, sender)
+            finally:
+                if not new:
+                    inbox.release(size)
+            self._link.sendall(_TAKEN)
+
+    def _announced(self, head: bytes) -> tuple[Inbox, str, int]:
+        """Return where a message is to go, who sends it and how long it is."""
+        request, *lines = head.decode("latin-1").split("\r\n")
+        method, path = [*request.split(" "), "", ""][:2]
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if path != "/messages":
             raise Refused(404, "this port takes POST /messages only")
-        if environ["REQUEST_METHOD"] != "POST":
+        if method != "POST":
             raise Refused(405, "this port takes POST /messages only")
-        inbox = self.inbox
+        inbox = self._server.inbox
         if inbox is None:
             raise Refused(503, "no program runs here yet")
-        sender = inbox.sender(environ)
-        size = announced_length(environ, self._settings.message_limit)
-        if not inbox.reserve(size):
-            raise Refused(503, "the inbox is full")
-        new = False
-        try:
-            with self._alone(sender, environ):
-                new = _receive(environ, size, start, inbox, sender)
-        finally:
-            if not new:
-                inbox.release(size)
-
-    @contextmanager
-    def _alone(self, sender: str, environ: Environ) -> Iterator[None]:
-        """Break off the oldest of too many connections of a sender, which has given up all of them but one.
-
-        A message whose rest never comes would else keep a thread for long, and many such messages all threads.
-        """
-        mine, all_ = environ["testbed.request"].conn.socket, self._reading[sender]
-        all_.append(mine)
-        if len(all_) > MOST_READING:
-            with suppress(OSError):
-                all_[0].shutdown(socket.SHUT_RDWR)
-        try:
-            yield
-        finally:
-            all_.remove(mine)
+        sender = inbox.sender(headers.get("authorization", ""))
+        self._server.recognise(self, sender)
+        size = announced_length(
+            headers.get("content-length", ""), headers.get("transfer-encoding", ""), self._server.limit
+        )
+        return inbox, sender, size
 
 
-def _receive(environ: Environ, size: int, start: float, inbox: Inbox, sender: str) -> bool:
-    body = read_body(environ, size)
+def _put(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
     there = time.monotonic()
     try:
         envelope = decode(body)
@@ -162,4 +306,4 @@ def _receive(environ: Environ, size: int, start: float, inbox: Inbox, sender: st
         raise Refused(400, str(error)) from error
     if envelope.message.sender != sender:
         raise Refused(403, f"'{sender}' may not speak as '{envelope.message.sender}'")
-    return inbox.put(Arrival(envelope, size, start, there - start, time.monotonic() - there))
+    return inbox.put(Arrival(envelope, len(body), start, there - start, time.monotonic() - there))

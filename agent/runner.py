@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import select
 import selectors
 import sys
 import threading
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVarTuple
 from agent.events import EventLog
 from agent.http import Refused
 from agent.pacing import Pace, WaitingTime, precise_sleep
-from agent.receiving import DataApplication
+from agent.receiving import DataServer
 from agent.settings import Settings
 from testbed.common.errors import TestbedError
 from testbed.common.lazy import torch
@@ -44,10 +46,9 @@ STOP_SECONDS = 3.0
 
 
 class Runner:
-    """Holds one deployment and runs its program in a thread."""
+    """Holds one deployment and runs its program in the event loop, a thread, in which its messages arrive too."""
 
-    def __init__(self, settings: Settings, data: DataApplication, make_room: Callable[[int], None]) -> None:
-        """``make_room`` is given how many peers there are, before any of them sends."""
+    def __init__(self, settings: Settings, data: DataServer) -> None:
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.pace = Pace()
@@ -58,17 +59,17 @@ class Runner:
         """Device of the program that runs or ran last."""
         self._booted = time.monotonic()
         self._data = data
-        self._make_room = make_room
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
         self._message_loss: dict[str, float] = {}
         self._dataset: Dataset | None = None
         self._weights: dict[str, torch.Tensor] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
+        self._ending: asyncio.Task[None] | None = None
+        self._loop = _Loop()
+        self._loop.call_soon(data.serve)
         self._over = threading.Event()
-        self._over.set()
+        threading.Thread(target=self._loop.live, name="program", daemon=True).start()
 
     def deploy(self, body: bytearray) -> None:
         """Take in a deployment; forgets whatever there was before. Imports torch, so methods need not.
@@ -83,7 +84,6 @@ class Runner:
             self._deployment = deployment.read(body, self.settings)
             if self._deployment.problem.workload.task != "program":  # whose images need no torch
                 _import_torch()
-            self._make_room(len(self._deployment.peers))
             self._message_loss = dict(self._deployment.message_loss)
             self._dataset = self._weights = self.error = None
             self.device = self._data.inbox = None
@@ -147,18 +147,15 @@ class Runner:
             self.needs_ready("a start")
             assert self._deployment is not None
             self.state = "running"
-            self._stopping = False
             self._over.clear()
-            threading.Thread(target=self._run, args=(self._deployment, origin), name="program", daemon=True).start()
+            self._loop.call_soon_threadsafe(self._begin, self._deployment, origin)
 
     def stop(self) -> None:
         """Cancel the program and wait until it is over; raises `Refused` where none runs or it ignores that."""
         with self._lock:
             if self.state in ("idle", "ready"):
                 raise Refused(409, f"no program runs: this device is {self.state}")
-            self._stopping = True
-            if self._loop is not None and self._task is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)
+            self._loop.call_soon_threadsafe(self._cancel)
         if not self._over.wait(STOP_SECONDS):
             raise Refused(409, "the program ignores its cancellation; kill the device")
 
@@ -173,24 +170,32 @@ class Runner:
         if self.state != "ready":
             raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
 
-    def _run(self, deployment: Deployment, origin: float) -> None:
-        state, error = "failed", None
-        try:
-            precise_sleep()
-            with asyncio.Runner(loop_factory=_Loop) as runner:
-                runner.run(self._main(deployment, origin))
-            state = "finished"
-        except asyncio.CancelledError:
-            state = "stopped"
-        except TestbedError as failure:
+    def _begin(self, deployment: Deployment, origin: float) -> None:
+        self._task = self._loop.create_task(self._main(deployment, origin))
+        self._ending = self._loop.create_task(self._end(self._task, origin))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _end(self, program: asyncio.Task[None], origin: float) -> None:
+        """Wait for the end of the program and of what it has left running."""
+        await asyncio.wait([program])
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        self._loop.on_timer = lambda _: None
+        failure = None if program.cancelled() else program.exception()
+        state, error = "stopped" if program.cancelled() else "failed" if failure else "finished", None
+        if isinstance(failure, TestbedError):
             error = str(failure)
-        except BaseException:  # noqa: BLE001 - whatever ends a program is reported to the controller
-            error = traceback.format_exc()
+        elif failure is not None:  # whatever ends a program is reported to the controller
+            error = "".join(traceback.format_exception(failure))
             print(error, file=sys.stderr, flush=True)
         self._record(time.monotonic(), origin, state, error)
         with self._lock:
-            self.state, self.error = state, error
-            self._task = self._loop = None
+            self.state, self.error, self._task = state, error, None
         self.log.close()
         self._over.set()
 
@@ -200,17 +205,10 @@ class Runner:
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, _Loop)
-        loop.on_timer = device.on_timer
+        self._loop.on_timer = device.on_timer
         job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
         with self._lock:
             self.device = device
-            self._loop = loop
-            self._task = asyncio.current_task()
-            if self._stopping:
-                device.close()
-                raise asyncio.CancelledError
         self._record(max(origin, self._booted), origin, "up")
         self._data.inbox = device.inbox
         try:
@@ -290,13 +288,30 @@ def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:
     return {sender: float(fraction) for sender, fraction in given.items()}
 
 
+class _Selector(selectors.EpollSelector):
+    """Waits as finely as the kernel's timers: epoll would round every wait up to a millisecond."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for what is registered, at most so many seconds."""
+        if timeout is None or timeout > 0:
+            select.select([self], [], [], timeout)
+        return super().select(0)
+
+
 class _Loop(asyncio.SelectorEventLoop):
     """A loop that notifies the device when a timer of its program fires: what the program does next, it does then."""
 
     def __init__(self) -> None:
-        # Timers as fine as the kernel's: epoll would round every wait up to a millisecond.
-        super().__init__(selectors.SelectSelector())
+        super().__init__(_Selector())
         self.on_timer: Callable[[float], None] = lambda _: None
+
+    def live(self) -> None:
+        """Run for good."""
+        precise_sleep()
+        asyncio.set_event_loop(self)
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a program's, of which its task notifies too
+                self.run_forever()
 
     def call_at(
         self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None

@@ -81,6 +81,9 @@ class Connection:
         """
         if self._socket is None:
             await self._connect()
+        self._check_kept()
+
+    def _check_kept(self) -> None:
         with self._in_use() as link, contextlib.suppress(BlockingIOError):
             link.recv(1, socket.MSG_PEEK)
             raise ConnectionResetError("the peer had closed the connection")
@@ -101,7 +104,6 @@ class Connection:
         loop, link = asyncio.get_running_loop(), self._socket
         self._ready = loop.create_future()
         timer = None if writing or self._asking else loop.call_later(QUIET_SECONDS, self._settle, False)
-        loop.add_reader(link, self._settle, True)
         if writing:
             loop.add_writer(link, self._settle, True)
         try:
@@ -112,13 +114,19 @@ class Connection:
             self._ready = None
             if timer is not None:
                 timer.cancel()
-            loop.remove_reader(link)
             if writing:
                 loop.remove_writer(link)
 
     def wake(self) -> None:
         """Let the waiting task look for something else to do."""
         self._settle(True)
+
+    def _readable(self) -> None:
+        if self._ready is not None:
+            self._settle(True)
+        else:  # nothing is asked: the peer has closed the connection, unless what came is read already
+            with contextlib.suppress(ConnectionLost):
+                self._check_kept()
 
     def _settle(self, value: bool) -> None:
         if self._ready is not None and not self._ready.done():
@@ -148,6 +156,7 @@ class Connection:
         """Let go of the connection; the kernel still sends what it has."""
         link, self._socket = self._socket, None
         if link is not None:
+            asyncio.get_running_loop().remove_reader(link)
             link.close()
 
     def abort(self) -> None:
@@ -169,6 +178,7 @@ class Connection:
             raise ConnectionLost(f"lost the connection: {error!r}", stale=self._used) from error
 
     async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
         link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -177,7 +187,7 @@ class Connection:
             link.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             async with asyncio.timeout(self._connect_seconds):
-                await asyncio.get_running_loop().sock_connect(link, self._address)
+                await loop.sock_connect(link, self._address)
         except OSError as error:
             link.close()
             if isinstance(error, TimeoutError):
@@ -187,6 +197,7 @@ class Connection:
             link.close()
             raise
         self._connect_seconds = CONNECT_SECONDS + self._slowness
+        loop.add_reader(link, self._readable)
         self._socket, self._received = link, b""
         self._used = self._asking = False
 

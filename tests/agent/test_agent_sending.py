@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from agent.http import serve
-from agent.receiving import Arrival, DataApplication, Inbox
+from agent.receiving import Arrival, DataServer, Inbox
 from agent.sending import Connection, Delivery, Lane, Rejected
 from agent.settings import Address, Settings
 from testbed.wire.framing import HTTP_HEADERS, WINDOW
@@ -30,18 +29,19 @@ class Receiver:
         settings = Settings("run", "b", TOKEN, data=("127.0.0.1", 0), message_limit=WINDOW)
         self.numbers: list[int] = []
         self._holds = holds
-        self.application = DataApplication(settings)
-        self.inbox = self.application.inbox = Inbox({"a": TOKEN}, limit, self._arrived)
-        self._server = serve(settings.data, self.application, threads=8, linger=True)
-        self.address: Address = self._server.bind_addr
-        threading.Thread(target=self._server.serve, daemon=True).start()
+        server = DataServer(settings)
+        self.inbox = server.inbox = Inbox({"a": TOKEN}, limit, self._arrived)
+        self.address = server.address
+        self._loop = asyncio.new_event_loop()
+        self._loop.call_soon(server.serve)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def _arrived(self, arrival: Arrival) -> None:
         self.numbers.append(arrival.envelope.message["number"])
         threading.Timer(self._holds, self.inbox.release, [arrival.size]).start()
 
     def close(self) -> None:
-        self._server.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 @pytest.fixture
@@ -191,6 +191,25 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
         server.setblocking(False)
         received, one = asyncio.run(main(server))
         assert 2 * one < received < 2 * one + 1000
+
+
+@pytest.mark.parametrize(("pause", "status"), [(0.2, b"204"), (None, b"408")], ids=["slowly", "not at all"])
+def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, pause: float | None, status: bytes
+) -> None:
+    monkeypatch.setattr("agent.receiving.STALLED_AFTER", 0.9)
+    body = numbered(0, 1000)
+    with contextlib.closing(Receiver()) as receiver, socket.create_connection(receiver.address, timeout=10) as link:
+        link.sendall(Connection(receiver.address, "/messages", TOKEN).head(body))
+        for at in range(0, len(body), 200):
+            link.sendall(body[at : at + 200])
+            if pause is None:
+                break
+            time.sleep(pause)
+        assert link.recv(1000).split()[1] == status
+        assert receiver.numbers == [0][: pause is not None]
+        if pause is None:
+            assert receiver.inbox.bytes == 0
 
 
 def test_nothing_leaves_too_early(receiver: Receiver) -> None:

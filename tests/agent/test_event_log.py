@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -85,3 +86,16 @@ def test_a_log_is_closed_and_opened_again() -> None:
     log.append("more")
     log.close()
     assert len(lines(log, 2)) == 1
+
+
+def test_lines_that_follow_each_other_closely_are_read_together() -> None:
+    log, pieces = EventLog(1000), []
+    reader = threading.Thread(target=lambda: pieces.extend(log.follow(0)))
+    reader.start()
+    for number in range(50):
+        log.append(str(number))
+        time.sleep(0.001)
+    log.close()
+    reader.join(5)
+    assert b"".join(pieces).split() == [str(number).encode() for number in range(50)]
+    assert len(pieces) < 25

@@ -11,7 +11,7 @@ import pytest
 
 from agent import runner as runners
 from agent.http import Refused
-from agent.receiving import DataApplication
+from agent.receiving import DataServer
 from agent.runner import Runner
 from agent.settings import Settings
 from testbed import methods
@@ -23,8 +23,10 @@ from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runner]:
     monkeypatch.setitem(methods._CLASSES, "scripted", "tests.helpers.agent_programs:Scripted")
     monkeypatch.setenv("TESTBED_DISK", str(tmp_path))
-    settings = Settings("test-run", "a", "t", cast=("127.0.0.1", 0), disk=str(tmp_path), disk_limit=1 << 20)
-    runner = Runner(settings, DataApplication(settings), lambda _peers: None)
+    settings = Settings(
+        "test-run", "a", "t", data=("127.0.0.1", 0), cast=("127.0.0.1", 0), disk=str(tmp_path), disk_limit=1 << 20
+    )
+    runner = Runner(settings, DataServer(settings))
     yield runner
     if runner.state == "running":
         runner.stop()
@@ -73,12 +75,14 @@ def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) ->
         assert refusal(made.start, 0.0)[1].endswith("this device is finished")
 
 
-def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner) -> None:
-    deployed(made, "fail").start(time.monotonic())
+@pytest.mark.parametrize("do", ["fail", "exits"])
+def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner, do: str) -> None:
+    deployed(made, do).start(time.monotonic())
     assert ended(made).state == "failed"
     assert made.error is not None
     assert "Traceback" in made.error
-    assert deployed(made, "nothing").error is None
+    deployed(made, "nothing").start(time.monotonic())
+    assert (ended(made).state, made.error) == ("finished", None)
 
 
 def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(made: Runner) -> None:
@@ -127,7 +131,7 @@ def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(made: R
     ended(made)
     assert data.inbox is not None
     token = data_token(RUN_TOKEN, "b", "a")
-    assert data.inbox.sender({"HTTP_AUTHORIZATION": f"Bearer {token}"}) == "b"
+    assert data.inbox.sender(f"Bearer {token}") == "b"
     deployed(made, "fail").start(time.monotonic())
     ended(made)
     assert data.inbox is None

@@ -170,6 +170,11 @@ async def fail(device: Device, job: Job, options: Instructions) -> None:
     raise RuntimeError("this program is broken")
 
 
+async def exits(device: Device, job: Job, options: Instructions) -> None:
+    """Would end the process, as a script does."""
+    sys.exit("enough")
+
+
 async def endless(device: Device, job: Job, options: Instructions) -> None:
     number = 0
     while True:
@@ -195,7 +200,7 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
 PROGRAMS: Mapping[str, Any] = {
     program.__name__: program
     for program in (
-        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, hoard, fail, endless, expose,
+        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, hoard, fail, exits, endless, expose,
     )
 }  # fmt: skip
 

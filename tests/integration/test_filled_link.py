@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.http import serve
-from agent.receiving import Arrival, DataApplication, Inbox
+from agent.receiving import Arrival, DataServer, Inbox
 from agent.sending import Delivery, Lane
 from agent.settings import Settings
 from testbed.network.link import Link
@@ -36,15 +35,16 @@ def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], 
     arrivals: list[Arrival] = []
     here, there = lab.names
     address = (lab.net.endpoints[there].address, PORT)
-    data = DataApplication(Settings("run", there, TOKEN, data=address))
+    data = lab.net.inside(there, lambda: DataServer(Settings("run", there, TOKEN, data=address)))
+    loop = asyncio.new_event_loop()
 
     def arrived(arrival: Arrival) -> None:
         arrivals.append(arrival)
         inbox.release(arrival.size)
 
     inbox = data.inbox = Inbox({here: TOKEN}, 1 << 26, arrived)
-    server = lab.net.inside(there, lambda: serve(address, data, threads=2, linger=True))
-    threading.Thread(target=server.serve, daemon=True).start()
+    loop.call_soon(data.serve)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
 
     async def send() -> list[Delivery]:
         lane = Lane(there, address, TOKEN)
@@ -56,7 +56,7 @@ def transmit(lab: NamespaceLab, count: int, size: int) -> tuple[list[Delivery], 
     try:
         return lab.net.inside(here, lambda: asyncio.run(asyncio.wait_for(send(), 60))), arrivals
     finally:
-        server.stop()
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def test_messages_of_100_kb_fill_50_mbit_over_20_ms(lab: NamespaceLab) -> None:

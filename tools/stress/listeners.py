@@ -6,6 +6,7 @@ carry it out; the page reads what it is to strike.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -24,7 +25,7 @@ import torch
 from agent import http
 from agent.casting import Addresses, Caster, mark
 from agent.control import ControlApplication
-from agent.receiving import Arrival, DataApplication, Inbox
+from agent.receiving import Arrival, DataServer, Inbox
 from agent.runner import Runner
 from agent.settings import Settings
 from controller.api import build
@@ -62,9 +63,13 @@ INBOX = 1 << 20
 
 def listeners(stack: ExitStack) -> dict[str, Target]:
     """Return all that listens, as a run begins, until the stack is closed."""
-    settings = Settings(run="r", device="source", token=TOKEN)
-    data, ready = DataApplication(settings), _runner(settings)
+    settings = Settings(run="r", device="source", token=TOKEN, data=("127.0.0.1", 0))
+    data, ready = DataServer(settings), _runner(settings)
     data.inbox = _emptied("worker")
+    loop = asyncio.new_event_loop()
+    loop.call_soon(data.serve)
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    stack.callback(loop.call_soon_threadsafe, loop.stop)
     own = prepared().deployments("r", TOKEN, ADDRESSES, None).of("source")
     ready.deploy(bytearray(own))
     controls = [Request("PUT", "/deployment", BEARER, json.loads(own)), *_controls()]
@@ -73,14 +78,13 @@ def listeners(stack: ExitStack) -> dict[str, Target]:
     starts = Request("POST", "/start", BEARER, {"origin": 12.5})
     control = ControlApplication(ready)
     return {
-        "data": asking(data, _messages()),
         "control": asking(control, controls),
         "control of an idle device": asking(idle, [starts, *_controls()]),
         "shaper": asking(server.application(_Planning(), TOKEN), _shapings()),  # type: ignore[arg-type]
         "page": asking(page(_run(), TOKEN, ORIGIN, _struck), _watchings()),
         "casts": _Casts(stack).send,
         "control port": sending(_port(stack, control), controls),
-        "data port": sending(_port(stack, data, linger=True), _messages()),
+        "data port": sending(data.address, _messages()),
     }
 
 
@@ -100,7 +104,7 @@ def prepared() -> Prepared:
 
 
 def _runner(settings: Settings) -> Runner:
-    return Runner(settings, DataApplication(settings), lambda _peers: None)
+    return Runner(settings, DataServer(settings))
 
 
 def _emptied(peer: str) -> Inbox:
@@ -212,9 +216,9 @@ def _run() -> Path:
 # What is reached over loopback
 
 
-def _port(stack: ExitStack, application: http.Application, linger: bool = False) -> tuple[str, int]:
+def _port(stack: ExitStack, application: http.Application) -> tuple[str, int]:
     """Have an application answer on a port until the stack is closed; return its address."""
-    found = http.serve(("127.0.0.1", 0), application, 4, linger)
+    found = http.serve(("127.0.0.1", 0), application, 4)
     threading.Thread(target=found.serve, daemon=True).start()
     stack.callback(found.stop)
     host, port = found.bind_addr
