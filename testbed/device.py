@@ -90,10 +90,19 @@ class Span:
     batch: int | None = None
     micro: int | None = None
 
+    def row(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return the names of the span's fields in an event, without those that are not given, and their values."""
+        if self.micro is None:
+            if self.batch is None:
+                return ("span",), (self.name,)
+            return ("span", "batch"), (self.name, self.batch)
+        if self.batch is None:
+            return ("span", "micro"), (self.name, self.micro)
+        return ("span", "batch", "micro"), (self.name, self.batch, self.micro)
+
     def fields(self) -> dict[str, Any]:
         """Return the span as event fields, without those that are not given."""
-        given = {"span": self.name, "batch": self.batch, "micro": self.micro}
-        return {key: value for key, value in given.items() if value is not None}
+        return dict(zip(*self.row(), strict=True))
 
 
 class Device(Protocol):

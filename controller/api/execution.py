@@ -20,7 +20,7 @@ from rich.console import Console
 from controller.results.files import load_figures
 from controller.results.run import Run, value_text
 from controller.running.inputs import InitialWeights, load_data
-from controller.running.live import LiveProgress
+from controller.running.live import SHOWN, LiveProgress
 from controller.watch.feed import INTERVAL
 from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from queue import Queue
 
     from controller.hosts.placement import LabPart
-    from controller.results.streams import Callback
+    from controller.results.recorder import Recorder
+    from controller.results.streams import Callback, Following
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
 
@@ -72,12 +73,7 @@ def run_recorded(
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
         wanted = dict.fromkeys([*streams, *prepared.scenario.results.to])
         with page, Following(recorder.path, wanted, callbacks) as stream:
-
-            def see(event: Event) -> None:
-                recorder.event(event)
-                stream.event(event)
-
-            outcome = _follow(prepared, runtime, initial, console, see, recorder.path, **lab_options)
+            outcome = _follow(prepared, runtime, initial, console, recorder, stream, **lab_options)
             finished = stream.finished = recorder.finish(outcome)
     except BaseException as error:
         recorder.abandon(error)
@@ -112,8 +108,8 @@ def _follow(
     runtime: Literal["emulate", "simulate"],
     initial: InitialWeights,
     console: Console,
-    on_event: Callable[[Event], None],
-    results: Path,
+    recorder: Recorder,
+    stream: Following,
     **lab_options: Any,
 ) -> Outcome:
     """Run one trial under the eyes of the terminal."""
@@ -122,18 +118,25 @@ def _follow(
     unit = "steps" if scenario.workload.task == "train" else "requests"
     with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), unit) as live:
 
-        def see(event: Event) -> None:
-            on_event(event)
+        def show(event: Event) -> None:
+            stream.event(event)
             live.event(event)
+
+        def see(event: Event) -> None:
+            recorder.event(event)
+            show(event)
 
         if runtime == "simulate":
             from testbed.simulation import simulate
 
             live.stage("simulating")
-            return simulate(prepared, dataset, see, weights)
+            from controller.results.streams import FOLLOWED
+
+            shown = {*FOLLOWED, *SHOWN}
+            return simulate(prepared, dataset, show, weights, names=shown, on_lines=recorder.lines)
         from controller.running.emulation import emulate
 
-        return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=results, **lab_options)
+        return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=recorder.path, **lab_options)
 
 
 def run_one_by_one(

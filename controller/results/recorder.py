@@ -158,25 +158,27 @@ class Recorder:
 
     def event(self, event: Event) -> None:
         """Write an event; raise `HostError` where that is impossible."""
-        try:  # not `_writing`: a long run has millions of events
-            self._events.write(event.to_json() + "\n")
-        except OSError as error:
-            raise self._unwritable(error) from None
-        self._written += 1
+        self.lines(event.to_json() + "\n")
         self._ordered = self._ordered and event.time >= self._latest
         self._latest = event.time
 
+    def lines(self, text: str) -> None:
+        """Write the lines of events that are in order; raise `HostError` where that is impossible."""
+        with self._writing():
+            self._events.write(text)
+        self._written += text.count("\n")
+
     def finish(self, outcome: Outcome) -> Run:
         """Write how the run ended and everything that is computed from its events; return it."""
-        facts = finished(self._manifest, outcome)
+        facts, log = finished(self._manifest, outcome), EventLog.made_of(outcome.events)
         # As the file has them, so that the figures are those that will be computed from it.
-        kept = replace(outcome, events=EventLog(event.rounded() for event in outcome.events), weights_file=None)
+        kept = replace(outcome, events=log.rounded(), weights_file=None)
         figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
         run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
         with self._writing():
             self._events.close()
-            if not self._ordered or self._written != len(outcome.events):
-                _replace(self.path / "events.jsonl", (event.to_json() + "\n" for event in outcome.events))
+            if not self._ordered or self._written != len(log):
+                _replace(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             keep(self.path, self._trial, self._declared, figures)

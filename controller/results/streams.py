@@ -21,6 +21,8 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "request": {"latency": "latency"},
 }
 """Events of the loggers, the fields that are written of each, and what these call them."""
+FOLLOWED = (*SCALARS, "fault")
+"""Events of callbacks."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
 
 
@@ -166,7 +168,7 @@ class Following:
 
     def event(self, event: Event) -> None:
         """Hand on an event, where callbacks have something for it."""
-        if event.event in (*SCALARS, "fault"):
+        if event.event in FOLLOWED:
             for each in self._callbacks:
                 getattr(each, f"on_{event.event}")(event)
 

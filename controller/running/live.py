@@ -13,6 +13,8 @@ from rich.text import Text
 
 from testbed.trace.events import Event
 
+SHOWN = ("step", "request", "evaluate", "failed", "fault", "recovery", "state", "log")
+"""Events that a run shows; `LiveProgress` passes over others."""
 SPEED_WINDOW = 20
 """Steps over which the displayed speed is taken."""
 

@@ -110,6 +110,12 @@ class FaultScript:
         """Devices whose events still matter: `observe` ignores those of others."""
         return frozenset(trigger.device for trigger in self._triggers.values())
 
+    @property
+    def events(self) -> frozenset[str]:
+        """Names of the events that still matter."""
+        triggers = self._triggers.values()
+        return frozenset("begin" if trigger.begins is not None else str(trigger.event) for trigger in triggers)
+
     def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[FaultOperation]:
         """Take what an event triggers, to be done at once; each trigger fires once."""
         if not self._triggers:

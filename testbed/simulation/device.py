@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
@@ -33,6 +33,13 @@ _RECEIVED = ("peer", "message", "bytes", "start", "duration", "decode")
 RECEIVE: Form = ("receive", _RECEIVED)
 HEAR: Form = ("receive", (*_RECEIVED, "cast"))
 """The event of a message that has arrived, and of a cast."""
+CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number"))
+
+
+@cache
+def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
+    """Return the events of work that begins and has ended, by the fields of its span."""
+    return ("begin", span), ("compute", (*span, "start", "duration", "flops", "busy", "deficit"))
 
 
 def _wake(waiting: asyncio.Future[None]) -> None:
@@ -197,17 +204,8 @@ class SimulatedDevice:
         cast = Cast(sent, header, size, number, start + first)
         self._calendar.at(end, self._spread, (channels, cast))
         await self.sleep(end - called)
-        self.write(
-            "cast",
-            {
-                "peers": sorted(peers),
-                "message": message.kind,
-                "bytes": size,
-                "start": ready,
-                "duration": end - ready,
-                "number": number,
-            },
-        )
+        taken = (message.kind, size, ready, end - ready, number)
+        self.add(CAST, (self._calendar.now, self.name, sorted(peers), *taken))
 
     def _spread(self, leaving: tuple[list[Channel], Cast]) -> None:
         """Let a cast go its ways; one of which a part had not left when its sender died is no message."""
@@ -300,7 +298,8 @@ class SimulatedDevice:
             if work.future.done():
                 continue
             work.start = self._calendar.now
-            self.write("begin", work.span.fields())
+            keys, values = work.span.row()
+            self.add(_work_forms(keys)[0], (self._calendar.now, self.name, *values))
             if not self.alive:
                 return
             try:
@@ -365,18 +364,10 @@ class SimulatedDevice:
     def _finish(self, work: _ChargedWork) -> None:
         work.ends, work.share = -1.0, None  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
-        duration = self._calendar.now - work.start
-        self.write(
-            "compute",
-            {
-                **work.span.fields(),
-                "start": work.start,
-                "duration": duration,
-                "flops": self._charged(work.cost)[1],
-                "busy": 0.0,
-                "deficit": 0.0,
-            },
-        )
+        keys, values = work.span.row()
+        now, flops = self._calendar.now, self._charged(work.cost)[1]
+        row = (now, self.name, *values, work.start, now - work.start, flops, 0.0, 0.0)
+        self.add(_work_forms(keys)[1], row)
         if not work.future.done():
             work.future.set_result(work.result)
         self._begin()

@@ -38,7 +38,7 @@ class FaultExecution:
     def start(self) -> None:
         """Schedule what is known already, and watch for what triggers the rest."""
         if self._watched:
-            self._world.recorder.observe(self._observe)
+            self._world.recorder.observe(self._observe, self._script.events)
         self._schedule()
 
     def _schedule(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import InputError, TestbedError
@@ -18,6 +18,7 @@ from testbed.simulation.calendar import Stillness, TimeLimit
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
 from testbed.simulation.host import Guest
+from testbed.simulation.recorder import Recorder
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome, Status, ended
@@ -34,12 +35,16 @@ def simulate(
     dataset: Dataset | None,
     on_event: Callable[[Event], None] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
+    *,
+    names: Collection[str] | None = None,
+    on_lines: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Run the method's programs with real torch work and charged time; return what happened.
 
     Ends when the program of the plan's lead returns, fails when any program raises or when all wait for each
     other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
-    ``on_event`` sees events as they happen. Two calls with equal arguments give equal events.
+    ``on_event`` sees events as they happen, all or those of some ``names``; ``on_lines`` has all as lines of a file,
+    many at a time. Two calls with equal arguments give equal events.
     """
     import torch
 
@@ -54,6 +59,9 @@ def simulate(
         given = weights if lead else None
         return method.program(device, Job(*facts, own, given, lambda: device.record("weights")))
 
+    recorder = Recorder(on_event, names)
+    if on_lines is not None:
+        recorder.events.follow(on_lines)
     world = World(
         experiment.devices,
         experiment.links,
@@ -64,7 +72,7 @@ def simulate(
         radio=experiment.radio,
         seed=problem.seed,
         time_limit=experiment.time_limit,
-        on_event=on_event,
+        recorder=recorder,
     )
     keep_freed_memory()
     began = time.perf_counter()

@@ -68,7 +68,7 @@ class World:
         radio: Radio | None = None,
         seed: int = 0,
         time_limit: float = float("inf"),
-        on_event: Callable[[Event], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.loop = VirtualLoop(time_limit)  # type: ignore[abstract]  # of what needs sockets or threads it has nothing
         self.calendar = self.loop.calendar
@@ -77,7 +77,7 @@ class World:
         self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
         self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
-        self.recorder = Recorder(on_event)
+        self.recorder = recorder or Recorder()
         self.events = self.recorder.events
         self._program = program
         self._lead = lead
@@ -169,6 +169,7 @@ class World:
         with suppress(Stillness, TimeLimit):
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
+        self.events.close()
 
     def kill(self, name: str) -> None:
         """Switch a device off at once: its program, its inbox and what it was sending are gone."""

@@ -108,7 +108,8 @@ DIGITS = 9
 """Decimal places of an event's seconds in a file."""
 LEADING = ("time", "device", "event")
 """Keys that every line of a file begins with."""
-_LINES = json.JSONEncoder(check_circular=False)
+LINES = json.JSONEncoder(check_circular=False)
+"""Writes what stands in a line."""
 _NONE: Mapping[str, Any] = {}
 
 
@@ -123,11 +124,7 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
     def to_json(self) -> str:
         """Return the line, without its end."""
         written = {"time": round(self.time, DIGITS), "device": self.device, "event": self.event, **self.fields}
-        return _LINES.encode(written)
-
-    def rounded(self) -> Event:
-        """Return it with the time that a line holds."""
-        return Event(round(self.time, DIGITS), self.device, self.event, self.fields)
+        return LINES.encode(written)
 
     @staticmethod
     def from_json(line: str) -> Event:

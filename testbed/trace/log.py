@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from testbed.trace.events import Event
+from testbed.trace.events import DIGITS, LEADING, LINES, Event
 
 Item = TypeVar("Item")
 Form = tuple[str, tuple[str, ...]]
@@ -63,17 +63,24 @@ class _Store:
         self._file: Any = None
         self._size = 0
         self.decode = lru_cache(_DECODED)(self._decode)
+        self.complete: Callable[[_Chunk], None] = lambda _: None
+        """Takes each chunk before it is written, and at last the recent events."""
 
     def add(self, form: Form, row: Row) -> None:
         self._forms.append(form)
         recent = self._recent
         recent.append(row)
         if len(recent) == CHUNK:
-            chunk: Any = self._chunk()
-            self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
-            parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
-            self.chunks.append(chunk._replace(parts=parts))
+            chunk = self._chunk()
             self._forms, self._recent, self._last = [], [], None
+            self.keep(chunk)
+            self.complete(chunk)
+
+    def keep(self, chunk: Any) -> None:
+        """Write the columns of a chunk."""
+        self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
+        parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
+        self.chunks.append(chunk._replace(parts=parts))
 
     def all(self) -> Iterator[_Chunk]:
         """Yield the chunks in order, the recent events as the last."""
@@ -152,6 +159,33 @@ class EventLog(Sequence[Event]):
         time, device, name, fields = event
         self.add((name, tuple(fields)), (time, device, *fields.values()))
 
+    def follow(self, write: Callable[[str], None]) -> None:
+        """Let ``write`` have the lines of all events of a file, each with its end: many at a time, the last at `close`.
+
+        It is called once for `CHUNK` events, and may raise what it likes.
+        """
+        self._store.complete = lambda chunk: write("".join(self._of_chunk(chunk, _lines)))
+
+    def close(self) -> None:
+        """Let who follows have the lines of the latest events; there are no more."""
+        for chunk in list(self._store.all())[len(self._store.chunks) :]:
+            self._store.complete(chunk)
+
+    def rounded(self) -> EventLog:
+        """Return the whole log with the times that a file has."""
+        log = EventLog()
+        for chunk in self._store.all():
+            parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
+            for form, (count, content) in chunk.parts.items():
+                places, times, *others = self._columns(content)
+                parts[form] = count, [places, [round(time, DIGITS) for time in times], *others]
+            log._store.keep(_Chunk(round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts))
+        return log
+
+    def lines(self) -> Iterator[str]:
+        """Yield the line of each event in a file, with its end."""
+        return self._each(_lines)
+
     @staticmethod
     def made_of(events: Iterable[Event]) -> EventLog:
         """Return events as a log; a log is returned as it is."""
@@ -192,9 +226,12 @@ class EventLog(Sequence[Event]):
         for chunk in self._store.all():
             for (name, keys), (_, content) in chunk.parts.items():
                 if self._names is None or name in self._names:
-                    columns = content if isinstance(content, list) else self._store.decode(*content)
+                    columns = self._columns(content)
                     named = dict(zip(("time", "device", *keys), columns[1:], strict=True))
                     yield name, [named.get(field, repeat(None)) for field in fields]
+
+    def _columns(self, content: Columns | tuple[int, int]) -> Columns:
+        return content if isinstance(content, list) else self._store.decode(*content)
 
     def __iter__(self) -> Iterator[Event]:
         return self._each(_events)
@@ -209,7 +246,7 @@ class EventLog(Sequence[Event]):
         found = []
         for form, (_, content) in chunk.parts.items():
             if self._names is None or form[0] in self._names:
-                columns = content if isinstance(content, list) else self._store.decode(*content)
+                columns = self._columns(content)
                 found.append(zip(columns[0], columns[1], items(form, columns), strict=False))
         ordered = found[0] if len(found) == 1 else sorted(chain.from_iterable(found), key=itemgetter(0))
         if self._after < chunk.earliest and chunk.latest <= self._until:
@@ -295,3 +332,23 @@ def _events(form: Form, columns: Columns) -> Iterator[Event]:
         Event(time, device, name, dict(zip(keys, row, strict=True)))
         for time, device, row in zip(times, devices, rows, strict=False)
     )
+
+
+def _lines(form: Form, columns: Columns) -> Iterator[str]:
+    """Return events as the lines of a file, made a column after the other: one by one takes several times as long."""
+    name, keys = form
+    _, times, devices, *values = columns
+    texts = [_texts([round(time, DIGITS) for time in times]), _texts(devices), repeat(LINES.encode(name))]
+    template = ", ".join(LINES.encode(key).replace("%", "%%") + ": %s" for key in (*LEADING, *keys))
+    return map(f"{{{template}}}\n".__mod__, zip(*texts, *map(_texts, values), strict=False))
+
+
+def _texts(column: Sequence[Any]) -> Iterable[str]:
+    """Return each value of a column as JSON."""
+    kinds = set(map(type, column))
+    if kinds == {int} or (kinds == {float} and all(map(math.isfinite, column))):
+        return map(repr, column)
+    if kinds == {str}:
+        known = {value: LINES.encode(value) for value in set(column)}
+        return map(known.__getitem__, column)
+    return map(LINES.encode, column)

@@ -59,12 +59,12 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
 
 
-def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None) -> Outcome:
+def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched) -> Outcome:
     """Plan, unless a plan is given, and simulate."""
     (trial,) = trials(scenario)
     problem, data = problem_of(scenario)
     method = METHODS[scenario.workload.method.name]
-    return simulate(Prepared(trial, method, problem, plan or method.plan(problem)), data, on_event, weights)
+    return simulate(Prepared(trial, method, problem, plan or method.plan(problem)), data, on_event, weights, **watched)
 
 
 def events(outcome: Outcome, *names: str):

@@ -75,6 +75,13 @@ def test_events_are_in_the_order_of_time_and_seen_live():
     assert times == sorted(times)
 
 
+def test_some_events_are_seen_live_and_all_as_lines():
+    seen, lines = [], []
+    outcome = run(scenario(), on_event=seen.append, names=("step", "send"), on_lines=lines.append)
+    assert seen == outcome.events.of("step", "send")
+    assert "".join(lines) == "".join(event.to_json() + "\n" for event in outcome.events)
+
+
 def test_a_run_that_the_user_stops_keeps_what_was_seen():
     seen = []
 

@@ -112,3 +112,38 @@ def test_many_events_take_little_memory() -> None:
     assert counted == 18 * CHUNK / 4
     assert held < 6 * CHUNK * 100  # a tuple and its fields take more than 300 bytes
     assert most < 12 * CHUNK * 100
+
+
+AWKWARD = [
+    Event(1 / 3, "a", "odd %s", {"x": math.nan, "50 %": 1, 'the "key"': "é"}),
+    Event(2 / 3, "a", "odd %s", {"x": 1e-7, "50 %": 2, 'the "key"': 'say "no"'}),
+    Event(1.0, "b", "mixed", {"x": 1}),
+    Event(2.0, "b", "mixed", {"x": 1.5}),
+    Event(3.0, "b", "mixed", {"x": True}),
+    Event(4.0, "b", "mixed", {"x": {"of": [math.inf, None]}}),
+    Event(5.0, "b", "number", {"x": np.float64(0.1)}),
+    Event(6.0, "b", "nothing"),
+]
+
+
+@pytest.mark.parametrize("count", [0, CHUNK, 2 * CHUNK + 100])
+def test_its_lines_are_those_of_the_events(count: int) -> None:
+    events = [*some(count), *AWKWARD]
+    log, followed = EventLog(), list[str]()
+    log.follow(followed.append)
+    for event in events:
+        log.append(event)
+    assert sum(text.count("\n") for text in followed) == len(events) // CHUNK * CHUNK
+    log.close()
+    wanted = "".join(event.to_json() + "\n" for event in events)
+    assert "".join(followed) == wanted
+    assert "".join(log.lines()) == wanted
+
+
+def test_rounded_it_has_the_times_of_its_lines(events: list[Event]) -> None:
+    exact = [event._replace(time=event.time + 1e-10) for event in events]
+    log = EventLog(exact)
+    rounded = log.rounded()
+    assert list(rounded) == [Event.from_json(event.to_json()) for event in exact]
+    assert (rounded.devices, rounded.latest) == (log.devices, round(log.latest, 9))
+    assert list(log) == exact
