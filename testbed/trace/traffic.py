@@ -68,18 +68,20 @@ def links(record: Record) -> list[dict[str, Any]]:
     size: Counter[Pair] = Counter()
     carried: defaultdict[Pair, float] = defaultdict(float)
     casts: Counter[Pair] = Counter()
-    heard: Counter[Pair] = Counter()
-    messages = record.events.of("send", "cast", "receive")
-    for event, device, peer, peers, content, cast in messages.rows("event", "device", "peer", "peers", "bytes", "cast"):
-        if event == "receive":
-            heard[peer, device] += cast is not None
-            continue
-        framed = cast_wire_bytes(content or 0) if event == "cast" else wire_bytes(content or 0)
-        for receiver in [peer] if event == "send" else peers or ():
-            count[device, receiver] += 1
-            size[device, receiver] += content or 0
-            carried[device, receiver] += framed
-            casts[device, receiver] += event == "cast"
+    received = record.of("receive").rows("device", "peer", "cast")
+    heard = Counter((peer, device) for device, peer, cast in received if cast is not None)
+    sent = record.events.of("send", "cast").rows("event", "device", "peer", "peers", "bytes")
+    alike = Counter(
+        (event, device, (peer,) if event == "send" else tuple(peers or ()), content or 0)
+        for event, device, peer, peers, content in sent
+    )
+    for (event, device, receivers, content), number in alike.items():
+        framed = cast_wire_bytes(content) if event == "cast" else wire_bytes(content)
+        for receiver in receivers:
+            count[device, receiver] += number
+            size[device, receiver] += number * content
+            carried[device, receiver] += number * framed
+            casts[device, receiver] += number * (event == "cast")
     known = record.experiment.links
     measured = {(item.source, item.destination): item for item in record.outcome.links}
     bounded = record.experiment.bounded_links()

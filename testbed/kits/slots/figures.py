@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from testbed.kits.slots.planner import SlotDetails, timetable_of
-from testbed.trace.events import Event, EventType
+from testbed.trace.events import EventType
 from testbed.trace.figures import Figure, Reporting
 from testbed.trace.intervals import Interval
 from testbed.trace.record import Record
@@ -40,9 +40,10 @@ def _tests(record: Record) -> list[Interval]:
     return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
 
 
-def _training_casts(record: Record) -> list[Event]:
-    spans = _tests(record)
-    return [each for each in record.of("cast") if not any(begin <= each.time < end for begin, end in spans)]
+def _training_casts(record: Record) -> list[Sequence[str]]:
+    """Return the receivers of each."""
+    spans, casts = _tests(record), record.of("cast").rows("time", "peers")
+    return [peers for time, peers in casts if not any(begin <= time < end for begin, end in spans)]
 
 
 def details_of(record: Record) -> SlotDetails:
@@ -53,13 +54,12 @@ def details_of(record: Record) -> SlotDetails:
 
 def _last_backward(record: Record) -> float:
     """Return when the last one began; 0 where none did."""
-    begun = (event.time for event in record.of("begin") if event.fields["span"] == "backward")
-    return max(begun, default=0.0)
+    return max((time for time, span in record.of("begin").rows("time", "span") if span == "backward"), default=0.0)
 
 
 def _timeslots(record: Record) -> float | None:
     """Counted by the clock, in seconds of which rounding must not make the slot before."""
-    last, details = _last_backward(record), details_of(record)
+    last, details = record.cached(_last_backward), details_of(record)
     return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
 
 
@@ -72,16 +72,16 @@ def _time_to_good(record: Record) -> float | None:
 
 
 def _casts(record: Record) -> int:
-    return len(_training_casts(record))
+    return len(record.cached(_training_casts))
 
 
 def _transmissions(record: Record) -> int:
     """As the paper counts packets: to each receiver one."""
-    return sum(len(each.fields["peers"]) for each in _training_casts(record))
+    return sum(map(len, record.cached(_training_casts)))
 
 
 def _rate(count: Callable[[Record], int], record: Record) -> float | None:
-    last = _last_backward(record)
+    last = record.cached(_last_backward)
     seconds = last - (details_of(record).begin or 0.0) - sum(end - begin for begin, end in _tests(record) if end < last)
     return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
 
