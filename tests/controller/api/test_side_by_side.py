@@ -34,7 +34,7 @@ def test_processes_that_simulate_end_with_the_command_even_if_it_is_killed(tmp_p
     running = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
         begun = time.monotonic() + 60
-        while len(list(tmp_path.glob("out/*/events.jsonl"))) < 2:
+        while len(list(tmp_path.glob("out/*/plan.json"))) < 2:
             assert running.poll() is None
             assert time.monotonic() < begun
             time.sleep(0.1)
