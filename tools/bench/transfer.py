@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from statistics import median
 
 from controller.running.emulation import emulate
@@ -11,7 +11,8 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
-from testbed.trace.outcome import Outcome
+from testbed.trace.host import processor_time
+from testbed.trace.record import Record
 from tools.bench.figure import Measurement
 
 WARM_UP = 5
@@ -39,40 +40,48 @@ def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str 
     )
 
 
-def exchange(scenario: Scenario) -> Outcome:
+def exchange(scenario: Scenario) -> Record:
     """Run such a scenario in containers and return what happened."""
     prepared = prepare(trials(scenario)[0])
-    return emulate(prepared, load_data(scenario.workload.data), accept_links=True)
+    outcome = emulate(prepared, load_data(scenario.workload.data), accept_links=True)
+    return Record(outcome, prepared.experiment, prepared.plan)
 
 
-def _own(events: Sequence[Event], kind: str, device: str) -> list[Event]:
-    return [
-        event
-        for event in events
-        if (event.event, event.device, event.fields.get("message")) == (kind, device, "payload")
-    ]
+def _own(record: Record, kind: str, device: str) -> list[Event]:
+    return [each for each in record.log.of(kind) if (each.device, each.fields["message"]) == (device, "payload")]
 
 
-def one_way_times(outcome: Outcome) -> list[float]:
+def one_way_times(record: Record) -> list[float]:
     """Return, for each message but the first few, the seconds from the call of `send` to its last byte's arrival."""
-    sent = _own(outcome.events, "send", "source")
-    received = _own(outcome.events, "receive", "sink")
+    sent = _own(record, "send", "source")
+    received = _own(record, "receive", "sink")
     return [
         there.fields["start"] + there.fields["duration"] - here.fields["start"]
         for here, there in zip(sent, received, strict=True)
     ][WARM_UP:]
 
 
+def per_gigabit(link: str, record: Record) -> Iterator[Measurement]:
+    """Yield the processor time that a run took for each gigabit of its messages, headers not counted."""
+    gigabits = 8e-9 * sum(size for (size,) in record.of("send").rows("bytes"))
+    for what, seconds in (processor_time(record) or {}).items():
+        if what in ("agents", "shaper"):
+            yield Measurement(f"processor time for a gigabit over {link}, {what}", seconds / gigabits, "s")
+
+
 def measure() -> Iterator[Measurement]:
-    """Yield what tensors and small messages reach."""
+    """Yield what tensors and small messages reach, and what large ones take of the processors."""
     for rate, bits in (("100mbit", 1e8), ("1gbit", 1e9)):
-        times = one_way_times(exchange(exchange_scenario("1MB", 40, rate)))
+        record = exchange(exchange_scenario("1MB", 40, rate))
+        times = one_way_times(record)
         share = TENSOR * 8 / median(times) / bits
         detail = f"median of {len(times)}: {median(times) * 1e3:.2f} ms"
         yield Measurement(f"1 MB tensor at {rate}, share of the rate", share, "", SHARE, at_most=False, detail=detail)
-    outcome = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
-    answered = [event.fields["duration"] for event in _own(outcome.events, "send", "source")][WARM_UP:]
-    delays = [link.delay for link in outcome.links if link.delay is not None]
+        yield from per_gigabit(rate, record)
+    yield from per_gigabit("100mbit and 5 ms", exchange(exchange_scenario("1MB", 40, "100mbit", "5ms")))
+    record = exchange(exchange_scenario("1kB", 200, "100mbit", "5ms"))
+    answered = [event.fields["duration"] for event in _own(record, "send", "source")][WARM_UP:]
+    delays = [link.delay for link in record.outcome.links if link.delay is not None]
     trip = sum(delays) if len(delays) == 2 else 10e-3
     detail = f"round trip of the link {trip * 1e3:.2f} ms, acknowledged message {median(answered) * 1e3:.2f} ms"
     yield Measurement("1 kB message above the link's round trip", median(answered) - trip, "s", OVERHEAD, detail=detail)
