@@ -18,6 +18,8 @@ from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
+_TAKEN = ("overlap", "conflict", "already used")
+"""Of what engines say of a subnet that is taken; the last is Podman's."""
 CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network: nothing beyond this host is to be reached over it."""
 
@@ -108,7 +110,7 @@ def make_network(
             complaint = str(error.explanation)
             if "already exists" in complaint:  # the first try of a request that was repeated
                 return subnet_of(client, run, kind)
-            if "overlap" not in complaint and "conflict" not in complaint:
+            if not any(word in complaint for word in _TAKEN):
                 break
             continue  # another run took it between our look and our request
         return subnet

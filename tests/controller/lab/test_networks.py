@@ -32,6 +32,9 @@ from testbed.network.checks import prefix_for
 class Engine:
     """Keeps networks as the engine does: no two overlap, no two of one name; ``refuses`` some options or all."""
 
+    overlap = "Pool overlaps with other one on this address space"
+    """What it says of a subnet that is taken."""
+
     def __init__(self, *taken: str, hidden: tuple[str, ...] = (), refuses: str = "") -> None:
         self.api = self
         self.made: dict[str, Any] = {}
@@ -48,7 +51,7 @@ class Engine:
         if name in self.made:
             raise refused(f"network with name {name} already exists")
         if any(subnet.overlaps(IPv4Network(each)) for each in (*self._hidden, *self._taken) if ":" not in each):
-            raise refused("Pool overlaps with other one on this address space")
+            raise refused(self.overlap)
         self.made[name] = SimpleNamespace(subnet=subnet, labels=labels, options=options)
         self._taken.append(str(subnet))
 
@@ -80,7 +83,11 @@ def test_the_data_network_of_a_run_is_the_same_whatever_else_there_is() -> None:
         data_subnet("10.9.8.0/30", 3)
 
 
-def test_a_subnet_that_another_takes_meanwhile_is_passed_over() -> None:
+@pytest.mark.parametrize(
+    "said", [Engine.overlap, "subnet 198.18.0.0/24 is already used on the host or by another config"]
+)
+def test_a_subnet_that_another_takes_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setattr(Engine, "overlap", said)
     engine = Engine(hidden=("198.18.0.0/24",))
     make_control_network(engine, "run-1")
     assert engine.made["testbed-run-1-control"].subnet == IPv4Network("198.18.2.0/24")
