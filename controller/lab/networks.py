@@ -19,7 +19,7 @@ from testbed.network.checks import has_room, no_room, prefix_for
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
 _TAKEN = ("overlap", "conflict", "already used")
-"""Of what engines say of a subnet that is taken; the last is Podman's."""
+"""Words by which engines say that a subnet is taken; the last are Podman's."""
 CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network: nothing beyond this host is to be reached over it."""
 
