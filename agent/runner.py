@@ -193,7 +193,9 @@ class Runner:
         elif failure is not None:  # whatever ends a program is reported to the controller
             error = "".join(traceback.format_exception(failure))
             print(error, file=sys.stderr, flush=True)
-        self._record(time.monotonic(), origin, state, error)
+        # For the device: what it computed last may be due a moment from now.
+        now = time.monotonic() - origin if self.device is None else self.device.now()
+        self._record(origin + now, origin, state, error)
         with self._lock:
             self.state, self.error, self._task = state, error, None
         self.log.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,13 @@ def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) ->
         made.start(time.monotonic())
         assert (ended(made).state, made.error) == ("finished", None)
         assert refusal(made.start, 0.0)[1].endswith("this device is finished")
+
+
+def test_nothing_happens_after_the_end_of_a_program(made: Runner) -> None:
+    deployed(made, "compute_last").start(time.monotonic())
+    events = [json.loads(line) for line in b"".join(ended(made).log.follow(0)).split(b"\n") if line]
+    assert (events[-1]["event"], events[-1]["state"]) == ("state", "finished")
+    assert events[-1]["time"] == max(event["time"] for event in events)
 
 
 @pytest.mark.parametrize("do", ["fail", "exits"])

@@ -166,6 +166,13 @@ async def compute(device: Device, job: Job, options: Instructions) -> None:
         device.record("log", text="caught")
 
 
+async def compute_last(device: Device, job: Job, options: Instructions) -> None:
+    """Its last event is that of a result."""
+    cost = Cost(0.02 * job.problem.device(device.name).speed)
+    await device.compute(lambda: None, cost, Span("last"))
+    device.record("log", text="computed")
+
+
 async def fail(device: Device, job: Job, options: Instructions) -> None:
     raise RuntimeError("this program is broken")
 
@@ -200,7 +207,8 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
 PROGRAMS: Mapping[str, Any] = {
     program.__name__: program
     for program in (
-        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, hoard, fail, exits, endless, expose,
+        nothing, ping, stream, slow_reader, withdraw, persist, cast, compute, compute_last, hoard, fail, exits, endless,
+        expose,
     )
 }  # fmt: skip
 
