@@ -31,7 +31,7 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
 
 
 class _Gateway(Gateway_10):
-    """Lets the application see the request it serves: its socket, and whether its connection is kept."""
+    """Lets the application say that the connection of a request is not kept."""
 
     def get_environ(self) -> Environ:  # type: ignore[override]
         environ: Environ = super().get_environ()  # type: ignore[no-untyped-call]

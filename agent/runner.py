@@ -66,6 +66,7 @@ class Runner:
         self._weights: dict[str, torch.Tensor] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        """Waits for its end; kept here, since a loop forgets tasks that nobody holds."""
         self._loop = _Loop()
         self._loop.call_soon(data.serve)
         self._over = threading.Event()

@@ -127,11 +127,10 @@ def _follow(
             show(event)
 
         if runtime == "simulate":
+            from controller.results.streams import FOLLOWED
             from testbed.simulation import simulate
 
             live.stage("simulating")
-            from controller.results.streams import FOLLOWED
-
             shown = {*FOLLOWED, *SHOWN}
             return simulate(prepared, dataset, show, weights, names=shown, on_lines=recorder.lines)
         from controller.running.emulation import emulate

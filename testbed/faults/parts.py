@@ -54,6 +54,11 @@ class TriggerPart(Part):
             raise ValueError("say either what the device 'begins' or which 'event' it records")
         return self
 
+    @property
+    def recorded(self) -> str:
+        """Name of the event that it waits for."""
+        return "begin" if self.event is None else self.event
+
 
 class ActionPart(Part):
     """One thing that breaks or mends: exactly one of the keys."""

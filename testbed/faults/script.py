@@ -59,10 +59,7 @@ class FaultOperation:
 
 
 def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
-    if trigger.begins is not None:
-        if event != "begin" or fields.get("span") != trigger.begins:
-            return False
-    elif event != trigger.event:
+    if event != trigger.recorded or (trigger.begins is not None and fields.get("span") != trigger.begins):
         return False
     if trigger.batch is not None and trigger.batch != _batch(fields):
         return False
@@ -113,8 +110,7 @@ class FaultScript:
     @property
     def events(self) -> frozenset[str]:
         """Names of the events that still matter."""
-        triggers = self._triggers.values()
-        return frozenset("begin" if trigger.begins is not None else str(trigger.event) for trigger in triggers)
+        return frozenset(trigger.recorded for trigger in self._triggers.values())
 
     def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[FaultOperation]:
         """Take what an event triggers, to be done at once; each trigger fires once."""

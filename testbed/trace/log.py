@@ -82,6 +82,11 @@ class _Store:
         parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
         self.chunks.append(chunk._replace(parts=parts))
 
+    def finish(self) -> None:
+        """Pass on the recent events."""
+        if self._recent:
+            self.complete(self._chunk())
+
     def all(self) -> Iterator[_Chunk]:
         """Yield the chunks in order, the recent events as the last."""
         yield from self.chunks
@@ -168,8 +173,7 @@ class EventLog(Sequence[Event]):
 
     def close(self) -> None:
         """Let who follows have the lines of the latest events; there are no more."""
-        for chunk in list(self._store.all())[len(self._store.chunks) :]:
-            self._store.complete(chunk)
+        self._store.finish()
 
     def rounded(self) -> EventLog:
         """Return the whole log with the times that a file has."""

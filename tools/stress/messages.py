@@ -125,7 +125,7 @@ def _shown(request: Request) -> str:
 def _called(application: Application, request: Request) -> tuple[int, bytes]:
     """Return the status and what comes first of the answer."""
     stream = KnownLengthRFile(io.BufferedReader(io.BytesIO(request.content)), len(request.content))
-    kept = SimpleNamespace(close_connection=False, conn=SimpleNamespace(hung_up=False, socket=None))
+    kept = SimpleNamespace(close_connection=False)
     environ = {
         "REQUEST_METHOD": request.method,
         "SCRIPT_NAME": "",
