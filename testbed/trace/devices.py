@@ -7,6 +7,7 @@ down + idle is the duration.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
@@ -72,21 +73,19 @@ def _activity(charted: Mapping[BarKind, Intervals], end: float) -> dict[str, flo
 
 def _work(log: EventLog) -> dict[str, dict[str, Any]]:
     """Return by device what it sent, received and computed, and the most memory that it reported, in bytes."""
-    found: dict[str, dict[str, Any]] = {}
-    fields = ("bytes", "flops", "busy", "late", "deficit", "weights", "activations")
-    done = log.of("compute", "send", "cast", "receive", "memory").rows("event", "device", *fields)
-    for event, device, size, flops, busy, late, deficit, weights, activations in done:
-        own = found.setdefault(device, dict.fromkeys(_COUNTED, 0))
-        if event == "compute":
-            own["flops"] += flops or 0.0
-            own["busy"] += busy or 0.0
-            own["deficit"] += lateness(late, deficit)
-        elif event == "memory":
-            own |= {"weights": weights, "activations": activations}
-        else:
-            way = "received" if event == "receive" else "sent"
-            own[f"messages_{way}"] += 1
-            own[f"bytes_{way}"] += size or 0
+    found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
+    for event, (devices, sizes) in log.of("send", "cast", "receive").columns("device", "bytes"):
+        way = "received" if event == "receive" else "sent"
+        for (device, size), number in Counter(zip(devices, sizes, strict=False)).items():
+            found[device][f"messages_{way}"] += number
+            found[device][f"bytes_{way}"] += number * (size or 0)
+    for device, flops, busy, late, deficit in log.of("compute").rows("device", "flops", "busy", "late", "deficit"):
+        own = found[device]
+        own["flops"] += flops or 0.0
+        own["busy"] += busy or 0.0
+        own["deficit"] += lateness(late, deficit)
+    for device, weights, activations in log.of("memory").rows("device", "weights", "activations"):
+        found[device] |= {"weights": weights, "activations": activations}
     return found
 
 

@@ -14,7 +14,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -30,6 +30,8 @@ Columns = Sequence[Sequence[Any]]
 """Events of one form: their places in a chunk, times, devices, and the values of each field."""
 Row = tuple[Any, ...]
 """One event of a form: time, device, and the value of each field."""
+_Packed = tuple[str, Any]
+"""A column in few bytes, and in what way."""
 Items = Callable[[Form, Columns], Iterable[Item]]
 """What is made of the events of one form."""
 CHUNK = 1024
@@ -79,7 +81,7 @@ class _Store:
     def keep(self, chunk: Any) -> None:
         """Write the columns of a chunk."""
         self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
-        parts = {form: (count, self._write(columns)) for form, (count, columns) in chunk.parts.items()}
+        parts = {form: (count, self._write([*map(_packed, columns)])) for form, (count, columns) in chunk.parts.items()}
         self.chunks.append(chunk._replace(parts=parts))
 
     def finish(self) -> None:
@@ -114,18 +116,35 @@ class _Store:
             self._last = len(times), _Chunk(min(times), max(times), parts)
         return self._last[1]
 
-    def _write(self, columns: Columns) -> tuple[int, int]:
-        content = marshal.dumps([_packed(column) for column in columns])
+    def rounded(self) -> _Store:
+        """Return the same events with the times that a file has."""
+        store = _Store()
+        for chunk in self.all():
+            parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
+            for form, (count, content) in chunk.parts.items():
+                packed = self._read(*content) if isinstance(content, tuple) else [*map(_packed, content)]
+                times = [round(time, DIGITS) for time in _unpacked(*packed[1])]
+                # All other columns stay packed as they are.
+                parts[form] = count, store._write([packed[0], _packed(times), *packed[2:]])
+            store.chunks.append(_Chunk(round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts))
+        store._devices = self.devices()
+        return store
+
+    def _write(self, packed: list[_Packed]) -> tuple[int, int]:
+        content = marshal.dumps(packed)
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
         place, self._size = self._size, self._size + len(content)
         os.pwrite(self._file.fileno(), content, place)
         return place, len(content)
 
+    def _read(self, place: int, length: int) -> list[_Packed]:
+        return marshal.loads(os.pread(self._file.fileno(), length, place))  # type: ignore[no-any-return]  # our own
+
     def _decode(self, place: int, length: int) -> Columns:
-        return [_unpacked(*each) for each in marshal.loads(os.pread(self._file.fileno(), length, place))]  # our own
+        return [_unpacked(*each) for each in self._read(place, length)]
 
 
-def _packed(column: Sequence[Any]) -> tuple[str, Any]:
+def _packed(column: Sequence[Any]) -> _Packed:
     """Return a column in few bytes, quickly, and in what way: compressing it would take longer than all else."""
     kinds = set(map(type, column))
     if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
@@ -178,12 +197,8 @@ class EventLog(Sequence[Event]):
     def rounded(self) -> EventLog:
         """Return the whole log with the times that a file has."""
         log = EventLog()
-        for chunk in self._store.all():
-            parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
-            for form, (count, content) in chunk.parts.items():
-                places, times, *others = self._columns(content)
-                parts[form] = count, [places, [round(time, DIGITS) for time in times], *others]
-            log._store.keep(_Chunk(round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts))
+        log._store = self._store.rounded()
+        log.add = log._store.add
         return log
 
     def lines(self) -> Iterator[str]:
@@ -225,14 +240,27 @@ class EventLog(Sequence[Event]):
     def columns(self, *fields: str) -> Iterator[tuple[str, Sequence[Iterable[Any]]]]:
         """Yield the name of some events that are alike, and these fields of all of them, one column after the other.
 
-        A field that they lack repeats None without end. Of a log of all times alone.
+        A field that they lack repeats None without end.
         """
         for chunk in self._store.all():
+            if self._outside(chunk):
+                continue
             for (name, keys), (_, content) in chunk.parts.items():
                 if self._names is None or name in self._names:
                     columns = self._columns(content)
+                    if not self._holds(chunk):
+                        chosen = [self._after < time <= self._until for time in columns[1]]
+                        columns = [list(compress(column, chosen)) for column in columns]
                     named = dict(zip(("time", "device", *keys), columns[1:], strict=True))
                     yield name, [named.get(field, repeat(None)) for field in fields]
+
+    def _outside(self, chunk: _Chunk) -> bool:
+        """Say whether no event of a chunk is of the log's times."""
+        return chunk.latest <= self._after or chunk.earliest > self._until
+
+    def _holds(self, chunk: _Chunk) -> bool:
+        """Say whether all events of a chunk are of the log's times."""
+        return self._after < chunk.earliest and chunk.latest <= self._until
 
     def _columns(self, content: Columns | tuple[int, int]) -> Columns:
         return content if isinstance(content, list) else self._store.decode(*content)
@@ -245,7 +273,7 @@ class EventLog(Sequence[Event]):
             yield from self._of_chunk(chunk, items)
 
     def _of_chunk(self, chunk: _Chunk, items: Items[Item]) -> Iterable[Item]:
-        if chunk.latest <= self._after or chunk.earliest > self._until:
+        if self._outside(chunk):
             return ()
         found = []
         for form, (_, content) in chunk.parts.items():
@@ -253,7 +281,7 @@ class EventLog(Sequence[Event]):
                 columns = self._columns(content)
                 found.append(zip(columns[0], columns[1], items(form, columns), strict=False))
         ordered = found[0] if len(found) == 1 else sorted(chain.from_iterable(found), key=itemgetter(0))
-        if self._after < chunk.earliest and chunk.latest <= self._until:
+        if self._holds(chunk):
             return (item for _, _, item in ordered)
         return (item for _, time, item in ordered if self._after < time <= self._until)
 
@@ -264,9 +292,9 @@ class EventLog(Sequence[Event]):
         return any(map(self._count, self._store.all()))
 
     def _count(self, chunk: _Chunk) -> int:
-        if chunk.latest <= self._after or chunk.earliest > self._until:
+        if self._outside(chunk):
             return 0
-        if self._after < chunk.earliest and chunk.latest <= self._until:
+        if self._holds(chunk):
             parts = chunk.parts.items()
             return sum(count for (name, _), (count, _) in parts if self._names is None or name in self._names)
         return sum(1 for _ in self._of_chunk(chunk, lambda _, columns: columns[1]))

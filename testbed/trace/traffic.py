@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from itertools import compress, repeat
 from statistics import median
 from typing import Any
 
@@ -19,13 +20,21 @@ def _sum(key: str, record: Record) -> int:
 
 
 def _reception(record: Record) -> float | None:
-    meant = sum(len(peers) for (peers,) in record.of("cast").rows("peers"))
-    heard = sum(cast is not None for (cast,) in record.of("receive").rows("cast"))
+    meant = sum(sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers"))
+    heard = sum(record.cached(_heard).values())
     return heard / meant if meant else None
 
 
+def _heard(record: Record) -> Counter[Pair]:
+    """Return how many casts each directed pair of devices carried."""
+    heard: Counter[Pair] = Counter()
+    for _, (peers, own, casts) in record.of("receive").columns("peer", "device", "cast"):
+        heard.update(compress(zip(peers, own, strict=False), (cast is not None for cast in casts)))
+    return heard
+
+
 def _cast_time(record: Record) -> float | None:
-    durations = [duration for (duration,) in record.of("cast").rows("duration")]
+    durations = [duration for _, (durations,) in record.of("cast").columns("duration") for duration in durations]
     return median(durations) if durations else None
 
 
@@ -68,13 +77,12 @@ def links(record: Record) -> list[dict[str, Any]]:
     size: Counter[Pair] = Counter()
     carried: defaultdict[Pair, float] = defaultdict(float)
     casts: Counter[Pair] = Counter()
-    received = record.of("receive").rows("device", "peer", "cast")
-    heard = Counter((peer, device) for device, peer, cast in received if cast is not None)
-    sent = record.events.of("send", "cast").rows("event", "device", "peer", "peers", "bytes")
-    alike = Counter(
-        (event, device, (peer,) if event == "send" else tuple(peers or ()), content or 0)
-        for event, device, peer, peers, content in sent
-    )
+    heard = record.cached(_heard)
+    alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
+    sent = record.events.of("send", "cast")
+    for event, (own, peer, peers, sizes) in sent.columns("device", "peer", "peers", "bytes"):
+        meant = zip(peer, strict=False) if event == "send" else (tuple(each or ()) for each in peers)
+        alike.update(zip(repeat(event), own, meant, (size or 0 for size in sizes), strict=False))
     for (event, device, receivers, content), number in alike.items():
         framed = cast_wire_bytes(content) if event == "cast" else wire_bytes(content)
         for receiver in receivers:

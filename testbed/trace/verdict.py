@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from testbed.experiment import Experiment
@@ -177,12 +178,16 @@ def _record(record: Record) -> Check:
     if outcome.status == "finished" and (lost := [*_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
         return Check("events", False, f"the run finished without {' and '.join(lost)}")
     if not experiment.faults and not log.of("fault"):
-        sent = Counter(log.of("send").rows("device", "peer"))
-        received = Counter(log.of("receive").rows("peer", "device"))
+        sent, received = _pairs(log.of("send"), "device", "peer"), _pairs(log.of("receive"), "peer", "device")
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
     return Check("events", True, f"{len(log)} events, none missing")
+
+
+def _pairs(log: EventLog, *ends: str) -> Counter[Any]:
+    """Return how many messages went between each two devices."""
+    return Counter(chain.from_iterable(zip(*columns, strict=False) for _, columns in log.columns(*ends)))
 
 
 def _faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> list[Check]:

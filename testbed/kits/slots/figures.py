@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import compress
 from typing import Any
+
+import numpy as np
 
 from testbed.kits.slots.planner import SlotDetails, timetable_of
 from testbed.trace.events import EventType
@@ -40,10 +43,14 @@ def _tests(record: Record) -> list[Interval]:
     return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
 
 
-def _training_casts(record: Record) -> list[Sequence[str]]:
-    """Return the receivers of each."""
-    spans, casts = _tests(record), record.of("cast").rows("time", "peers")
-    return [peers for time, peers in casts if not any(begin <= time < end for begin, end in spans)]
+def _training_casts(record: Record) -> list[int]:
+    """Return how many receivers each has."""
+    spans, found = _tests(record), list[int]()
+    for _, (times, peers) in record.of("cast").columns("time", "peers"):
+        at = np.fromiter(times, float)
+        tests = np.logical_or.reduce([(begin <= at) & (at < end) for begin, end in spans], initial=False)
+        found += compress(map(len, peers), np.broadcast_to(~tests, at.shape).tolist())
+    return found
 
 
 def details_of(record: Record) -> SlotDetails:
@@ -54,7 +61,8 @@ def details_of(record: Record) -> SlotDetails:
 
 def _last_backward(record: Record) -> float:
     """Return when the last one began; 0 where none did."""
-    return max((time for time, span in record.of("begin").rows("time", "span") if span == "backward"), default=0.0)
+    begun = record.of("begin").columns("time", "span")
+    return max((time for _, row in begun for time, span in zip(*row, strict=False) if span == "backward"), default=0.0)
 
 
 def _timeslots(record: Record) -> float | None:
@@ -77,7 +85,7 @@ def _casts(record: Record) -> int:
 
 def _transmissions(record: Record) -> int:
     """As the paper counts packets: to each receiver one."""
-    return sum(map(len, record.cached(_training_casts)))
+    return sum(record.cached(_training_casts))
 
 
 def _rate(count: Callable[[Record], int], record: Record) -> float | None:

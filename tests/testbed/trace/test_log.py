@@ -6,6 +6,7 @@ import math
 import random
 import tracemalloc
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -147,3 +148,11 @@ def test_rounded_it_has_the_times_of_its_lines(events: list[Event]) -> None:
     assert list(rounded) == [Event.from_json(event.to_json()) for event in exact]
     assert (rounded.devices, rounded.latest) == (log.devices, round(log.latest, 9))
     assert list(log) == exact
+
+
+@pytest.mark.parametrize("until", [-1.0, 0.5, CHUNK * 0.75, math.inf])
+def test_its_columns_are_its_rows_of_the_same_times(until: float) -> None:
+    log = EventLog(some(2 * CHUNK + 5)).within(-math.inf, until)
+    asked = ("time", "device", "none")
+    taken = [(name, *row) for name, columns in log.columns(*asked) for row in zip(*columns, strict=False)]
+    assert sorted(taken, key=itemgetter(1)) == list(log.rows("event", *asked))
