@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Self
+from functools import cache, cached_property
+from typing import Any, Self
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
@@ -37,7 +37,7 @@ VERSION = 1
 class Peer(BaseModel):
     """Where another device takes messages, and what shows on either side who has sent one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     address: str
     sent: str
     """Token of the messages to it."""
@@ -48,7 +48,7 @@ class Peer(BaseModel):
 class Deployment(BaseModel):
     """The body of ``PUT /deployment``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     version: int
     run: str
     device: str
@@ -169,7 +169,7 @@ class Deployments:
             "kinds": [link.to_json() for link in numbers],
             "links": links,
             "peers": {name: self._peer(device, name) for name in peers},
-            "files": _FILES.dump_python(dict(problem.files), mode="json"),
+            "files": _adapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json"),
         }
         plan_text = self._plan if plan is self.plan else plan.model_dump_json()
         return f'{self._common[:-1]},"plan":{plan_text},{_json(own)[1:]}'.encode()
@@ -190,7 +190,7 @@ class Deployments:
         specs: list[object] = []
         devices: dict[str, int] = {}
         for spec in problem.devices:
-            nameless = _SPEC.dump_python(replace(spec, name=""), mode="json")
+            nameless = _adapter(DeviceSpec).dump_python(replace(spec, name=""), mode="json")
             number = devices[spec.name] = numbers.setdefault(_json(nameless), len(numbers))
             if number == len(specs):
                 specs.append(nameless)
@@ -203,7 +203,7 @@ class Deployments:
                 "shape": problem.model.input,
                 "classes": problem.model.classes,
                 "integers": problem.model.integers,
-                "fields": _FIELDS.dump_python(problem.model.fields, mode="json"),
+                "fields": _adapter(Fields).dump_python(problem.model.fields, mode="json"),
                 "specs": specs,
                 "devices": devices,
                 "samples": dict(problem.samples),
@@ -215,9 +215,10 @@ class Deployments:
         )
 
 
-_SPEC = TypeAdapter(DeviceSpec)
-_FILES = TypeAdapter(dict[str, Base64Bytes])
-_FIELDS = TypeAdapter(Fields)
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return what writes values of a type; it takes long to make, and a command that only plans needs none."""
+    return TypeAdapter(kind)
 
 
 def _alone(workload: WorkloadPart) -> WorkloadPart:

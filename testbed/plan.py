@@ -15,7 +15,7 @@ class Piece(BaseModel):
     A device may hold several pieces, and the same units may lie on several devices, or several times on one.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     device: str
     first: int
     last: int
@@ -40,7 +40,7 @@ class Details(BaseModel):
     As such, it takes whatever there is: a reader who does not know the method keeps its details as plain values.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
 
     def part_of(self, device: str) -> Self:
         """Return what the program of a device that does not lead needs of them: all, unless a method says otherwise."""
@@ -55,7 +55,7 @@ OtherDetails = TypeVar("OtherDetails", bound=Details)
 class Plan(BaseModel, Generic[PlanDetails]):
     """What a planner decided; travels as JSON to every device and into the results."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     method: str
     lead: str
     """The device whose program ends the run when it returns."""

@@ -27,7 +27,7 @@ from testbed.common.errors import InputError, Key
 class Code(BaseModel):
     """Something that a module defines, as text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     name: str
     """Name of a method, or of a function."""
     module: str

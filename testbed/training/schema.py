@@ -19,7 +19,7 @@ SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
 class NamedPart(Part):
     """Something by name, of torch or of a file, with its options."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     name: str = Field(description="of the class")
     file: str | None = Field(None, description=FILE)
 

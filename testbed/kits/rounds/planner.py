@@ -32,7 +32,7 @@ from testbed.plan import Details, Piece, Plan
 class ClientPlan(BaseModel):
     """What one device with data does in a round."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     split: int
     """P: it trains the first P layers."""
     parallel: int

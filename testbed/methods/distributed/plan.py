@@ -140,7 +140,7 @@ class Region(NamedTuple):
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class LayerPlan(_Frozen):

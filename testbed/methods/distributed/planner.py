@@ -30,7 +30,7 @@ _DEFAULTS = DistributedOptions.model_fields
 class PlanFigures(BaseModel):
     """What a plan takes for one sample; by device in the order of the plan."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     weights: tuple[int, ...]
     """Elements of each device."""
     weights_bytes: float
