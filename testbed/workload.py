@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from testbed.common.errors import InputError
 from testbed.common.part import Part
 from testbed.training.schema import TrainingPart
 
@@ -238,6 +240,16 @@ class ProgramPart(Part):
         if self.image and self.packages:
             raise ValueError("takes one of 'image' and 'packages': an image of your own has its packages")
         return self
+
+
+def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
+    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
+    roles = {name: name.rstrip("0123456789") for name in names}
+    for wanted in written:
+        if wanted not in names and wanted not in roles.values():
+            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
+    found = {name: written.get(name) or written.get(roles[name]) for name in names}
+    return {name: part for name, part in found.items() if part is not None}
 
 
 class WorkloadPart(Part):

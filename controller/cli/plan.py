@@ -17,6 +17,7 @@ from testbed.kits.layers import costs
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.workload import by_device
 
 CLASSES_SHOWN = 4
 """Classes shown of a device, those with most samples; all of them are in the JSON."""
@@ -76,8 +77,6 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
 
 
 def _describe_plan(prepared: Prepared) -> dict[str, Any]:
-    from testbed.methods.program import by_device
-
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
     programs = by_device(problem.workload.programs, [device.name for device in problem.devices])
     return {

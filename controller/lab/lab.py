@@ -44,11 +44,11 @@ from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.quantities import format_size
 from testbed.experiment import Experiment
-from testbed.methods.program import by_device
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
+from testbed.workload import by_device
 
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
 """Containers made at once: more only queue up inside the engine."""

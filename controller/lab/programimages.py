@@ -24,8 +24,7 @@ from controller.lab.images import (
 from controller.lab.paths import BUILD
 from testbed.common.errors import HostError, InputError
 from testbed.experiment import Experiment
-from testbed.methods.program import by_device
-from testbed.workload import ProgramPart, WorkloadPart
+from testbed.workload import ProgramPart, WorkloadPart, by_device
 
 
 def device_images(

@@ -27,7 +27,7 @@ from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Reporting, Row
-from testbed.workload import ProgramPart
+from testbed.workload import ProgramPart, by_device
 
 PORT = 29500
 """Where torch.distributed meets by default."""
@@ -111,16 +111,6 @@ class Program(Method[Options]):
             for name, part in programs.items():
                 if name != device.name and not part.background:
                     await mailbox.take(Ended, name)
-
-
-def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
-    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
-    roles = {name: name.rstrip("0123456789") for name in names}
-    for wanted in written:
-        if wanted not in names and wanted not in roles.values():
-            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
-    found = {name: written.get(name) or written.get(roles[name]) for name in names}
-    return {name: part for name, part in found.items() if part is not None}
 
 
 def _programs(problem: Problem[Options]) -> dict[str, ProgramPart]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.methods.program import by_device, environment, event_of
+from testbed.methods.program import environment, event_of
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed.workload import by_device
 from tests.helpers import ROOT
 from tests.helpers.deployed import bodies, read
 
