@@ -94,8 +94,10 @@ def eventually(condition: Callable[[], bool], seconds: float) -> bool:
 def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: Path) -> None:
     ring = ROOT / "scenarios" / "examples" / "ring.yaml"
     out = tmp_path / "ring"
-    # A round takes three seconds; the fault strikes in the third, and one more shows that it goes on.
-    shorter = ["--set", "workload.requests=4", "--set", "expect.requests=== 4"]
+    # A round takes three seconds; the fault strikes in the first, and one more shows that it goes on.
+    fault = "faults=[{kill: worker2, when: {device: worker2, begins: hold, batch: 0}, for: 1s}]"
+    changes = [fault, "workload.requests=2", "expect.requests=== 2"]
+    shorter = [part for change in changes for part in ("--set", change)]
     done = command("run", ring, "--out", out, "--accept-links", *shorter)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((out / "metrics.json").read_text())["tokens_lost"] == 1
