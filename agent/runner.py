@@ -73,7 +73,7 @@ class Runner:
         threading.Thread(target=self._loop.live, name="program", daemon=True).start()
 
     def deploy(self, body: bytearray) -> None:
-        """Take in a deployment; forgets whatever there was before. Imports torch, so methods need not.
+        """Take in a deployment; forgets whatever there was before. Imports torch for methods that need it.
 
         Raises `Refused` while a program runs, and for what is no deployment.
         """
@@ -83,7 +83,7 @@ class Runner:
             from agent import deployment
 
             self._deployment = deployment.read(body, self.settings)
-            if self._deployment.problem.workload.task != "program":  # whose images need no torch
+            if self._deployment.method.needs_torch:
                 _import_torch()
             self._message_loss = dict(self._deployment.message_loss)
             self._dataset = self._weights = self.error = None
@@ -311,6 +311,8 @@ class _Loop(asyncio.SelectorEventLoop):
     def live(self) -> None:
         """Run for good."""
         precise_sleep()
+        # Threads that move messages must not wait 5 ms for one that computes in Python.
+        sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self)
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a program's, of which its task notifies too
@@ -336,5 +338,3 @@ def _import_torch() -> None:
     image = torch.zeros(1, 1, 4, 4)
     kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
     torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
-    # Threads that move messages must not wait 5 ms for one that computes in Python.
-    sys.setswitchinterval(0.0005)

@@ -202,6 +202,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     timing_only: ClassVar[bool] = False
     """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
+    needs_torch: ClassVar[bool] = True
+    """Whether devices import torch before its program starts; without it they are ready sooner, and much smaller."""
     stacks: ClassVar[bool] = False
     """Whether devices that are alike can be computed together, as ``workload.numerics: stacked`` asks for."""
     takes_weights: ClassVar[bool] = False

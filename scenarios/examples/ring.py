@@ -23,6 +23,7 @@ class Ring(Method[RingOptions]):
     name = "ring"
     summary = "pass a token round; a round is a request"
     tasks = ("infer",)
+    needs_torch = False
     Options = RingOptions
     declared = Reporting(
         figures=(Figure("tokens_lost", "number", "tokens that did not come back", lambda run: len(run.of("lost"))),),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed import methods
+from testbed.common.lazy import torch
 from testbed.device import Cost, Device, Span
 from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
@@ -33,6 +34,7 @@ class Scripted(Method):
 
     name = "scripted"
     summary = "for tests"
+    needs_torch = False
     Options = Instructions
 
     def plan(self, problem: Problem) -> Plan:
@@ -50,8 +52,6 @@ async def nothing(device: Device, job: Job, options: Instructions) -> None:
 
 async def ping(device: Device, job: Job, options: Instructions) -> None:
     """Bounce tensors of ``size`` bytes between a and b."""
-    import torch
-
     if device.name == "a":
         for number in range(options.count):
             tensors = {"x": torch.full((options.size // 4,), float(number))} if options.size else {}
@@ -123,8 +123,6 @@ async def persist(device: Device, job: Job, options: Instructions) -> None:
 
 async def cast(device: Device, job: Job, options: Instructions) -> None:
     """A tells b but not c."""
-    import torch
-
     if device.name == "a":
         await device.sleep(0.3)
         for number in range(options.count):
@@ -192,8 +190,6 @@ async def endless(device: Device, job: Job, options: Instructions) -> None:
 
 async def expose(device: Device, job: Job, options: Instructions) -> None:
     """Shows what it was given to begin with, changed by one piece of work."""
-    import torch
-
     weights = dict(job.weights or {})
     device.expose(lambda: weights)
     if job.dataset is not None:

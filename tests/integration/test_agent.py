@@ -276,6 +276,7 @@ def test_a_full_inbox_holds_senders_back_and_loses_nothing() -> None:
         wait_for(full)
         assert waiting["testbed_inbox_bytes"] <= 1_000_000
         assert waiting["testbed_inbox_messages"] <= 10
+        assert waiting["testbed_resident_bytes"] < 100e6, "this program needs no torch"
         events = list(devices[1].agent.events())
         assert named(events, "log")[-1].fields["text"] == "received in order"
     finally:

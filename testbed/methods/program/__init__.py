@@ -60,6 +60,7 @@ class Program(Method[Options]):
     name = "program"
     summary = "your own programs, `workload.programs`, on our devices and links"
     tasks = ("program",)
+    needs_torch = False
     declared = Reporting(
         events=(
             EventType("output", "a program has written a line", None, ("stream", "text")),
