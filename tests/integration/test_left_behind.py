@@ -31,6 +31,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
+from tests.helpers import rings
 from tests.helpers.commands import command
 from tests.helpers.waiting import wait_for
 from tests.integration.test_lab import children
@@ -42,17 +43,12 @@ TESTBED = Path(sys.executable).with_name("testbed")
 
 
 def tree(name: str) -> dict[str, Any]:
-    """Return a scenario of two devices that trains for a minute unless something happens."""
+    """Return a scenario of two devices that takes a minute unless something happens."""
     return {
         "name": name,
-        "devices": {"source": {"speed": "600mflops"}, "worker": {"speed": "300mflops"}},
+        "devices": {"source": {"speed": rings.SPEED}, "worker": {"speed": rings.SPEED}},
         "network": {"link": {"rate": "100mbit", "delay": "5ms"}},
-        "workload": {
-            "model": {"name": "cnn"},
-            "method": {"name": "pipeline", "micro_batches": 2, "patience": "2s"},
-            "batch_size": 32,
-            "steps": 300,
-        },
+        "workload": rings.workload(),
         "time_limit": "120s",
     }
 
@@ -100,9 +96,9 @@ class Running:
         wait_for(runstate.runs)
         return runstate.runs()[0]
 
-    def stepped(self, steps: int = 2) -> None:
-        """Return once so many steps are done."""
-        wait_for(lambda: len([each for each in self.events() if each["event"] == "step"]) >= steps, 90)
+    def went_round(self, rounds: int = 2) -> None:
+        """Return once the token has gone round so often."""
+        wait_for(lambda: len([each for each in self.events() if each["event"] == "request"]) >= rounds, 90)
 
     def events(self) -> list[dict[str, Any]]:
         path = self.results / "events.jsonl"
@@ -150,7 +146,7 @@ def begun(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[.
 @pytest.mark.parametrize("gap", [0.1, 0.6, 1.2])
 def test_sigint_twice_leaves_nothing(client: docker.DockerClient, begun: Callable[..., Running], gap: float) -> None:
     run = begun("left-twice")
-    run.stepped()
+    run.went_round()
     for wait in (0.0, gap, gap):
         time.sleep(wait)
         if run.process.poll() is None:
@@ -163,7 +159,7 @@ def test_what_controller_and_reaper_left_is_offered_for_removal(
     client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
     run = begun("left-both")
-    run.stepped(1)
+    run.went_round(1)
     name = run.run_id()
     assert "was killed" not in command("profiles").stderr
     for pid in (*children(run.process.pid), run.process.pid):
@@ -212,8 +208,8 @@ def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand
 def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
     client: docker.DockerClient, begun: Callable[..., Running], tmp_path: Path
 ) -> None:
-    """At its start, in training, and at its end."""
-    steps = 16
+    """At its start, in its midst, and at its end."""
+    rounds = 16
     with proxied(tmp_path) as proxy:
 
         def cut(seconds: float) -> None:
@@ -221,12 +217,12 @@ def test_a_run_survives_an_engine_that_does_not_answer_for_a_while(
             time.sleep(seconds)
             proxy.mend()
 
-        run = begun("left-engine", engine=proxy.address, workload=tree("")["workload"] | {"steps": steps})
+        run = begun("left-engine", engine=proxy.address, workload=rings.workload(rounds))
         wait_for(lambda: any("shaper" in each for each in left_of(client, "left-engine")))
         cut(3.0)
-        run.stepped(1)
+        run.went_round(1)
         cut(2.0)
-        run.stepped(steps - 1)
+        run.went_round(rounds - 1)
         cut(5.0)
         said = run.over(120)
     assert run.process.returncode == 0, said
@@ -239,7 +235,7 @@ def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
 ) -> None:
     with proxied(tmp_path) as proxy:
         run = begun("left-restart", engine=proxy.address)
-        run.stepped()
+        run.went_round()
         # What an engine does to its containers as it stops, while nobody hears it.
         proxy.cut()
         for each in client.api.containers(filters={"label": f"{RUN}={run.run_id()}"}):
@@ -267,7 +263,7 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
         cut = threading.Event()
 
         def see(event: Event) -> None:
-            if event.event == "step" and not cut.is_set():
+            if event.event == "request" and not cut.is_set():
                 cut.set()
                 proxy.cut()
 
@@ -276,7 +272,7 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
             "failed",
             "the container engine has not answered for 2 s (there is no such socket)",
         )
-        assert any(event.event == "step" for event in outcome.events)
+        assert any(event.event == "request" for event in outcome.events)
         assert "removed in the background" in stages[-1]
         assert left_of(client, "left-away") != []
         proxy.mend()
@@ -290,12 +286,12 @@ def test_a_shaper_that_is_removed_ends_the_run_at_once(
     client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
     run = begun("left-shaper")
-    run.stepped()
+    run.went_round()
     client.api.remove_container(container_name(run.run_id(), SHAPER), force=True)
     said = run.over(20)
     assert run.process.returncode == 1
     assert "the shaper, which holds the links, was removed from outside" in said
-    assert len([each for each in run.events() if each["event"] == "step"]) >= 2
+    assert len([each for each in run.events() if each["event"] == "request"]) >= 2
     assert left_of(client, "left-shaper") == []
 
 
@@ -303,7 +299,7 @@ def test_a_device_whose_shim_is_killed_was_ended_from_outside_and_a_run_that_is_
     client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
     run = begun("left-shim")
-    run.stepped()
+    run.went_round()
     found = client.api.inspect_container(container_name(run.run_id(), "worker"))
     status = Path(f"/proc/{found['State']['Pid']}/status").read_text()
     os.kill(int(status.split("PPid:")[1].split()[0]), signal.SIGKILL)
@@ -323,7 +319,7 @@ def test_what_is_done_by_hand_is_among_the_events_and_a_device_started_by_docker
     client: docker.DockerClient, begun: Callable[..., Running]
 ) -> None:
     run = begun("left-hand")
-    run.stepped()
+    run.went_round()
     ask = control.reach(run.run_id())
     throttled = ask({"strike": {"throttle": {"device": "worker", "slowdown": 2}}})["handle"]
     assert ask({"show": None}) == {
