@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import select
 import selectors
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from contextvars import Context
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from agent.events import EventLog
@@ -330,11 +331,15 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_at(when, go_off, *args, context=context)
 
 
+@cache
 def _import_torch() -> None:
     """Import torch and let it set itself up, so that no program's first batch pays for it."""
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)
     image = torch.zeros(1, 1, 4, 4)
     kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
     torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
+    gc.freeze()  # what modules consist of stays: nobody has to look through it again
+    gc.enable()

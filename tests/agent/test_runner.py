@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from agent.runner import Runner
 from agent.settings import Settings
 from testbed import methods
 from testbed.wire.token import data_token
+from tests.helpers.agent_programs import Scripted
 from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
 
 
@@ -65,6 +67,17 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
     made.leave()  # nobody to say it to
     assert refusal(made.deploy, bytearray(b"{}"))[0] == 400
     assert made.state == "idle"
+
+
+def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would keep the program waiting for 70 ms."""
+    monkeypatch.setattr(Scripted, "needs_torch", True)
+    runners._import_torch.cache_clear()
+    try:
+        deployed(made, "nothing")
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()
 
 
 def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) -> None:

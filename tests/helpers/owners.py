@@ -15,6 +15,7 @@ class Owners(Method):
 
     name = "owners"
     summary = "who owns what"
+    needs_torch = False
     Options = Options
 
     def data_owners(self, problem: Problem) -> tuple[str, ...]:

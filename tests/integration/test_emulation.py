@@ -22,7 +22,7 @@ from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
-from tests.helpers import owners
+from tests.helpers import owners, rings
 from tests.helpers.commands import command
 from tools.bench.pacing import loaded
 
@@ -201,11 +201,12 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
 
 def test_without_its_lead_there_is_no_run() -> None:
     with pytest.raises(TestbedError, match="source leads the run and went down before its start"):
-        run(scenario("emu-lead"), killing("source", "handing out the work", "emu-lead"))
+        run(scenario("emu-lead", workload=rings.workload()), killing("source", "handing out the work", "emu-lead"))
 
 
 def test_a_lead_that_stays_dead_ends_the_run_at_once() -> None:
-    outcome, _ = run(scenario("emu-leadless", faults=[{"kill": "source", "at": "1s"}], time_limit="60s"))
+    faults = [{"kill": "source", "at": "1s"}]
+    outcome, _ = run(scenario("emu-leadless", workload=rings.workload(), faults=faults, time_limit="60s"))
     assert outcome.status == "failed"
     assert outcome.error == "source is down; it leads the run: end its fault by 'for', or restart it"
     assert outcome.events[-1].time < 30
