@@ -54,7 +54,7 @@ class Drawing:
         with torch.random.fork_rng(devices=[]):
             for number, index in enumerate(indices):
                 drawn = derive(self.seed, "augment", epoch % self.copies, int(self.places[index]))
-                torch.manual_seed(drawn)
+                torch.default_generator.manual_seed(drawn)  # of this processor alone, as in `testbed.kits.layers.shard`
                 random.seed(drawn)
                 try:
                     found[number] = self.chain(torch.tensor(images[number]))

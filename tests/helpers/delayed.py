@@ -36,7 +36,7 @@ class Reference:
         used = {name: value.clone().requires_grad_() for name, value in weights.items()}
 
         def seeded(name):
-            torch.manual_seed(derive(self.problem.seed, "draws", name, repr((step, 0))))
+            torch.default_generator.manual_seed(derive(self.problem.seed, "draws", name, repr((step, 0))))
 
         outputs = torch.func.functional_call(self.model, used, (images, seeded))
         loss = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / len(labels)

@@ -270,7 +270,8 @@ class Shard:
         begin, samples = rows or (0, len(inputs))
 
         def seeded(name: str) -> None:
-            torch.manual_seed(derive(self._seed, "draws", name, repr((key[0], 0) if rows else key)))
+            # Not torch.manual_seed, which formats the stack three times for accelerators that may come.
+            torch.default_generator.manual_seed(derive(self._seed, "draws", name, repr((key[0], 0) if rows else key)))
 
         if self._draws:
             with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow():
