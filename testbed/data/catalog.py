@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,17 +124,23 @@ def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Sampl
     return source.name, files.read_cifar(train), files.read_cifar([test])
 
 
-def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+@cache
+def _digits_table() -> npt.NDArray[np.uint8]:
+    """Return a row for each digit: 64 grey levels up to 16, then what it is. Read once: as text it takes long."""
     # The file that scikit-learn's `load_digits` reads: to import the package would take a second.
     package = find_spec("sklearn")
     assert package is not None
     assert package.origin is not None
-    table = np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
+    return np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",").astype(np.uint8)
+
+
+def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    table = _digits_table()
     # 16 grey levels and black, stretched to the range of a byte like every other set.
     images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:, None]
     if source.name == LARGE_DIGITS:
         images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return source.name, *_split((images, table[:, -1].astype(np.uint8)))
+    return source.name, *_split((images, table[:, -1].copy()))
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
