@@ -38,7 +38,7 @@ _BEGAN = pytest.StashKey[float]()
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what was imported, which stays: it took a tenth of the tests' processor time."""
+    """Spare the garbage collector what was imported, which stays: it took 5 to 10 % of the tests' time."""
     gc.freeze()
     gc.set_threshold(10_000)
 
