@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
 def test_torchs_pipelining_runs_on_a_lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(gloo, "STEPS", 1)
+    monkeypatch.setattr(gloo, "DEVICES", 2)
     prepared = prepare(trials(gloo.scenario("1f1b"))[0])
     took = gloo.with_gloo({"1f1b": prepared})["1f1b"]
     # Its messages have the links' rate and delay too.

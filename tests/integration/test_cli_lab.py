@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import commands
+from tests.helpers import commands, rings
 from tests.helpers.commands import Done
 
 pytestmark = pytest.mark.containers
 
-SCENARIO = """
+SCENARIO = f"""
 name: cli-test
 devices:
-  source: {}
-  worker: {profile: raspberry-pi-4b}
+  source: {{speed: {rings.SPEED}}}
+  worker: {{profile: raspberry-pi-4b}}
 network:
-  link: {rate: 20mbit, delay: 2ms}
-workload: {model: {name: mlp}, method: {name: single}, steps: 1}
+  link: {{rate: 20mbit, delay: 2ms}}
+workload: {json.dumps(rings.workload(1))}
 """
 
 
@@ -51,12 +51,12 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         assert made["devices"][1]["address"] in mine["worker"]
         command("logs", "source")
         done = command("start", str(scenario), "--accept-links", "--out", str(tmp_path / "run"), "--json")
-        assert json.loads(done.stdout)["metrics"]["steps"] == 1
+        assert json.loads(done.stdout)["metrics"]["requests"] == 1
         assert json.loads((tmp_path / "run" / "manifest.json").read_text())["host"]["images"]
         # Each start has the faults of its own scenario, and what was done by hand before.
         command("fault", "throttle", "source", "--slowdown", "2")
         throttle = '[{"throttle": {"device": "worker", "slowdown": 3}, "at": "0s"}]'
-        changes = ("--set", f"faults={throttle}", "--set", "workload.steps=1000")
+        changes = ("--set", f"faults={throttle}", "--set", "workload.requests=2")
         for name in ("first", "second"):
             out = str(tmp_path / name)
             command("start", str(scenario), "--accept-links", *changes, "--out", out)
