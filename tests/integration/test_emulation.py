@@ -265,8 +265,8 @@ def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> No
     """Of the two there is one that this kernel lacks, or none."""
     path = tmp_path / "short.yaml"
     path.write_text(
-        "name: emu-links\ndevices: {a: {}, b: {}}\nnetwork: {link: {delay: 1ms}}\n"
-        "workload: {task: infer, model: {name: mlp}, method: {name: exchange}, requests: 5}\n"
+        f"name: emu-links\ndevices: {{a: {{}}, b: {{}}}}\nnetwork: {{link: {{delay: 1ms}}}}\n"
+        f"workload: {json.dumps(rings.workload(1))}\n"
     )
     for backend in ("netem", "userspace"):
         done = command("run", path, "--links", backend, "--accept-links", "--out", tmp_path / backend)
