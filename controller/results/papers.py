@@ -24,7 +24,7 @@ from testbed.scenario.loading import load, read_keys
 from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
-WORDS = ("note", "explains", "outcome", "ratio")
+WORDS = ("note", "explains", "claim", "outcome", "ratio")
 """What a scenario says of a row, and what follows from it and from the row's figures: not kept."""
 
 
@@ -122,7 +122,7 @@ def _worded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
     def words(row: Mapping[str, Any]) -> dict[str, Any]:
         now = said[row["name"]]
         word = outcome(now, row["kind"], row["paper"], row["ours"], part.reading)
-        return {"note": now.note, "explains": now.explains, "outcome": word}
+        return {"note": now.note, "explains": now.explains, "claim": now.claim, "outcome": word}
 
     rows = [{**row, **words(row)} for row in found["rows"] if row["name"] in said]
     return {**found, "reading": part.reading, "rows": rows}

@@ -43,6 +43,8 @@ def test_a_ranking_is_reproduced_on_the_same_side():
     assert outcome(over, "number", 1.2, 0.99, "") == "not reproduced"
     assert outcome(minus, "share", 0.2, 0.01, "") == "reproduced"
     assert outcome(minus, "share", 0.2, -0.01, "") == "not reproduced"
+    assert outcome(minus, "share", None, 0.01, "") == "reproduced"  # without a value the first is the larger
+    assert outcome(over, "number", None, 0.9, "") == "not reproduced"
 
 
 def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_does_not():
