@@ -21,11 +21,12 @@ from controller.results.recorder import RUNNING
 from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
+from testbed.scenario.paper import paper_value
 from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
-WORDS = ("note", "explains", "claim", "outcome", "ratio")
-"""What a scenario says of a row, and what follows from it and from the row's figures: not kept."""
+WORDS = ("note", "explains", "claim", "value", "paper", "outcome", "ratio")
+"""What a scenario says of a row, the paper's figure among it, and what follows from that and our figures: not kept."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,9 @@ def _worded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
 
     def words(row: Mapping[str, Any]) -> dict[str, Any]:
         now = said[row["name"]]
-        word = outcome(now, row["kind"], row["paper"], row["ours"], part.reading)
-        return {"note": now.note, "explains": now.explains, "claim": now.claim, "outcome": word}
+        paper = paper_value(now, row["kind"])
+        word = outcome(now, row["kind"], paper, row["ours"], part.reading)
+        return {"note": now.note, "explains": now.explains, "claim": now.claim, "paper": paper, "outcome": word}
 
     rows = [{**row, **words(row)} for row in found["rows"] if row["name"] in said]
     return {**found, "reading": part.reading, "rows": rows}

@@ -131,7 +131,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
     holds = None if condition is None else condition.holds(mean)
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
-    paper = paper_value(row, figures)
+    paper = paper_value(row, kind)
     return ReproducedRow(
         row.name,
         _measure(row),
