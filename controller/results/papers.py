@@ -19,6 +19,7 @@ from typing import Any, get_args
 from controller.results.files import UNSHOWN
 from controller.results.recorder import RUNNING
 from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
+from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
 from testbed.scenario.paper import paper_value
@@ -96,6 +97,7 @@ def result(entry: Entry, runs: Path) -> dict[str, Any]:
         "date": manifests[0]["date"][:10],
         "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
         "runs": len(manifests),
+        "seconds": round(sum(each["wall_seconds"] for each in manifests)),
         "rows": [_figures(row) for row in document["rows"]],
     }
 
@@ -186,7 +188,8 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     seeds = ", ".join(map(str, found["seeds"]))
     reading = [f"Reading: {found['reading']}", ""] if found["reading"] else []
     runs = f"{found['runs']} run{'s' if found['runs'] > 1 else ''}"
-    about = f"{runs}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
+    took = f" that took {formats.seconds(found['seconds'])} one after the other" if found.get("seconds") else ""
+    about = f"{runs}{took}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
     rows = [
         replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
         for row in rows_of(found)
