@@ -30,8 +30,9 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
 
     PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that docs/papers.yaml
     lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
-    of it, is another. Notes, readings of the paper and which row explains which are words: they are taken from the
-    scenario and need no run. After Ctrl-C the same command goes on: runs that finished are kept, in results/papers.
+    of it, is another. The paper's figures, readings of it, notes and which row explains which are words: they are taken
+    from the scenario and need no run. After Ctrl-C the same command goes on: runs that finished are kept, in
+    results/papers.
 
     \b
     Examples:

@@ -87,7 +87,8 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
         files=save_all(folder, drawn),
         sections=[
             section(
-                "The paper's figures beside ours" if any(row.paper is not None for row in rows) else "Figures", rows
+                "The paper's figures beside ours" if any(row.printed != formats.NONE for row in rows) else "Figures",
+                rows,
             ),
             Section("Runs", "Each with its own report.", "", columns, pages),
         ],
@@ -96,7 +97,7 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
 
 def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
     """Return what is printed and what came out here, a row each; columns without a cell are left out."""
-    printed, expected = any(row.paper is not None for row in rows), any(row.condition for row in rows)
+    printed, expected = any(row.printed != formats.NONE for row in rows), any(row.condition for row in rows)
     columns = (
         Column("Figure", "name"),
         *figures(*(["Paper"] if printed else []), "Ours", *(["Ours / paper"] if printed else []), "Runs"),
@@ -106,7 +107,7 @@ def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
     cells = [
         [
             Cell(row.name, row.remark),
-            *([Cell(formats.of_kind(row.kind, row.paper))] if printed else []),
+            *([Cell(row.printed)] if printed else []),
             Cell(
                 formats.of_kind(row.kind, row.ours),
                 "" if row.half_width is None else f"± {formats.of_kind(row.kind, row.half_width)}",

@@ -19,13 +19,15 @@ from typing import Any, get_args
 from controller.results.files import UNSHOWN
 from controller.results.recorder import RUNNING
 from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
+from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
+from testbed.scenario.paper import paper_value
 from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
-WORDS = ("note", "explains", "outcome", "ratio")
-"""What a scenario says of a row, and what follows from it and from the row's figures: not kept."""
+WORDS = ("note", "explains", "claim", "value", "paper", "outcome", "ratio")
+"""What a scenario says of a row, the paper's figure among it, and what follows from that and our figures: not kept."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def result(entry: Entry, runs: Path) -> dict[str, Any]:
         "date": manifests[0]["date"][:10],
         "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
         "runs": len(manifests),
+        "seconds": round(sum(each["wall_seconds"] for each in manifests)),
         "rows": [_figures(row) for row in document["rows"]],
     }
 
@@ -121,8 +124,9 @@ def _worded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
 
     def words(row: Mapping[str, Any]) -> dict[str, Any]:
         now = said[row["name"]]
-        word = outcome(now, row["kind"], row["paper"], row["ours"], part.reading)
-        return {"note": now.note, "explains": now.explains, "outcome": word}
+        paper = paper_value(now, row["kind"])
+        word = outcome(now, row["kind"], paper, row["ours"], part.reading)
+        return {"note": now.note, "explains": now.explains, "claim": now.claim, "paper": paper, "outcome": word}
 
     rows = [{**row, **words(row)} for row in found["rows"] if row["name"] in said]
     return {**found, "reading": part.reading, "rows": rows}
@@ -184,7 +188,8 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     seeds = ", ".join(map(str, found["seeds"]))
     reading = [f"Reading: {found['reading']}", ""] if found["reading"] else []
     runs = f"{found['runs']} run{'s' if found['runs'] > 1 else ''}"
-    about = f"{runs}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
+    took = f" that took {formats.seconds(found['seconds'])} one after the other" if found.get("seconds") else ""
+    about = f"{runs}{took}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
     rows = [
         replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
         for row in rows_of(found)

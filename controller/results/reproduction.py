@@ -53,6 +53,15 @@ class ReproducedRow:
     """The row that does not come out and whose figure this is, with one thing changed."""
     where: str = ""
     """Which point it is, where it is the least of several."""
+    claim: Literal["figure", "ranking"] = "figure"
+    """What the paper claims: its figure, or a ranking alone."""
+
+    @property
+    def printed(self) -> str:
+        """What the paper has, as tables show it."""
+        if self.claim == "ranking" and self.paper is None:
+            return "larger"
+        return formats.of_kind(self.kind, self.paper)
 
     @property
     def remark(self) -> str:
@@ -77,12 +86,13 @@ def outcome(row: PaperRow, kind: FigureKind, paper: float | None, ours: float | 
 
     ``reading`` is how the scenario reads what the paper leaves open.
     """
-    if paper is None or ours is None:
+    if ours is None or (paper is None and row.claim != "ranking"):
         return None
     if row.claim == "ranking":
         even = 0 if row.minus is not None else 1
-        reproduced = (ours - even) * (paper - even) > 0
+        reproduced = (ours - even) * (1 if paper is None else paper - even) > 0
     else:
+        assert paper is not None
         reproduced = abs(ours - paper) <= max(CLOSE * abs(paper), POINTS if kind == "share" else 0.0)
     if not reproduced:
         return "not reproduced"
@@ -121,7 +131,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
     holds = None if condition is None else condition.holds(mean)
     used = {run.path: run for pair in pairs for run in pair}.values()
     untrusted = sum(run.metrics["verdict"]["kind"] == "not trusted" for run in used)
-    paper = paper_value(row, figures)
+    paper = paper_value(row, kind)
     return ReproducedRow(
         row.name,
         _measure(row),
@@ -137,6 +147,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
         outcome(row, kind, paper, mean, reading),
         row.explains,
         where,
+        row.claim,
     )
 
 
@@ -185,7 +196,7 @@ def table(rows: Sequence[ReproducedRow]) -> list[str]:
     """Return the lines of the table in Markdown."""
     lines = ["| | paper | ours | ± | ratio | runs | | note |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
-        cells = [formats.of_kind(row.kind, value) for value in (row.paper, row.ours, row.half_width)]
+        cells = [row.printed, *(formats.of_kind(row.kind, value) for value in (row.ours, row.half_width))]
         ratio = "–" if row.ratio is None else f"{row.ratio:.3g}"
         lines.append(f"| {' | '.join([row.name, *cells, ratio, str(row.runs), row.word, row.remark])} |")
     return lines

@@ -41,11 +41,11 @@ def row_kind(row: PaperRow, figures: Mapping[str, Figure]) -> FigureKind:
     return kind_of(row.figure, figures)
 
 
-def paper_value(row: PaperRow, figures: Mapping[str, Figure]) -> float | None:
-    """Return the paper's figure in base units; raises ValueError saying what would be right."""
+def paper_value(row: PaperRow, kind: FigureKind) -> float | None:
+    """Return the paper's figure, of that kind, in base units; raises ValueError saying what would be right."""
     if row.value is None:
         return None
-    value = parse_target(str(row.value), row_kind(row, figures))
+    value = parse_target(str(row.value), kind)
     if isinstance(value, str | bool):
         raise ValueError(f"'{row.value}' is no number")
     return value
@@ -144,12 +144,13 @@ def _figure_problems(row: PaperRow, name: str, key: Key, figures: Mapping[str, F
 
 
 def _value_problems(row: PaperRow, key: Key, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
+    kind = row_kind(row, figures)
     try:
-        paper_value(row, figures)
+        paper_value(row, kind)
     except ValueError as error:
         yield Diagnostic((*key, "value"), str(error))
     try:
         if row.expect is not None:
-            parse_condition(row.expect, row_kind(row, figures))
+            parse_condition(row.expect, kind)
     except ValueError as error:
         yield Diagnostic((*key, "expect"), str(error))

@@ -223,7 +223,8 @@ class PaperRow(Part):
     expect: str | None = Field(None, description="condition on our mean, as in `expect`; decides the exit status")
     claim: Literal["figure", "ranking"] = Field(
         "figure",
-        description="what the paper claims: the figure, or, of one divided by or less another, alone which is larger",
+        description="what the paper claims: the figure, or, of one divided by or less another, alone which is larger: "
+        "the first, where no `value` is given",
     )
     explains: str = Field(
         "",

@@ -43,6 +43,8 @@ def test_a_ranking_is_reproduced_on_the_same_side():
     assert outcome(over, "number", 1.2, 0.99, "") == "not reproduced"
     assert outcome(minus, "share", 0.2, 0.01, "") == "reproduced"
     assert outcome(minus, "share", 0.2, -0.01, "") == "not reproduced"
+    assert outcome(minus, "share", None, 0.01, "") == "reproduced"  # without a value the first is the larger
+    assert outcome(over, "number", None, 0.9, "") == "not reproduced"
 
 
 def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_does_not():
@@ -100,12 +102,12 @@ def test_what_a_scenario_says_of_its_rows_is_in_it_alone() -> None:
 
 def test_words_of_a_scenario_are_shown_as_they_are_now() -> None:
     part = "paper={source: s, rows: [{name: a, figure: latency, value: 2 s, note: new}]}"
-    facts = {"kind": "duration", "paper": 2.0, "ours": 2.01}
+    facts = {"kind": "seconds", "ours": 2.01}
     results = {"stahl-example": {"digest": "", "rows": [{**facts, "name": "a"}, {**facts, "name": "no more"}]}}
     entry = papers.Entry("stahl-example", (part, "paper.reading=by title"))
     found = papers.worded([entry], results)["stahl-example"]
     assert found["reading"] == "by title"
-    assert [(row["name"], row["note"]) for row in found["rows"]] == [("a", "new")]
+    assert [(row["name"], row["note"], row["paper"]) for row in found["rows"]] == [("a", "new", 2.0)]
     assert found["rows"][0]["outcome"] == "reproduced under a stated reading"
 
 
