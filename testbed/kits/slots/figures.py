@@ -48,8 +48,10 @@ def _training_casts(record: Record) -> list[int]:
     spans, found = _tests(record), list[int]()
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
         at = np.fromiter(times, float)
-        tests = np.logical_or.reduce([(begin <= at) & (at < end) for begin, end in spans], initial=False)
-        found += compress(map(len, peers), np.broadcast_to(~tests, at.shape).tolist())
+        training = np.ones(len(at), bool)
+        for begin, end in spans:
+            training &= (at < begin) | (end <= at)
+        found += compress(map(len, peers), training.tolist())
     return found
 
 
