@@ -15,8 +15,8 @@ GRID = ((1, 1), (1, 7), (1, 25), (1, 91), (2, 12))
 
 DEVICES = {
     "devices": {
-        "server": {"speed": "48.8gflops", "memory_rate": "1.92GB/s"},
-        "device": {"speed": "2.44gflops", "memory_rate": "96MB/s"},
+        "server": {"speed": "66.4gflops", "memory_rate": "1.61GB/s"},
+        "device": {"speed": "3.32gflops", "memory_rate": "80.7MB/s"},
     }
 }
 
