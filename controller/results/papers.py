@@ -193,7 +193,7 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     rows = [
         replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
         for row in rows_of(found)
-        for by in [explained.get(row.name)]
+        for by in [explained.get(row.name) if row.outcome == "not reproduced" else None]
     ]
     return "\n".join([f"    {found['command']}", "", *reading, *table(rows), "", about, ""])
 
@@ -206,7 +206,7 @@ def _totals(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str
     for name, found in sorted(results.items()):
         rows = [row for row in rows_of(found) if not row.explains]
         count = Counter(row.outcome for row in rows)
-        count[words[-1]] = sum(row.name in explained.get(name, {}) for row in rows)
+        count[words[-1]] = sum(row.outcome == words[2] and row.name in explained.get(name, {}) for row in rows)
         every += count
         if any(count[word] for word in words):
             lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")

@@ -128,12 +128,13 @@ def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> No
 
     results = {
         "one": kept(("a: x", "not reproduced", ""), ("b", "not reproduced", ""), ("c", "reproduced", "a: x")),
-        "two": kept(("d", "not reproduced", "one: b"), ("e", "reproduced", ""), ("f", "not reproduced", "e")),
+        "two": kept(("d", "not reproduced", "one: b"), ("e", "reproduced", ""), ("f", "reproduced", "e")),
     }
     page = papers.written("".join(f"<!-- papers: {name} -->\n<!-- end -->\n" for name in ("all", *results)), results)
     assert "| a: x | 2 | 1 | – | 0.5 | 1 | not reproduced | comes out as 'c' |" in page
     assert "| c | 2 | 1 | – | 0.5 | 1 | explains a: x |  |" in page
     assert "| d | 2 | 1 | – | 0.5 | 1 | does not explain one: b |  |" in page
+    assert "| e | 2 | 1 | – | 0.5 | 1 | reproduced |  |" in page, "what came out needs no other row"
     assert "| all | 1 | 0 | 2 | 1 |" in page
 
 
