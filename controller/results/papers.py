@@ -26,7 +26,7 @@ from testbed.scenario.paper import paper_value
 from testbed.scenario.schema import PaperPart
 
 LIST, RESULTS, PAGE = "papers.yaml", "papers.json", "papers.md"
-WORDS = ("note", "explains", "claim", "value", "paper", "outcome", "ratio")
+WORDS = ("note", "explains", "formula", "claim", "value", "paper", "outcome", "ratio")
 """What a scenario says of a row, the paper's figure among it, and what follows from that and our figures: not kept."""
 
 
@@ -126,7 +126,8 @@ def _worded(found: Mapping[str, Any], part: PaperPart) -> dict[str, Any]:
         now = said[row["name"]]
         paper = paper_value(now, row["kind"])
         word = outcome(now, row["kind"], paper, row["ours"], part.reading)
-        return {"note": now.note, "explains": now.explains, "claim": now.claim, "paper": paper, "outcome": word}
+        told = {key: getattr(now, key) for key in ("note", "explains", "formula", "claim")}
+        return {**told, "paper": paper, "outcome": word}
 
     rows = [{**row, **words(row)} for row in found["rows"] if row["name"] in said]
     return {**found, "reading": part.reading, "rows": rows}
@@ -176,7 +177,7 @@ def _explained(results: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for scenario, kept in results.items():
         for row in rows_of(kept):
-            if row.explains and row.outcome not in (None, "not reproduced"):
+            if row.explains and row.outcome is not None and not row.missed:
                 other, _, name = row.explains.partition(": ")
                 place = (other, name) if other in results else (scenario, row.explains)
                 by = row.name if place[0] == scenario else f"{scenario}: {row.name}"
@@ -193,20 +194,22 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     rows = [
         replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
         for row in rows_of(found)
-        for by in [explained.get(row.name) if row.outcome == "not reproduced" else None]
+        for by in [explained.get(row.name) if row.missed else None]
     ]
     return "\n".join([f"    {found['command']}", "", *reading, *table(rows), "", about, ""])
 
 
 def _totals(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str]]) -> str:
-    """Return how many figures of each scenario came out, and how many of the others another row explains."""
-    words = (*get_args(Outcome), "of these explained by a run")
+    """Return how many figures of each scenario came out, and how many of the others a run or a formula explains."""
+    words = (*get_args(Outcome), "of these explained by a run or a formula")
     lines = [f"| scenario | {' | '.join(words)} |", f"|{'---|' * (len(words) + 1)}"]
     every: Counter[str | None] = Counter()
     for name, found in sorted(results.items()):
         rows = [row for row in rows_of(found) if not row.explains]
         count = Counter(row.outcome for row in rows)
-        count[words[-1]] = sum(row.outcome == words[2] and row.name in explained.get(name, {}) for row in rows)
+        count[words[-1]] = sum(
+            row.missed and bool(row.formula or row.name in explained.get(name, {})) for row in rows
+        )
         every += count
         if any(count[word] for word in words):
             lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")

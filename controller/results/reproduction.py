@@ -55,6 +55,8 @@ class ReproducedRow:
     """Which point it is, where it is the least of several."""
     claim: Literal["figure", "ranking"] = "figure"
     """What the paper claims: its figure, or a ranking alone."""
+    formula: str = ""
+    """By which formula the two differ, where no run explains why it does not come out."""
 
     @property
     def printed(self) -> str:
@@ -66,14 +68,20 @@ class ReproducedRow:
     @property
     def remark(self) -> str:
         """What stands beside it."""
-        return "; ".join(filter(None, (self.where, self.note)))
+        by = f"by a formula: {self.formula}" if self.missed and self.formula else ""
+        return "; ".join(filter(None, (self.where, by, self.note)))
+
+    @property
+    def missed(self) -> bool:
+        """Whether the paper's figure does not come out."""
+        return self.outcome == "not reproduced"
 
     @property
     def word(self) -> str:
         """What the table says of it: one of three words, or whether it explains why another row has the third."""
         if not self.explains or self.outcome is None:
             return self.outcome or ""
-        return f"{'does not explain' if self.outcome == 'not reproduced' else 'explains'} {self.explains}"
+        return f"{'does not explain' if self.missed else 'explains'} {self.explains}"
 
     @property
     def ratio(self) -> float | None:
@@ -149,6 +157,7 @@ def _row(row: PaperRow, runs: Sequence[Run], figures: Mapping[str, Figure], read
         row.explains,
         where,
         row.claim,
+        row.formula,
     )
 
 

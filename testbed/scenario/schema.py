@@ -231,6 +231,9 @@ class PaperRow(Part):
         description="a row that does not come out, by its name, or as `scenario: row`: this is its figure where one "
         "thing is changed",
     )
+    formula: str = Field(
+        "", description="for one that does not come out and that no run explains: the formula by which the two differ"
+    )
     note: str = Field("", description="why the two differ, what to know")
 
 

@@ -129,13 +129,18 @@ def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> No
     results = {
         "one": kept(("a: x", "not reproduced", ""), ("b", "not reproduced", ""), ("c", "reproduced", "a: x")),
         "two": kept(("d", "not reproduced", "one: b"), ("e", "reproduced", ""), ("f", "reproduced", "e")),
+        "three": kept(("g", "not reproduced", ""), ("h", "reproduced", "")),
     }
+    for row in results["three"]["rows"]:
+        row["formula"] = "t = F / r"
     page = papers.written("".join(f"<!-- papers: {name} -->\n<!-- end -->\n" for name in ("all", *results)), results)
     assert "| a: x | 2 | 1 | – | 0.5 | 1 | not reproduced | comes out as 'c' |" in page
     assert "| c | 2 | 1 | – | 0.5 | 1 | explains a: x |  |" in page
     assert "| d | 2 | 1 | – | 0.5 | 1 | does not explain one: b |  |" in page
     assert "| e | 2 | 1 | – | 0.5 | 1 | reproduced |  |" in page, "what came out needs no other row"
-    assert "| all | 1 | 0 | 2 | 1 |" in page
+    assert "| g | 2 | 1 | – | 0.5 | 1 | not reproduced | by a formula: t = F / r |" in page
+    assert "| h | 2 | 1 | – | 0.5 | 1 | reproduced |  |" in page
+    assert "| all | 2 | 0 | 3 | 2 |" in page
 
 
 def test_what_explains_a_row_names_one() -> None:
