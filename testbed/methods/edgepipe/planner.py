@@ -33,9 +33,9 @@ class EdgePipeOptions(SlotOptions):
     go forward, then all back, one a slot."""
     learns: Learns = "what_arrived"
     """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is
-    continued" (Section V-B). With all results: the output layer of a batch whose results are all there. With all
-    transmissions: each layer also of a batch whose outputs before it were all there, since "the gradient computation
-    would likely fail upon any single transmission loss" (Section VI)."""
+    continued" (Section V-B). With all results: the output layer of a batch whose results are all there, since "the
+    gradient computation would likely fail upon any single transmission loss" (Section VI). With all transmissions, by
+    the same sentence: each layer also of a batch whose outputs before it were all there."""
     informs: bool = False
     """Whether the device that coordinates sends each other what it is to hold before the first timeslot, as Algorithm 1
     has it, and nobody begins before. Else each knows it by itself."""
