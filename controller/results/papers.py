@@ -207,9 +207,7 @@ def _totals(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str
     for name, found in sorted(results.items()):
         rows = [row for row in rows_of(found) if not row.explains]
         count = Counter(row.outcome for row in rows)
-        count[words[-1]] = sum(
-            row.missed and bool(row.formula or row.name in explained.get(name, {})) for row in rows
-        )
+        count[words[-1]] = sum(row.missed and bool(row.formula or row.name in explained.get(name, {})) for row in rows)
         every += count
         if any(count[word] for word in words):
             lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")
