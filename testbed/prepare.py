@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from pydantic import BaseModel
 
 from testbed import validation
 from testbed.common import formats, usercode
 from testbed.common.errors import Diagnostic, InputError, Key
+from testbed.common.lazy import np
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
 from testbed.data import catalog as data

@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
+from testbed.common.lazy import np, npt, torch
 
 EXACT = 2**24
 """Whole numbers up to this one are exact in float32."""

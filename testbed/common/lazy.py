@@ -1,4 +1,4 @@
-"""What is imported late: torch by its first use, since planning takes none of its seconds, and packages of extras."""
+"""What is imported late: torch and numpy by their first use, since planning needs neither, and packages of extras."""
 
 from __future__ import annotations
 

@@ -7,11 +7,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need, torch
+from testbed.common.lazy import need, np, npt, torch
 from testbed.common.seeds import derive
 from testbed.data.batches import Indices, steps_per_epoch
 from testbed.workload import WorkloadPart

@@ -8,14 +8,13 @@ smaller than the batch makes one batch of all its samples.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 
-Indices = npt.NDArray[np.int64]
+Indices: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def steps_per_epoch(samples: int, batch_size: int) -> int:
@@ -72,5 +71,5 @@ def micro_batches(size: int, parts: int) -> tuple[slice, ...]:
     if not 1 <= parts <= size:
         raise ValueError(f"a batch of {size} cannot be cut into {parts} micro-batches: take 1 to {size}")
     small, larger = divmod(size, parts)
-    edges = np.cumsum([0] + [small + 1] * larger + [small] * (parts - larger)).tolist()
+    edges = accumulate([small + 1] * larger + [small] * (parts - larger), initial=0)
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

@@ -11,11 +11,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from testbed.common.errors import InputError, Key, nearest
 from testbed.common.fields import Entering, Fields
+from testbed.common.lazy import np, npt
 from testbed.data import files, own, pictures, synthetic, tables
 from testbed.data.dataset import Dataset
 from testbed.data.files import Bytes

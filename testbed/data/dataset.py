@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias
 
 from testbed.common.fields import Fields
+from testbed.common.lazy import np, npt
 from testbed.data.augment import Drawing
 from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
 
-Images = npt.NDArray[np.float32] | npt.NDArray[np.int64]
-Labels = npt.NDArray[Any]
+Images: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"
+Labels: TypeAlias = "npt.NDArray[Any]"
 """Values of int64 or of float32."""
 
 

@@ -10,13 +10,12 @@ import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TypeAlias
 
 from testbed.common.errors import InputError
+from testbed.common.lazy import np, npt
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 _UNSIGNED_BYTE = 0x08
 CIFAR_IMAGE = (3, 32, 32)

@@ -8,8 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from testbed.common.lazy import np, npt
 
 LARGE = 1 << 28
 """Bytes beyond which an array lies in a file."""

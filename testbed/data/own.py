@@ -12,24 +12,22 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from testbed.common import usercode
 from testbed.common.errors import InputError, Key
 from testbed.common.fields import Fields, pack
-from testbed.common.lazy import need
+from testbed.common.lazy import need, np, npt
 from testbed.data import large, pictures, tables
 from testbed.data.dataset import Dataset
 from testbed.data.split import holdout, is_class
 from testbed.workload import DataPart, SplitPart
 
-Values = npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]
+Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
 """Samples, (samples, ...), or the several inputs that they consist of, by name."""
-Samples = tuple[Values, npt.NDArray[Any]]
+Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
 _FILE: Key = ("data", "file")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from testbed.common.errors import InputError
+from testbed.common.lazy import np
 from testbed.data.files import Bytes
 
 if TYPE_CHECKING:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from testbed.common.errors import InputError, Key
+from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 from testbed.data.batches import Indices
 from testbed.workload import Split, SplitPart

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
-import numpy.typing as npt
-
 from testbed.common.errors import InputError
+from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 from testbed.data.dataset import Dataset
 

@@ -7,20 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias
 
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need
+from testbed.common.lazy import need, np, npt
 from testbed.data import large
 
 SUFFIXES = (".csv", ".parquet")
 Columns = Sequence[str] | Mapping[str, Sequence[str]]
 _PATH: Key = ("data", "path")
-Kind = type[np.int64] | type[np.float32] | type[str]
-_WIDER: Sequence[Kind] = (np.int64, np.float32, str)
+Kind: TypeAlias = "type[np.int64] | type[np.float32] | type[str]"
 ROWS = 1 << 16
 """Rows that are read at a time."""
 
@@ -144,12 +140,13 @@ def _no_parquet(place: Path, error: Exception) -> InputError:
 def _kinds(place: Path, names: Sequence[str], whole: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return what the ``whole`` columns hold, whole numbers, numbers or words, and how many rows there are."""
     found, rows = dict.fromkeys(whole, 0), 0
+    wider: Sequence[Kind] = (np.int64, np.float32, str)
     for block in _blocks(place, names):
         for name in found:
             _refuse_empty(place, name, block[name], rows)
-            found[name] = max(found[name], _WIDER.index(_kind(block[name])))
+            found[name] = max(found[name], wider.index(_kind(block[name])))
         rows += len(block[names[0]])
-    return {name: _WIDER[width] for name, width in found.items()}, rows
+    return {name: wider[width] for name, width in found.items()}, rows
 
 
 def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:

@@ -16,13 +16,10 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
-
-import numpy as np
-import numpy.typing as npt
+from typing import IO, TypeAlias
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
+from testbed.common.lazy import np, npt, torch
 from testbed.models.chain import Model
 from testbed.models.layers import Conv2d, LeakyReLU, Linear
 from testbed.models.shapes import BYTES_PER_VALUE
@@ -33,7 +30,7 @@ _VERSION = struct.Struct("<3I")
 _MOST = 1000
 """Bound of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
 
-FileValues = npt.NDArray[np.float32]
+FileValues: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+from testbed.common.lazy import np, npt
 
-Floats = npt.NDArray[np.float32]
+Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
+from testbed.common.lazy import np
 from testbed.experiment import Experiment
 from testbed.network.link import Link, Pair
 from testbed.trace.events import Event

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from testbed.common.formats import FigureKind
+from testbed.common.lazy import np
 from testbed.trace.figures import Figure
 from testbed.trace.gantt import BarKind
 from testbed.trace.host import deficits, lateness, waited

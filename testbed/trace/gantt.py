@@ -6,11 +6,9 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress, count, repeat
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
+from testbed.common.lazy import np, npt
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
 from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes, overlaps
@@ -20,7 +18,7 @@ BarKind = Literal["compute", "send", "receive", "down"]
 _KINDS: dict[str, BarKind] = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
 CHARTED = tuple(_KINDS)
 """Events that each are a bar."""
-Moments = npt.NDArray[np.float64]
+Moments: TypeAlias = "npt.NDArray[np.float64]"
 """Seconds of the run, (events,)."""
 _Work = tuple[str, str | None, int | None, int | None]
 """Device, span, batch and micro-batch of a computation."""

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 
-import numpy as np
-
+from testbed.common.lazy import np
 from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.figures import Figure, Row
 from testbed.trace.intervals import Intervals, clip, total, within

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
+from testbed.common.lazy import np, npt
 
 Interval = tuple[float, float]
 """(start, end) in seconds; empty unless start < end."""
-Intervals = npt.NDArray[np.float64]
+Intervals: TypeAlias = "npt.NDArray[np.float64]"
 """Intervals as an array of shape (n, 2)."""
 
 

@@ -18,9 +18,7 @@ from itertools import chain, compress, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar, overload
 
-import numpy as np
-import numpy.typing as npt
-
+from testbed.common.lazy import np, npt
 from testbed.trace.events import DIGITS, LEADING, LINES, Event
 
 Item = TypeVar("Item")

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import compress
 from statistics import fmean, median
 
-import numpy as np
-
+from testbed.common.lazy import np
 from testbed.network.link import Pair
 from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.intervals import lanes, subtract, total, union, within

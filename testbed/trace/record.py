@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-import numpy as np
-
+from testbed.common.lazy import np
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace.disturbances import Recovery, Strike, recoveries, strikes

@@ -10,8 +10,7 @@ from math import inf
 from pathlib import Path
 from statistics import fmean, median
 
-import numpy as np
-
+from testbed.common.lazy import np
 from testbed.experiment import Experiment
 from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import Event

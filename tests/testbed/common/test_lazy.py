@@ -23,3 +23,14 @@ def test_what_is_asked_for_is_torch_s_own() -> None:
     assert torch.Tensor is real.Tensor
     assert nn.Linear is real.nn.Linear
     assert functional.relu is real.nn.functional.relu
+
+
+def test_planning_imports_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys; from controller.cli.main import main\n"
+        "sys.argv = ['testbed', 'plan', 'quickstart']\n"
+        "try: main()\n"
+        "finally: print(sorted({'numpy', 'torch', 'scipy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n", done.stderr
