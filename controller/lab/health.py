@@ -55,15 +55,18 @@ class Health:
     def wait_for(self, urls: Mapping[str, str]) -> None:
         """Return once all containers answer, given by name with their control URL.
 
-        Raises HostError, with the last line that it wrote, for a container that has ended or stays silent.
+        Raises HostError, with the last line that it wrote, for a container that has ended, or for one that stays silent
+        for `PATIENCE` seconds in which no other answered either.
         """
         waiting = dict(urls)
         began = looked = time.monotonic()
         while True:
-            waiting = {name: url for name, url in waiting.items() if not healthy(url)}
+            before, waiting = waiting, {name: url for name, url in waiting.items() if not healthy(url)}
             if not waiting:
                 return
             now = time.monotonic()
+            if len(waiting) < len(before):
+                began = now
             if now - looked > LOOK_INTERVAL:
                 looked = now
                 for name in waiting:

@@ -55,9 +55,8 @@ def emulate(
             if results is not None:
                 lab.note_results(results)
         else:
-            lab = create_lab(
-                prepared.trial, hosts, place or {}, links=links, progress=on_stage, results=results, keep=keep
-            )
+            options = {"links": links, "progress": on_stage, "results": results, "keep": keep}
+            lab = create_lab(prepared.trial, hosts, place or {}, torch=prepared.method.needs_torch, **options)
             if not keep:
                 stack.callback(_remove, lab, on_stage)
         on_stage("measuring the links")
