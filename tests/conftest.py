@@ -16,6 +16,9 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.helpers.remembered import RememberedLab
 
+# While tests are imported nothing of them ends: see `pytest_collection_finish`.
+gc.disable()
+
 # Before anything imports torch: with several threads, tiny tensors wait for threads that a busy machine does not run.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -41,6 +44,7 @@ def pytest_collection_finish() -> None:
     """Spare the garbage collector what was imported, which stays: it took 5 to 10 % of the tests' time."""
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
