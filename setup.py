@@ -24,7 +24,8 @@ def extensions() -> list[Extension]:
         "--config-file=",
         "--follow-imports=skip",
     ]  # types of torch and numpy are of no use here, and take minutes
-    return mypycify([*options, *modules], group_name="testbed_simulation", opt_level="3", debug_level="0")
+    level = os.environ.get("MYPYC_OPT_LEVEL", "3")  # by the name under which mypyc itself reads it
+    return mypycify([*options, *modules], group_name="testbed_simulation", opt_level=level, debug_level="0")
 
 
 setup(
