@@ -145,7 +145,7 @@ def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) 
         else:
             root = seeded(maker, 0)
         root.train(training)
-        tracers.append(_Tracer(entering, device, whole))
+        tracers.append(_Tracer(entering, device, whole, usercode.shown(maker.code.module)))
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 tracers[-1].trace(root)
@@ -370,10 +370,10 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, entering: Entering, device: str, whole: Sequence[str]) -> None:
+    def __init__(self, entering: Entering, device: str, whole: Sequence[str], file: str) -> None:
         super().__init__(autowrap_functions=_MAKING)
         self._autowrap_search.append(torch)
-        self.record_stack_traces = True
+        self._file = file
         self.runs: tuple[dict[str, Measure], ...] = ({}, {})
         self._entering = entering
         self._weights: Collection[int] = ()
@@ -491,6 +491,16 @@ class _Tracer(fx.Tracer):
             return torch.device("cpu")  # where units compute
         return small if plain(small) and small == large and type(small) is type(large) else proxy
 
+    def _place(self) -> str | None:
+        """Return the user's line that is traced, as in a traceback.
+
+        Torch would record it, too, and import its compiler for that, which takes a second and more on every device.
+        """
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        return frame and f'File "{self._file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
@@ -505,6 +515,7 @@ class _Tracer(fx.Tracer):
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node.stack_trace = self._place()
         if kind != "output":
             self._running = True
             try:
