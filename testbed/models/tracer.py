@@ -492,10 +492,7 @@ class _Tracer(fx.Tracer):
         return small if plain(small) and small == large and type(small) is type(large) else proxy
 
     def _place(self) -> str | None:
-        """Return the user's line that is traced, as in a traceback.
-
-        Torch would record it, too, and import its compiler for that, which takes a second and more on every device.
-        """
+        """Return the user's line that is traced, as in a traceback; torch would make a whole one for each step."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
