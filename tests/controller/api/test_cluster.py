@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from testbed.common.errors import HostError, InputError, TestbedError
 from tests.helpers import cluster_tasks
 from tests.helpers.runs import scenario
 
+# Workers of a `LocalCluster` are forked from one process that has imported what they need, not begun anew each time.
+os.environ.setdefault("DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD", "forkserver")
 distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is not installed")
 
 pytestmark = pytest.mark.timeout(400)  # workers of a cluster each import torch, and some are killed
