@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -58,7 +59,8 @@ MODULES = {
 }
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Return the modules of this project that a file imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -67,7 +69,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found |= {name if name in MODULES else node.module for name in names}
-    return found & MODULES.keys()
+    return frozenset(found & MODULES.keys())
 
 
 def floor(module: str) -> tuple[int, str]:
