@@ -1,8 +1,5 @@
 """Parts of a layer under training beside torch on the undivided layer: forward, gradients, updates, moving neurons."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -300,26 +297,3 @@ def test_channels_are_ranges_where_they_can_be(numbers: set[int], each: int) -> 
     if isinstance(channels, range) and channels:
         assert pick(row, 0, channels).data_ptr() == row[channels[0] :].data_ptr()
     assert pick(row[: len(channels)], 0, channels[1:], channels).tolist() == list(range(1, len(channels)))
-
-
-def test_training_imports_no_symbolic_shapes() -> None:
-    program = """if True:
-        import sys
-        import torch
-        from testbed.kits.layers.layer_shard import LayerShard
-        from testbed.models.chain import chain
-        from testbed.models.layers import Linear, ReLU
-        from testbed.models.graph import graph_of
-        from testbed.models.sliced import draw
-        from testbed.training.schema import OptimizerPart
-        model = chain("m", (4,), 3, [("a", [Linear(3), ReLU()])])
-        layer = graph_of(model).layers[0]
-        state = draw(model, [(layer, layer.whole)], 1)
-        shard = LayerShard(layer, layer.whole, state, OptimizerPart(learning_rate=0.1))
-        shard.forward(0, torch.ones(2, 4))
-        shard.backward(0, torch.ones(2, 3))
-        shard.update()
-        print([name for name in sys.modules if "symbolic_shapes" in name or name == "sympy"])
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
