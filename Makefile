@@ -61,7 +61,7 @@ papers: $(READY) ## figures of publications that are missing or stale, into docs
 lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff check
 	@$(VENV)/bin/ruff format --check
-	@$(VENV)/bin/mypy
+	@$(VENV)/bin/mypy --num-workers auto
 
 site: $(READY) ## the documentation as a site, with a page for each method and paper: .build/site/site/index.html
 	@$(VENV)/bin/python docs/website.py .build/site
