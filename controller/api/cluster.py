@@ -64,14 +64,21 @@ def connected(address: str) -> Iterator[Client]:
 
 
 def simulate_on_cluster(
-    scenario: Scenario, todo: Mapping[int, Path], client: Client, console: Console, done: Done
+    scenario: Scenario,
+    todo: Mapping[int, Path],
+    client: Client,
+    console: Console,
+    done: Done,
+    *,
+    events: bool = True,
 ) -> None:
     """Simulate the trials of these numbers on the workers of a cluster, each as one task, and take in their folders.
 
     A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Dask
-    counts a death for all tasks that a worker was to run, so who really began is counted here. Raises
-    HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of the testbed;
-    TestbedError for what is given up.
+    counts a death for all tasks that a worker was to run, so who really began is counted here. Without ``events``
+    none are written, nor sent here.
+    Raises HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of the
+    testbed; TestbedError for what is given up.
     """
     from distributed import KilledWorker, Queue
 
@@ -87,7 +94,8 @@ def simulate_on_cluster(
         attempts[number] += 1
         begun, place = f"{todo[number].name}-{batch}", str(todo[number].absolute())
         key = f"{begun}-{attempts[number]}"
-        submitted: Future[Files] = executor.submit(_task, _simulate, begun, files, argv, ours, number, place, key=key)
+        given = (files, argv, ours, number, place, events)
+        submitted: Future[Files] = executor.submit(_task, _simulate, begun, *given, key=key)
         return submitted
 
     def taken(number: int, ended: Future[Files]) -> Path:
@@ -213,7 +221,9 @@ def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
         return simulate(*arguments)
 
 
-def _simulate(files: Mapping[str, str], argv: Sequence[str], wanted: str, number: int, there: str) -> Files:
+def _simulate(
+    files: Mapping[str, str], argv: Sequence[str], wanted: str, number: int, there: str, events: bool
+) -> Files:
     """Simulate one trial, in a worker, and return the files of its folder, which is to lie ``there``."""
     if version() != wanted:  # a worker that joined later
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
@@ -222,7 +232,7 @@ def _simulate(files: Mapping[str, str], argv: Sequence[str], wanted: str, number
             Path(name, file).write_text(text, encoding="utf-8")
         sys.argv, before = list(argv), sys.argv
         try:
-            folder = simulate_one(str(Path(name, "scenario.yaml")), [], number, Path(name, "run"))
+            folder = simulate_one(str(Path(name, "scenario.yaml")), [], number, Path(name, "run"), events=events)
         finally:
             sys.argv = before
         found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -54,12 +54,13 @@ def run_recorded(
     watch: bool = False,
     streams: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
+    events: bool = True,
     **lab_options: Any,
 ) -> Run:
     """Run one trial and write it to ``folder`` from its first event on; return the run as it lies there.
 
     With ``watch`` a page shows it in the browser meanwhile; ``streams`` name those of `controller.results.streams`,
-    beside those that the scenario names and ``callbacks`` of one's own.
+    beside those that the scenario names and ``callbacks`` of one's own. Without ``events`` none are written.
     Raises what the runtime raises; what was seen until then is in the folder.
     """
     from controller.results.recorder import Recorder
@@ -68,7 +69,8 @@ def run_recorded(
 
     file = prepared.scenario.weights_file
     weights = None if file is None else facts(file, prepared.problem.model)
-    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=prepared.owned())
+    owned = prepared.owned()
+    recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=owned, events=events)
     try:
         page = _page(recorder.path, runtime, console) if watch else nullcontext()
         wanted = dict.fromkeys([*streams, *prepared.scenario.results.to])
@@ -132,7 +134,8 @@ def _follow(
 
             live.stage("simulating")
             shown = {*FOLLOWED, *SHOWN}
-            return simulate(prepared, dataset, show, weights, names=shown, on_lines=recorder.lines)
+            lines = recorder.lines if recorder.keeps_events else None
+            return simulate(prepared, dataset, show, weights, names=shown, on_lines=lines)
         from controller.running.emulation import emulate
 
         return emulate(prepared, dataset, see, weights, on_stage=live.stage, results=recorder.path, **lab_options)
@@ -159,14 +162,22 @@ def run_one_by_one(
 
 
 def simulate_side_by_side(
-    scenario: str, changes: Sequence[str], todo: Mapping[int, Path], jobs: int, console: Console, done: Done
+    scenario: str,
+    changes: Sequence[str],
+    todo: Mapping[int, Path],
+    jobs: int,
+    console: Console,
+    done: Done,
+    *,
+    events: bool = True,
 ) -> None:
     """Simulate the trials of these numbers, ``jobs`` at a time, each in a process of its own.
 
-    ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes. A trial that cannot be run ends all.
+    ``scenario`` and ``changes`` are what `testbed.scenario.loading.load` takes, ``events`` what `run_recorded` does. A
+    trial that cannot be run ends all.
     """
     console.print(f"{len(todo)} runs, {jobs} at once")
-    _side_by_side(jobs, partial(simulate_one, scenario, list(changes)), todo, console, done)
+    _side_by_side(jobs, partial(simulate_one, scenario, list(changes), events=events), todo, console, done)
 
 
 def emulate_side_by_side(
@@ -219,9 +230,9 @@ def _end_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path) -> Path:
+def simulate_one(scenario: str, changes: Sequence[str], number: int, folder: Path, *, events: bool = True) -> Path:
     """Simulate one trial of a scenario into a folder, and return that."""
-    return _run_one(prepare(trials(load(scenario, changes))[number]), "simulate", folder)
+    return _run_one(prepare(trials(load(scenario, changes))[number]), "simulate", folder, events=events)
 
 
 def emulate_one(

@@ -72,8 +72,8 @@ def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
         if finished.outcome.status != "finished":
             error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
             if finished.outcome.status == "interrupted":
-                raise StoppedError(f"the run was interrupted: {error[-1]}; its events are in {finished.path}")
-            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; its events are in {finished.path}")
+                raise StoppedError(f"the run was interrupted: {error[-1]}; what it left is in {finished.path}")
+            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; what it left is in {finished.path}")
     missed = [
         (f"{finished.path.name}: " if len(runs) > 1 else "")
         + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"

@@ -32,7 +32,7 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
     lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
     of it, is another. The paper's figures, readings of it, notes and which row explains which are words: they are taken
     from the scenario and need no run. After Ctrl-C the same command goes on: runs that finished are kept, in
-    results/papers.
+    results/papers, without their events, until those of another version of the scenario take their place.
 
     \b
     Examples:
@@ -63,11 +63,14 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
             shutil.rmtree(runs, ignore_errors=True)
         place = ["--resume" if runs.exists() else "--out", str(runs)]
         program = [sys.executable, "-c", "from controller.cli.main import main; main()"]
-        command = [*program, *entry.command[1:], *place, "--jobs", str(jobs)]
+        command = [*program, *entry.command[1:], *place, "--jobs", str(jobs), "--no-events"]
         status = subprocess.run(command, check=False).returncode
         if status not in (0, 1):  # 1: a condition of the scenario does not hold, which the table says
             raise click.exceptions.Exit(status)
         papers.keep(docs, {entry.scenario: papers.result(entry, runs) | {"curves": _curves(entry, runs)}})
+        for former in RUNS.glob(f"{entry.scenario}-{'[0-9a-f]' * 16}"):
+            if former != runs:
+                shutil.rmtree(former)
     if not wanted:
         click.echo("nothing is missing or stale")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -87,6 +87,11 @@ if TYPE_CHECKING:
     "MLflow or, offline, Weights & Biases, each by its library.",
 )
 @watched
+@click.option(
+    "--events/--no-events",
+    default=True,
+    help="--no-events writes neither events.jsonl nor trace.json, which of long runs take nearly all of the space.",
+)
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
 @metrics_as_json
 def run(
@@ -103,6 +108,7 @@ def run(
     apart: bool,
     weights: Path | None,
     as_json: bool,
+    events: bool,
     **options: Any,
 ) -> None:
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
@@ -129,9 +135,7 @@ def run(
     together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
     if apart:
         _check_apart(where, runtime, options["keep"])
-    if (together or apart) and (options["watch"] or options["streams"]):
-        option = together or "--each-on-one-host"
-        raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
+    _check_seen(together or ("--each-on-one-host" if apart else ""), events, options)
     places = _places(prepared, runtime, out, resume, together)
     kept: dict[int, Run] = {}
     if resume is not None:
@@ -149,15 +153,15 @@ def run(
             from controller.api.cluster import connected, simulate_on_cluster
 
             with connected(cluster) as client:
-                simulate_on_cluster(loaded, todo, client, console, done)
+                simulate_on_cluster(loaded, todo, client, console, done, events=events)
         elif jobs > 1:
-            simulate_side_by_side(scenario, changes, todo, jobs, console, done)
+            simulate_side_by_side(scenario, changes, todo, jobs, console, done, events=events)
         elif apart:
-            given = {key: options[key] for key in ("links", "accept_links")}
+            given = {"events": events} | {key: options[key] for key in ("links", "accept_links")}
             emulate_side_by_side(scenario, changes, todo, where, given, console, done)
         else:
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            run_one_by_one(rows, runtime, console, done, **options, **where.places)
+            run_one_by_one(rows, runtime, console, done, events=events, **options, **where.places)
     _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
 
 
@@ -196,6 +200,14 @@ def start(
     if not as_json:
         show_run(console, finished, brief=False)
     _show_all([finished], loaded, console, as_json=as_json)
+
+
+def _check_seen(together: str, events: bool, options: Mapping[str, Any]) -> None:
+    """Raise InputError where nobody can see the runs; ``together`` is the option that has several run at once."""
+    if together and (options["watch"] or options["streams"]):
+        raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
+    if options["watch"] and not events:
+        raise InputError("--no-events: the page is made of them: leave --watch away")
 
 
 def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:

@@ -66,6 +66,8 @@ def load(folder: Path) -> Run:
 
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
+    if is_written(folder) and not (folder / "events.jsonl").is_file():
+        raise InputError(f"{folder}: has no events, being run with --no-events: run it again without")
     return _load(folder, _read_events(folder / "events.jsonl"), None)
 
 

@@ -111,7 +111,8 @@ class Recorder:
     """The folder of one run, from before anything starts.
 
     What is known of the run is written at once, each event as it happens, what is computed from them at the end. A run
-    that was cut off leaves a folder that `files.load` reads.
+    that was cut off leaves a folder that `files.load` reads. Without ``events`` neither they nor their trace are
+    written, which take nearly all of the space.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Recorder:
         runtime: Literal["emulate", "simulate"],
         weights: Mapping[str, Any] | None = None,
         owned: Mapping[str, Mapping[int, int]] | None = None,
+        events: bool = True,
     ) -> None:
         """Make ``folder``, which must not exist or be empty.
 
@@ -133,6 +135,7 @@ class Recorder:
         self._trial = trial
         self._plan = plan
         self._declared = declared_by(trial)
+        self.keeps_events = events
         self._written = 0
         self._latest = float("-inf")
         self._ordered = True
@@ -142,10 +145,9 @@ class Recorder:
                 raise _taken(folder)
             # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
             # lines a second: the last few do not matter.
+            file, mode = (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
             try:
-                self._events = (self.path / "events.jsonl").open(
-                    "x", encoding="utf-8", buffering=1 if runtime == "emulate" else -1
-                )
+                self._events = file.open(mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1)
             except FileExistsError:  # by another run, a moment ago
                 raise _taken(folder) from None
             self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
@@ -177,12 +179,14 @@ class Recorder:
         run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
         with self._writing():
             self._events.close()
-            if not self._ordered or self._written != len(log):
+            if self.keeps_events and (not self._ordered or self._written != len(log)):
                 _replace(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             keep(self.path, self._trial, self._declared, figures)
-            rebuild(run)
+            _write_figures(run)
+            if self.keeps_events:
+                _write_trace(run)
             self._manifest_file(facts)
         return run
 
@@ -217,11 +221,19 @@ def _taken(folder: Path) -> InputError:
 
 def rebuild(run: Run) -> None:
     """Write again everything in a run's folder that is computed: figures, verdict and trace."""
+    _write_figures(run)
+    _write_trace(run)
+
+
+def _write_figures(run: Run) -> None:
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
     _write_json(run.path / "fidelity.json", _fidelity(run.outcome, run.metrics))
     if run.metrics["series"]["objects"]:
         _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
+
+
+def _write_trace(run: Run) -> None:
     with (run.path / "trace.json").open("w", encoding="utf-8") as file:
         perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
 
