@@ -9,7 +9,7 @@ import threading
 from agent.control import ControlApplication
 from agent.http import serve
 from agent.receiving import DataServer
-from agent.runner import Runner, import_torch
+from agent.runner import Runner
 from agent.settings import Settings
 from testbed.wire.token import Lease
 
@@ -23,8 +23,6 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     lease = Lease(os.environ, over.set)
-    if settings.torch:
-        import_torch()
     runner = Runner(settings, DataServer(settings))
     server = serve(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
     threading.Thread(target=server.serve, name="serve", daemon=True).start()

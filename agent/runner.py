@@ -85,7 +85,7 @@ class Runner:
 
             self._deployment = deployment.read(body, self.settings)
             if self._deployment.method.needs_torch:
-                import_torch()
+                _import_torch()
             self._message_loss = dict(self._deployment.message_loss)
             self._dataset = self._weights = self.error = None
             self.device = self._data.inbox = None
@@ -332,7 +332,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 @cache
-def import_torch() -> None:
+def _import_torch() -> None:
     """Import torch and let it set itself up, so that no program's first batch pays for it."""
     gc.disable()
     import torch

@@ -34,8 +34,6 @@ class Settings:
     """Bytes of messages that wait for the program; beyond, senders are asked to try again later."""
     event_limit: int = 16 << 20
     """Bytes of events kept, compressed; the oldest are dropped beyond."""
-    torch: bool = False
-    """Whether to import torch before anything is answered, since what will be deployed needs it."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
@@ -46,7 +44,7 @@ class Settings:
         missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
-        read: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _bytes, "bool": "1".__eq__, "Address": address}
+        read: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _bytes, "Address": address}
         found = {}
         for field in fields(Settings):
             name = f"TESTBED_{field.name.upper()}" + ("_ADDRESS" if field.type == "Address" else "")

@@ -87,7 +87,6 @@ class HostsLab(RunLab):
         progress: Progress | None = None,
         results: Path | None = None,
         keep: bool = False,
-        torch: bool = False,
     ) -> HostsLab:
         """Do as `Lab.create` does, on the engines of these docker contexts; ``given`` places devices.
 
@@ -103,7 +102,7 @@ class HostsLab(RunLab):
         devices = device_images(here, trial.scenario.workload, trial.experiment, images, say)
         bring(here, reached.values(), [images.shaper, *devices.values()], say)
         there = {name: [device for device, host in placed.items() if host == name] for name in reached}
-        state = new_state(trial, None, results, keep, there, torch=torch)
+        state = new_state(trial, None, results, keep, there)
         reaper = Reaper(state.run, "controller.hosts.removal")
         with (
             reaper.guarding(partial(remove_everywhere, state.run, reached.values()), keep),

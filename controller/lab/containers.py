@@ -134,8 +134,7 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         state,
         image,
         {DEVICE: spec.name, ADDRESS: addresses[spec.name]},
-        {"TESTBED_DEVICE": spec.name, "TESTBED_TOKEN": state.token_of(spec.name), "OMP_NUM_THREADS": "1"}
-        | ({"TESTBED_TORCH": "1"} if state.torch else {}),
+        {"TESTBED_DEVICE": spec.name, "TESTBED_TOKEN": state.token_of(spec.name), "OMP_NUM_THREADS": "1"},
         tmpfs={"/tmp": "size=64m,mode=1777"},
         mounts=[Mount("/state", None, type="volume", labels={RUN: state.run, DEVICE: spec.name})],
         mem_limit=memory,

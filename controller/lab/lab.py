@@ -161,13 +161,11 @@ class Lab(RunLab):
         progress: Progress | None = None,
         results: Path | None = None,
         keep: bool = False,
-        torch: bool = False,
     ) -> Lab:
         """Make network, shaper and devices; return when all are healthy and every link is shaped.
 
         Leaves nothing behind when it fails or is interrupted. The lab is removed if this process dies before `down`,
-        unless it is there to ``keep``. ``results`` is the folder that the run is written to. With ``torch`` a device is
-        healthy once it has imported that.
+        unless it is there to ``keep``. ``results`` is the folder that the run is written to.
         Raises HostError where there is no engine, no images, no room for the networks, or a container does not come
         up; InputError where the scenario's subnet does not fit.
         """
@@ -182,7 +180,7 @@ class Lab(RunLab):
             )
         images = ensure_images(client, say)
         devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
-        state = new_state(trial, run_id, results, keep, torch=torch)
+        state = new_state(trial, run_id, results, keep)
         reaper = Reaper(state.run)
         with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
             runstate.write(state)
@@ -396,13 +394,7 @@ class Lab(RunLab):
 
 
 def new_state(
-    trial: Trial,
-    run_id: str | None,
-    results: Path | None,
-    keep: bool,
-    hosts: Mapping[str, list[str]] | None = None,
-    *,
-    torch: bool,
+    trial: Trial, run_id: str | None, results: Path | None, keep: bool, hosts: Mapping[str, list[str]] | None = None
 ) -> runstate.RunState:
     """Return the state of a run that begins, with an id that no other run has unless one is given."""
     return runstate.RunState(
@@ -414,7 +406,6 @@ def new_state(
         results=None if results is None else str(results),
         lease=None if keep else LEASE_SECONDS,
         hosts=dict(hosts or {}),
-        torch=torch,
     )
 
 

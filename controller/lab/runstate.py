@@ -33,8 +33,6 @@ class RunState:
     """The devices on each of several hosts, by the docker context of its engine; empty of a lab on one engine."""
     ways: list[tuple[str, str, float]] = field(default_factory=list)
     """From which host to which by how many seconds the way between them delays."""
-    torch: bool = False
-    """Whether devices import torch as they start, while the engine is still busy with others: their run needs it."""
 
     def token_of(self, name: str) -> str:
         """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""

@@ -55,8 +55,9 @@ def emulate(
             if results is not None:
                 lab.note_results(results)
         else:
-            options = {"links": links, "progress": on_stage, "results": results, "keep": keep}
-            lab = create_lab(prepared.trial, hosts, place or {}, torch=prepared.method.needs_torch, **options)
+            lab = create_lab(
+                prepared.trial, hosts, place or {}, links=links, progress=on_stage, results=results, keep=keep
+            )
             if not keep:
                 stack.callback(_remove, lab, on_stage)
         on_stage("measuring the links")

@@ -72,7 +72,7 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
 def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would keep the program waiting for 70 ms."""
     monkeypatch.setattr(Scripted, "needs_torch", True)
-    runners.import_torch.cache_clear()
+    runners._import_torch.cache_clear()
     try:
         deployed(made, "nothing")
         assert gc.get_freeze_count() > 100_000

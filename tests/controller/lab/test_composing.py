@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agent.settings import Settings
 from controller.cli.export import export
 from controller.lab.composing import project, service
 from controller.lab.containers import device_settings, shaper_settings
@@ -49,13 +48,6 @@ def test_a_device_with_a_gpu_is_given_those_of_the_host() -> None:
     (request,) = settings["host_config"]["DeviceRequests"]
     assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
     assert service(settings)["gpus"] == "all"
-
-
-def test_a_device_that_is_made_for_a_training_imports_torch_as_it_starts() -> None:
-    spec = trials(load("quickstart"))[0].experiment.devices[0]
-    for state, expected in ((STATE, False), (replace(STATE, torch=True), True)):
-        told = device_settings(state, "i", spec, {"source": "10.0.0.2"})["environment"]
-        assert Settings.from_environment(told).torch is expected
 
 
 def test_no_setting_of_a_container_is_forgotten() -> None:
