@@ -117,9 +117,7 @@ def plain(value: object) -> bool:
 
 def line(node: fx.Node, maker: Maker) -> str:
     """Return the user's line that a node comes from."""
-    file = usercode.shown(maker.code.module)
-    places = [each for each in (node.stack_trace or "").splitlines() if f'File "{file}"' in each]
-    return f"{file}:{places[-1].split('line ')[1].split(',')[0]}" if places else file
+    return node.stack_trace or usercode.shown(maker.code.module)
 
 
 def _made(maker: Maker) -> nn.Module:
@@ -492,11 +490,11 @@ class _Tracer(fx.Tracer):
         return small if plain(small) and small == large and type(small) is type(large) else proxy
 
     def _place(self) -> str | None:
-        """Return the user's line that is traced, as in a traceback; torch would make a whole one for each step."""
+        """Return the user's line that is traced; torch would make a whole traceback for each step."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
-        return frame and f'File "{self._file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+        return frame and f"{self._file}:{frame.f_lineno}"
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
