@@ -7,10 +7,10 @@ import signal
 import threading
 
 from agent.control import ControlApplication
-from agent.http import serve
 from agent.receiving import DataServer
 from agent.runner import Runner
 from agent.settings import Settings
+from testbed.wire.serving import PatientServer
 from testbed.wire.token import Lease
 
 CONTROL_THREADS = 8
@@ -24,7 +24,7 @@ def main() -> None:
         signal.signal(number, lambda *_: over.set())
     lease = Lease(os.environ, over.set)
     runner = Runner(settings, DataServer(settings))
-    server = serve(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
+    server = PatientServer(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
     threading.Thread(target=server.serve, name="serve", daemon=True).start()
     over.wait()
     # A device that is switched off does not tidy up first.

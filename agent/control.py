@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.http import Environ, Refused, StartResponse, abandon_unread, announced_length, read_body, respond
+from agent.http import Environ, Refused, StartResponse, announced_length, read_body, respond
 from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
 
@@ -58,10 +58,10 @@ class ControlApplication:
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answer one request."""
         if environ["PATH_INFO"] == "/health" and environ["REQUEST_METHOD"] == "GET":
-            return respond(environ, start_response, 200, health(self._runner))
+            return respond(start_response, 200, health(self._runner))
         if not authorised(environ, self._runner.settings.token):
             error = {"error": "send the device's token as 'Authorization: Bearer <token>'"}
-            return respond(environ, start_response, 401, error)
+            return respond(start_response, 401, error)
         if self._flask is None:
             self._flask = application(self._runner, self._renew)
         return self._flask(environ, start_response)
@@ -77,7 +77,7 @@ def health(runner: Runner) -> dict[str, Any]:
 def facts(runner: Runner) -> dict[str, Any]:
     """Return what this device is, and its clock and memory now."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "flask", "cheroot"):
+    for package in ("torch", "numpy", "flask", "waitress"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -165,9 +165,8 @@ def _body(most: int) -> bytearray:
 
 
 def _answer(status: int, document: object) -> Response:
-    from flask import Response, request
+    from flask import Response
 
-    abandon_unread(request.environ)
     return Response(json.dumps(document) + "\n", status, mimetype="application/json")
 
 

@@ -1,4 +1,4 @@
-"""Cheroot as the agent needs it: bodies straight from the socket, refusals in JSON."""
+"""What requests to the agent and answers of its have in common: lengths, bodies, refusals in JSON."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
-from cheroot.server import HTTPServer
-from cheroot.wsgi import Gateway_10
-
-from agent.settings import Address
-from testbed.wire.serving import PatientServer, refusal
+from testbed.wire.serving import STALLED_AFTER, refusal
 
 Environ = dict[str, Any]
 StartResponse = Callable[..., Any]
 Application = Callable[[Environ, StartResponse], Iterable[bytes]]
-
-STALLED_AFTER = 30
-"""Seconds without a single byte after which a request, or an unused connection, is given up."""
-_DRAINED = 1 << 16
 
 
 class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
@@ -28,23 +20,6 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
     def __init__(self, status: int, text: str) -> None:
         super().__init__(refusal(text))
         self.status = status
-
-
-class _Gateway(Gateway_10):
-    """Lets the application say that the connection of a request is not kept."""
-
-    def get_environ(self) -> Environ:  # type: ignore[override]
-        environ: Environ = super().get_environ()  # type: ignore[no-untyped-call]
-        environ["testbed.request"] = self.req
-        return environ
-
-
-def serve(address: Address, application: Application, threads: int) -> HTTPServer:
-    """Return a server that listens already; its ``serve()`` blocks until ``stop()``."""
-    server = PatientServer(address, application, numthreads=threads, request_queue_size=128, timeout=STALLED_AFTER)
-    server.gateway = _Gateway
-    server.prepare()
-    return server
 
 
 def announced_length(text: str, encoding: str, limit: int) -> int:
@@ -66,37 +41,21 @@ def read_body(environ: Environ, length: int) -> bytearray:
     """
     body = bytearray(length)
     view = memoryview(body)
-    stream = environ["wsgi.input"]
     done = 0
-    try:
-        while done < length:
-            # Past cheroot's own read(), which collects a copy of every piece; and past readinto(), which fails where
-            # the buffer holds the beginning of the next request too.
-            count = stream.rfile.readinto1(view[done:])
-            if not count:
-                raise Refused(400, f"the body ended after {done} of {length} bytes")
-            done += count
-            stream.remaining -= count
-    except TimeoutError as error:
-        environ["testbed.request"].close_connection = True
-        raise Refused(408, f"nothing came for {STALLED_AFTER} s") from error
+    while done < length:
+        try:
+            count = environ["wsgi.input"].readinto(view[done:])
+        except TimeoutError as error:
+            raise Refused(408, f"nothing came for {STALLED_AFTER} s") from error
+        if not count:
+            raise Refused(400, f"the body ended after {done} of {length} bytes")
+        done += count
     return body
 
 
-def respond(environ: Environ, start_response: StartResponse, status: int, document: object = None) -> list[bytes]:
-    """Answer with JSON, or with nothing; gives up a connection whose request was refused half read."""
-    abandon_unread(environ)
-    body = b"" if document is None else json.dumps(document).encode() + b"\n"
-    headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")] if body else []
-    if not body and status != 204:
-        headers = [("Content-Length", "0")]
+def respond(start_response: StartResponse, status: int, document: object) -> list[bytes]:
+    """Answer with JSON."""
+    body = json.dumps(document).encode() + b"\n"
+    headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
     start_response(f"{status} {HTTPStatus(status).phrase}", headers)
-    return [body] if body else []
-
-
-def abandon_unread(environ: Environ) -> None:
-    """Close the connection after this answer rather than read a body that nobody wants."""
-    stream = environ["wsgi.input"]
-    remaining = getattr(stream, "remaining", None)
-    if remaining is None or remaining > _DRAINED:
-        environ["testbed.request"].close_connection = True
+    return [body]

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from agent.http import STALLED_AFTER, Refused, announced_length
+from agent.http import Refused, announced_length
 from agent.settings import Address, Settings
 from testbed.wire.message import Envelope, WireError, decode
-from testbed.wire.serving import LARGEST_HEAD, MOST_WAITING
+from testbed.wire.serving import LARGEST_HEAD, MOST_WAITING, STALLED_AFTER
 
 MOST_OF_ONE = 2
 """Connections of one sender, which has given up all of them but the newest."""

@@ -35,7 +35,7 @@ from testbed.workload import WorkloadPart
 
 RUNNING = "running"
 """Status of a run that is not over, or was cut off."""
-RECORDED_PACKAGES = ("torch", "numpy", "flask", "cheroot", "requests", "pydantic", "docker", "pyroute2")
+RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
 
 
 def manifest(

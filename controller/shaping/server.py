@@ -91,18 +91,14 @@ def _half(shaping: Shaping, asked: Mapping[str, Any]) -> dict[str, Any]:
 def serve(shaping: Shaping, token: str, host: str, port: int, renew: Callable[[], None]) -> None:
     """Answer requests until the process is ended; ``renew`` is called when the controller says that it needs us."""
     listening = socket.create_server((host, port), backlog=128)
-    server = PatientServer(("127.0.0.1", 0), application(shaping, token, renew), numthreads=8)
-    server.prepare()
+    server = PatientServer(("127.0.0.1", 0), application(shaping, token, renew), 8)
 
     def connect(device: str) -> socket.socket:
-        return shaping.connect(device, CONTROL_PORT) if device else socket.create_connection(server.bind_addr)
+        return shaping.connect(device, CONTROL_PORT) if device else socket.create_connection(server.address)
 
     for work in (partial(_watch, shaping), partial(asyncio.run, proxy.serve(connect, listening))):
         threading.Thread(target=work, daemon=True).start()
-    try:
-        server.serve()
-    finally:
-        server.stop()
+    server.serve()
 
 
 def _watch(shaping: Shaping) -> None:

@@ -95,11 +95,10 @@ class PageServer:
     """Serves the page of a run from a thread of its own, on a free port of 127.0.0.1."""
 
     def __init__(self, folder: Path, strike: Strike | None = None, pace: float | None = None) -> None:
-        self._server = PatientServer(("127.0.0.1", 0), None, numthreads=READERS)
-        self._server.prepare()
-        origin = f"http://127.0.0.1:{self._server.bind_addr[1]}"
+        self._server = PatientServer(("127.0.0.1", 0), None, READERS)
+        origin = f"http://127.0.0.1:{self._server.address[1]}"
         token = secrets.token_urlsafe(24)
-        self._server.wsgi_app = application(folder, token, origin, strike, pace)
+        self._server.application = application(folder, token, origin, strike, pace)
         self.address = f"{origin}/?token={token}"
         """To be opened in a browser."""
         threading.Thread(target=self._server.serve, name="page", daemon=True).start()

@@ -1,30 +1,40 @@
-"""An HTTP server whose threads wait for nobody: a connection is given one once the head of its request is there."""
+"""An HTTP server that has a thread for a request once its head is there: who sends half a head keeps nobody waiting."""
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
+import logging
 import select
-import socket
 import sys
 import threading
 import time
-from collections import deque
 from typing import Any
 
-from cheroot.server import HTTPConnection, HTTPRequest
-from cheroot.wsgi import Server
+from waitress import wasyncore
+from waitress.channel import HTTPChannel
+from waitress.parser import HTTPRequestParser, ParsingError
+from waitress.server import TcpWSGIServer
+from waitress.task import WSGITask
 
 from testbed.common.formats import visible
 
 HEAD_SECONDS = 5.0
 """Seconds in which a request's head has to come."""
+STALLED_AFTER = 30
+"""Seconds without a single byte after which a request, an answer or an unused connection is given up."""
 MOST_WAITING = 256
-"""Connections without a whole head; beyond, the oldest is closed."""
+"""Connections without a whole head; beyond, one of the oldest is closed."""
 LARGEST_HEAD = 1 << 16
-_LOOK_SECONDS = 0.005
-_SENDS_NO_MORE = getattr(select, "POLLRDHUP", 0)  # which Linux alone has
+_PIECE = 1 << 16
+_UNSENT = 1 << 20
+"""Bytes of an answer that wait for who reads it; the application waits with those beyond."""
+_NEVER_A_FILE = 1 << 30
+_LOOK_SECONDS = 1
 _LONGEST_REFUSAL = 4000
+
+# It would warn of each request that waits for a thread.
+logging.getLogger("waitress.queue").disabled = True
 
 
 def refusal(text: str) -> str:
@@ -34,92 +44,204 @@ def refusal(text: str) -> str:
     return shown if len(json.dumps(shown)) <= _LONGEST_REFUSAL else visible(text, _LONGEST_REFUSAL // 12 - 4)
 
 
-class Request(HTTPRequest):
-    """Cheroot's request, which refuses addresses that are none and headers that begin as the continuation of none."""
+class Body(io.RawIOBase):
+    """The body of a request, which is read from its connection by whoever answers the request, if at all."""
 
-    def read_request_line(self) -> bool:
-        """Read the first line; answer 400 and return False where it names no address."""
-        try:
-            return bool(super().read_request_line())  # type: ignore[no-untyped-call]
-        except ValueError:  # which urllib raises for brackets that hold no IPv6 address
-            self.simple_response("400 Bad Request", "Illegal address.")
-            return False
+    def __init__(self, channel: Channel, length: int, early: bytes, expected: bool) -> None:
+        self.left = length
+        """Bytes of it that nobody has read."""
+        self.early = early
+        """What came with the head, and may reach into the next request."""
+        self._channel = channel
+        self._link = channel.socket
+        self._expected = expected
 
-    def read_request_headers(self) -> bool:
-        """Read the headers; answer 400 and return False where they are none, 413 where no body is so long."""
-        try:
-            if not super().read_request_headers():  # type: ignore[no-untyped-call]
-                return False
-        except UnboundLocalError:  # cheroot looks for the header before the first
-            self.simple_response("400 Bad Request", "Illegal header line.")
-            return False
-        length = self.inheaders.get(b"Content-Length", b"0")
-        if length.isdigit() and len(length) >= len(str(sys.maxsize)):  # what is left of it could not even be read away
-            self.simple_response("413 Request Entity Too Large")
-            return False
+    def readable(self) -> bool:
+        """Say that it can be read."""
         return True
 
+    def readinto(self, buffer: Any) -> int:
+        """Read what there is, at least a byte; 0 at the end, and where the sender is gone. Raises TimeoutError."""
+        size = min(len(buffer), self.left)
+        if self.early:
+            count = min(size, len(self.early))
+            buffer[:count], self.early = self.early[:count], self.early[count:]
+        else:
+            count = self._receive(memoryview(buffer)[:size]) if size else 0
+        self.left -= count
+        return count
 
-class Connection(HTTPConnection):
-    """Cheroot's connection with such requests."""
+    def _receive(self, buffer: memoryview) -> int:
+        if self._expected:
+            self._expected = False
+            self._channel.write_soon(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            poll = select.poll()
+            poll.register(self._link, select.POLLIN)
+            if poll.poll(STALLED_AFTER * 1000):
+                return int(self._link.recv_into(buffer))
+        except (OSError, ValueError):  # broken, or closed
+            return 0
+        raise TimeoutError(f"nothing came for {STALLED_AFTER} s")
 
-    RequestHandlerClass = Request
+
+class Request(HTTPRequestParser):
+    """Waitress's request, which is complete with its head, so that it can be refused before there is more of it."""
+
+    expect_continue: bool = False
+    # Waitress answers by the one, and logs the other, also where it could read neither.
+    version = "1.1"
+    path = ""
+
+    def __init__(self, channel: Channel, adjustments: Any) -> None:
+        super().__init__(adjustments)
+        self._channel = channel
+
+    def received(self, data: bytes) -> int:
+        """Take in some of the head, or its end and all that came with it; return how much was taken in."""
+        count = int(super().received(data))
+        if self.empty or not self.headers_finished:
+            return count
+        self.body = Body(self._channel, self.content_length, data[count:], self.expect_continue)
+        self.expect_continue = False  # else waitress would ask for the body at once
+        self.completed = True
+        return len(data)
+
+    def parse_header(self, head: bytes) -> None:
+        """Read the head; raises ParsingError where it is none."""
+        try:
+            super().parse_header(head)
+        except ValueError as error:  # for brackets that hold no IPv6 address, and for numbers of 5,000 digits
+            raise ParsingError(str(error)) from error
+        if self.chunked:
+            # Waitress would hide it from the application, which is to refuse it: its end is not looked for.
+            self.headers.update(TRANSFER_ENCODING="chunked", CONNECTION="close")
+
+    def get_body_stream(self) -> Body:
+        """Return what the application reads the body from."""
+        return self.body
 
 
-class PatientServer(Server):
-    """Cheroot's server, which many half-open connections cannot keep from answering others."""
+class Task(WSGITask):
+    """Answers a request, and lets the next one of its connection begin."""
 
-    ConnectionClass = Connection
+    def finish(self) -> None:
+        """End the answer."""
+        super().finish()
+        if not self.close_on_finish:
+            self.channel.go_on(self.request.body)
+
+
+class Channel(HTTPChannel):
+    """A connection."""
+
+    task_class = Task
+
+    def __init__(self, server: PatientServer, *arguments: Any, **options: Any) -> None:
+        self._unread = 0
+        self.deadline = time.time() + server.head_seconds
+        super().__init__(server, *arguments, **options)
+        self.sendbuf_len = _PIECE  # of what waits, waitress copies so much each time that some of it can be sent
+
+    def parser_class(self, adjustments: Any) -> Request:
+        """Return what is to take in a request."""
+        return Request(self, adjustments)
+
+    def received(self, data: bytes) -> bool:
+        """Take in what comes between two answers: bytes that nobody read of the last body, then a head."""
+        skipped = min(self._unread, len(data))
+        self._unread -= skipped
+        if skipped < len(data) and self.request is None:
+            self.deadline = time.time() + self.server.head_seconds
+        return bool(super().received(data[skipped:]))
+
+    def go_on(self, body: Body) -> None:
+        """Take in what came behind a request that is answered."""
+        self._unread = body.left
+        self.deadline = time.time() + (self.server.head_seconds if body.left else STALLED_AFTER)
+        self.received(body.early)
+
+    def write_soon(self, data: bytes) -> int:
+        """Send something, piece by piece: waitress copies what cannot be sent yet, and large answers must not be."""
+        for start in range(0, len(data), _PIECE):
+            super().write_soon(data[start : start + _PIECE])
+        return len(data)
+
+    def waits(self) -> bool:
+        """Say whether it waits for a head."""
+        return not self.requests and not self.total_outbufs_len
+
+    def is_late(self, now: float) -> bool:
+        """Say whether a head has not come in time, or nobody reads an answer."""
+        with self.outbuf_lock:  # else an answer that is just being sent would seem to wait
+            if self.total_outbufs_len:
+                return bool(now > self.last_activity + STALLED_AFTER)
+        return self.waits() and now > self.deadline
+
+
+class PatientServer(TcpWSGIServer):
+    """Waitress's server, which leaves the bodies of requests to who answers them.
+
+    Waitress would take in whole bodies, also of who may not ask, and write large ones into files.
+    """
+
+    channel_class = Channel
     head_seconds = HEAD_SECONDS
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._waiting: deque[tuple[float, Any]] = deque()
-        self._came = threading.Event()
-        threading.Thread(target=self._watch, name="heads", daemon=True).start()
+    def __init__(self, address: tuple[str, int], application: Any, threads: int) -> None:
+        """Listen; nobody is answered before `serve`."""
+        host, port = address
+        super().__init__(
+            application,
+            host=host,
+            port=port,
+            threads=threads,
+            connection_limit=2 * MOST_WAITING,
+            cleanup_interval=_LOOK_SECONDS,
+            recv_bytes=_PIECE,
+            max_request_header_size=LARGEST_HEAD,
+            max_request_body_size=sys.maxsize,
+            outbuf_high_watermark=_UNSENT,
+            outbuf_overflow=_NEVER_A_FILE,
+            log_socket_errors=False,
+            clear_untrusted_proxy_headers=False,
+        )
+        self._stopping = False
+        self._stopped = threading.Event()
 
-    def process_conn(self, conn: Any) -> None:
-        """Hand a connection to a thread, or have it wait for the rest of a head."""
-        if _is_complete(conn):
-            super().process_conn(conn)
-            return
-        self._waiting.append((time.monotonic() + self.head_seconds, conn))
-        self._came.set()
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        host, port = self.socket.getsockname()
+        return host, port
 
-    def _watch(self) -> None:
-        while True:
-            self._came.wait()
-            self._came.clear()
-            while self._waiting:
-                time.sleep(_LOOK_SECONDS)
-                for _ in range(len(self._waiting)):
-                    deadline, conn = self._waiting.popleft()
-                    if _is_complete(conn):
-                        super().process_conn(conn)
-                    elif time.monotonic() > deadline or len(self._waiting) >= MOST_WAITING:
-                        _close(conn)
-                    else:
-                        self._waiting.append((deadline, conn))
+    def serve(self) -> None:
+        """Answer until `stop` is called."""
+        try:
+            while not self._stopping:
+                wasyncore.poll2(_LOOK_SECONDS, self._map)
+        finally:
+            for channel in list(self.active_channels.values()):
+                channel.handle_close()
+            self.task_dispatcher.shutdown()
+            self._stopped.set()
 
+    def stop(self) -> None:
+        """End `serve`, all connections and threads, and return when they have ended; to be called once."""
+        self._stopping = True
+        self.pull_trigger()
+        self._stopped.wait()
+        self.close()
 
-def _is_complete(conn: Any) -> bool:
-    """Say whether a thread would not wait: there is a whole head, one that is too long, or an end."""
-    if conn.rfile.has_data():
-        return True
-    poll = select.poll()
-    try:
-        poll.register(conn.socket, select.POLLIN | _SENDS_NO_MORE)
-        found = poll.poll(0)
-        if not found:
-            return False
-        if found[0][1] & _SENDS_NO_MORE:
-            return True
-        head = conn.socket.recv(LARGEST_HEAD, socket.MSG_PEEK)
-    except (OSError, ValueError):
-        return True  # a thread finds it broken, and lets go of it
-    return not head or len(head) == LARGEST_HEAD or b"\r\n\r\n" in head or b"\n\n" in head
+    def handle_accept(self) -> None:
+        """Take in a connection."""
+        super().handle_accept()
+        waiting = [each for each in self.active_channels.values() if each.waits()]
+        if len(waiting) > MOST_WAITING:
+            min(waiting, key=lambda each: each.deadline).handle_close()
 
-
-def _close(conn: Any) -> None:
-    with contextlib.suppress(OSError):
-        conn.close()
+    def maintenance(self, now: float) -> None:
+        """Close, now and then, connections on which nothing comes."""
+        for channel in list(self.active_channels.values()):
+            if channel.is_late(now):
+                channel.handle_close()

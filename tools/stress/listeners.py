@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from agent import http
 from agent.casting import Addresses, Caster, mark
 from agent.control import ControlApplication
 from agent.receiving import Arrival, DataServer, Inbox
@@ -48,9 +47,10 @@ from testbed.wire import tensors
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message, encode
+from testbed.wire.serving import PatientServer
 from testbed.wire.token import data_token
 from tools.stress.files import torn
-from tools.stress.messages import LONGEST, Request, Target, asking, sending
+from tools.stress.messages import LONGEST, Application, Request, Target, asking, sending
 
 TOKEN = "t" * 32
 BEARER = {"HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}
@@ -216,13 +216,12 @@ def _run() -> Path:
 # What is reached over loopback
 
 
-def _port(stack: ExitStack, application: http.Application) -> tuple[str, int]:
+def _port(stack: ExitStack, application: Application) -> tuple[str, int]:
     """Have an application answer on a port until the stack is closed; return its address."""
-    found = http.serve(("127.0.0.1", 0), application, 4)
+    found = PatientServer(("127.0.0.1", 0), application, 4)
     threading.Thread(target=found.serve, daemon=True).start()
     stack.callback(found.stop)
-    host, port = found.bind_addr
-    return host, port
+    return found.address
 
 
 class _Casts:

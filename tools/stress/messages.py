@@ -16,10 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
-
-from cheroot.server import KnownLengthRFile
 
 from tools.stress.files import SYNTAX, WORDIEST, bend, torn
 
@@ -124,8 +121,6 @@ def _shown(request: Request) -> str:
 
 def _called(application: Application, request: Request) -> tuple[int, bytes]:
     """Return the status and what comes first of the answer."""
-    stream = KnownLengthRFile(io.BufferedReader(io.BytesIO(request.content)), len(request.content))
-    kept = SimpleNamespace(close_connection=False)
     environ = {
         "REQUEST_METHOD": request.method,
         "SCRIPT_NAME": "",
@@ -138,12 +133,11 @@ def _called(application: Application, request: Request) -> tuple[int, bytes]:
         "SERVER_PROTOCOL": "HTTP/1.1",
         "wsgi.version": (1, 0),
         "wsgi.url_scheme": "http",
-        "wsgi.input": stream,
+        "wsgi.input": io.BytesIO(request.content),
         "wsgi.errors": io.StringIO(),
         "wsgi.multithread": True,
         "wsgi.multiprocess": False,
         "wsgi.run_once": False,
-        "testbed.request": kept,
         **request.headers,
     }
     statuses: list[str] = []

@@ -1,0 +1,58 @@
+"""Bodies of requests to the agent, over a real connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from agent.http import Refused, read_body, respond
+from testbed.wire import serving
+from testbed.wire.serving import PatientServer
+
+
+def _answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    try:
+        body = read_body(environ, int(environ["CONTENT_LENGTH"]))
+    except Refused as refused:
+        return respond(start_response, refused.status, {"error": str(refused)})
+    return respond(start_response, 200, {"length": len(body)})
+
+
+def _answered(link: socket.socket) -> bytes:
+    answer = b""
+    while not answer.endswith(b"}\n"):
+        answer += link.recv(1000)
+    return answer
+
+
+@pytest.fixture
+def link() -> Iterator[socket.socket]:
+    server = PatientServer(("127.0.0.1", 0), _answer, 1)
+    threading.Thread(target=server.serve, daemon=True).start()
+    with socket.create_connection(server.address, timeout=10) as link:
+        link.sendall(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nonly this")
+        yield link
+    server.stop()
+
+
+def test_a_body_may_come_slowly(link: socket.socket) -> None:
+    for _ in range(91):
+        link.sendall(b"x")
+    assert _answered(link).endswith(b'{"length": 100}\n')
+
+
+def test_a_body_that_ends_too_early_is_refused(link: socket.socket) -> None:
+    link.shutdown(socket.SHUT_WR)
+    answer = _answered(link)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"after 9 of 100 bytes" in answer
+
+
+def test_a_body_that_stalls_is_refused(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(serving, "STALLED_AFTER", 0.2)
+    link = request.getfixturevalue("link")
+    assert _answered(link).startswith(b"HTTP/1.1 408 ")
