@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +75,8 @@ def health(runner: Runner) -> dict[str, Any]:
 
 def facts(runner: Runner) -> dict[str, Any]:
     """Return what this device is, and its clock and memory now."""
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "flask", "waitress"):
         try:
