@@ -25,12 +25,6 @@ _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
 
 
-def _place(name: str, folder: Path | None) -> Path:
-    from testbed.scenario.schema import DATA_FOLDER
-
-    return folder or DATA_FOLDER / name
-
-
 @click.group(cls=CommandGroup)
 def data() -> None:
     """List, download and look at data sets.
@@ -68,8 +62,9 @@ def list_(as_json: bool) -> None:
 
 def _describe(source: DataSource) -> dict[str, Any]:
     from testbed.data.files import find
+    from testbed.scenario.schema import data_place
 
-    folder = _place(source.name, None)
+    folder = data_place(source.name)
     return {
         "name": source.name,
         "summary": source.summary,
@@ -100,9 +95,10 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
     from testbed.data.fetch import fetch as download
+    from testbed.scenario.schema import DATA_FOLDER
 
     console = make_console(stderr=True)
-    place = _place(name, folder)
+    place = folder or DATA_FOLDER / name
     with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as bars:
         shown: dict[str, TaskID] = {}
 
@@ -139,6 +135,7 @@ def look(
     """
     from testbed.data import catalog
     from testbed.data.split import is_class
+    from testbed.scenario.schema import data_place
     from testbed.workload import DataPart
 
     part = catalog.part_of(name)
@@ -148,7 +145,7 @@ def look(
         kind, _, value = split.partition("=")
         how = kind if not value else {kind: int(value) if kind == "shards" else value}
         part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
-    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or _place(part.name, folder)
+    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or folder or data_place(part.name)
     dataset = catalog.load(part, place)
     parts = {"train": dataset.train_labels, "test": dataset.test_labels}
     facts: dict[str, Any] = {

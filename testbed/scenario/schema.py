@@ -291,6 +291,8 @@ class PaperPart(Part):
 
 DATA_FOLDER = Path("data")
 """Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
+"""Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
 TOGETHER = "together"
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
@@ -304,6 +306,12 @@ class ResultsPart(Part):
         description="losses, accuracies and latencies as they come, as of `testbed run --stream`: stream.csv, or for "
         "TensorBoard, MLflow or, offline, Weights & Biases, each by its library",
     )
+
+
+def data_place(name: str) -> Path:
+    """Return the folder of a set for which a scenario names none: the first that is there, or where to put it."""
+    places = [folder / name for folder in (DATA_FOLDER, SYSTEM_DATA_FOLDER)]
+    return next((place for place in places if place.is_dir()), places[0])
 
 
 class Scenario(Part):
@@ -378,7 +386,7 @@ class Scenario(Part):
         part = self.workload.data
         if (named := part.file or part.path or part.folder) is not None:
             return self.source.folder / named
-        return DATA_FOLDER / part.name
+        return data_place(part.name)
 
     @property
     def weights_file(self) -> Path | None:

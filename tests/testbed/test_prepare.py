@@ -11,6 +11,7 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.methods.pipeline import Pipeline
 from testbed.prepare import batches, prepare
+from testbed.scenario import schema
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
@@ -260,6 +261,16 @@ def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
     other = Path("sub/small.yaml")
     text = GOOD.replace("name: digits", "name: digits, folder: ../images")
     assert prepared(other, text).trial.scenario.data_folder == Path("sub/../images")
+
+
+def test_data_of_a_package_is_found_after_ones_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(schema, "SYSTEM_DATA_FOLDER", tmp_path / "system")
+    assert schema.data_place("mnist") == Path("data/mnist")
+    (tmp_path / "system/mnist").mkdir(parents=True)
+    assert schema.data_place("mnist") == tmp_path / "system/mnist"
+    Path("data/mnist").mkdir(parents=True)
+    assert schema.data_place("mnist") == Path("data/mnist")
 
 
 def test_images_of_another_size_are_found_before_the_run(file):

@@ -60,8 +60,10 @@ class TestRuns:
         self._requests = Requests(dataset, batch_size)
         self._scores = [Score() for _ in range(runs)]
         self._scored = 0
-        self._images: tuple[tuple[int, Channels], torch.Tensor] | None = None
-        """What was read last, of which batch: each run reads the same."""
+        self._images: dict[int, torch.Tensor] = {}
+        """What was read, by the place of its batch in a run: each run reads the same."""
+        self._own: Channels | None = None
+        """Which of the values that is."""
 
     def __len__(self) -> int:
         return len(self._scores) * len(self._requests)
@@ -72,10 +74,12 @@ class TestRuns:
 
     def images(self, test: int, own: Channels) -> torch.Tensor:
         """Return these of the values of the samples of a test batch, (samples, own values)."""
-        wanted = (self.place(test), own)
-        if self._images is None or self._images[0] != wanted:
-            self._images = wanted, pick(self._requests.images(wanted[0]).flatten(1), 1, own).contiguous()
-        return self._images[1]
+        if self._own != own:
+            self._own, self._images = own, {}
+        place = self.place(test)
+        if place not in self._images:
+            self._images[place] = pick(self._requests.images(place).flatten(1), 1, own).contiguous()
+        return self._images[place]
 
     def samples(self, test: int) -> int:
         """Return how many samples a test batch has."""
