@@ -28,10 +28,11 @@ RUNS = Path("results/papers")
 def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> None:
     """Run what is missing or stale of all figures of publications, and write docs/papers.md from the results.
 
-    PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that docs/papers.yaml
-    lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what docs/papers.yaml changes
-    of it, is another. The paper's figures, readings of it, notes and which row explains which are words: they are taken
-    from the scenario and need no run. After Ctrl-C the same command goes on: runs that finished are kept, in
+    PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that
+    docs/papers.yaml lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what
+    docs/papers.yaml changes of it, is another. The paper's figures, readings of it, notes and which row explains
+    which are words: they are taken from the scenario and need no run; neither do rows that are new, while
+    results/papers has the runs. After Ctrl-C the same command goes on: runs that finished are kept, in
     results/papers, without their events, until those of another version of the scenario take their place.
 
     \b
@@ -58,7 +59,7 @@ def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> 
         click.echo(" ".join(entry.command))
         if listing:
             continue
-        runs = RUNS / f"{entry.scenario}-{entry.digest()}"
+        runs = RUNS / f"{entry.scenario}-{entry.runs()}"
         if again:
             shutil.rmtree(runs, ignore_errors=True)
         place = ["--resume" if runs.exists() else "--out", str(runs)]

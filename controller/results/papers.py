@@ -46,12 +46,26 @@ class Entry:
         return ["testbed", "run", f"papers/{self.scenario}", "--runtime", "simulate", *changes]
 
     def digest(self) -> str:
-        """Return what changes with the scenario and with nothing else. Raises `InputError`."""
+        """Return what changes with the scenario's runs or rows, and with nothing else. Raises `InputError`."""
+        rows = [_figures(row) | {"note": None} for row in (self._said.get("paper") or {}).get("rows", ())]
+        return _digest(self._runs | {"rows": rows})
+
+    def runs(self) -> str:
+        """Return what changes with the scenario's runs alone. Raises `InputError`."""
+        return _digest(self._runs)
+
+    @property
+    def _said(self) -> dict[str, Any]:
         # What the file says, and no defaults: an option that is new would make everything stale.
-        said = load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        rows = [_figures(row) | {"note": None} for row in (said.get("paper") or {}).get("rows", ())]
-        kept = {key: value for key, value in said.items() if key not in UNSHOWN} | {"rows": rows}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+        return load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    @property
+    def _runs(self) -> dict[str, Any]:
+        return {key: value for key, value in self._said.items() if key not in UNSHOWN}
+
+
+def _digest(kept: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def listed(folder: Path) -> list[Entry]:

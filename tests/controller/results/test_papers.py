@@ -61,6 +61,7 @@ def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_d
         for name, note in (("a", "b"), ("a", "c"), ("d", "b"))
     ]
     assert noted[0].digest() == noted[1].digest() != noted[2].digest(), "a note is no figure"
+    assert noted[0].runs() == noted[2].runs() == usual.runs() != other.runs(), "a row that is new needs no run"
 
 
 def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
