@@ -66,7 +66,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build the images that the current files need, unless they exist, and list them."""
     from controller.lab.engine import connect, ensure_engine
-    from controller.lab.images import ensure_images, remove_images
+    from controller.lab.images import ensure_images, exists, remove_images
 
     if remove:
         for tag in remove_images(connect()):
@@ -81,7 +81,8 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         click.echo(f"TESTBED_DEVICE_IMAGE={wanted.device}\nTESTBED_SHAPER_IMAGE={wanted.shaper}")
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
-    found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items()}
+    # What they stand on may have lost its name to the --prune of another checkout.
+    found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items() if exists(client, tag)}
     rows = [
         {"image": kind, "tag": getattr(wanted, kind), "id": image.id, "bytes": image.attrs["Size"]}
         for kind, image in found.items()

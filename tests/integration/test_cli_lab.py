@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import docker
 import pytest
 
 from tests.helpers import commands, rings
@@ -94,6 +95,15 @@ def test_images_are_listed_and_found_again() -> None:
     lines = dict(line.split("=", 1) for line in command("images", "--env").stdout.splitlines())
     assert lines["TESTBED_DEVICE_IMAGE"] == rows["device"]["tag"]
     assert len(lines["TESTBED_TOKEN"]) >= 32
+    client, tag = docker.from_env(), rows["shaper_runtime"]["tag"]
+    runtime = client.images.get(tag)
+    client.images.remove(tag, noprune=True)  # as --prune of another checkout does
+    try:
+        assert {row["image"] for row in json.loads(command("images", "--json").stdout)} == set(rows) - {
+            "shaper_runtime"
+        }
+    finally:
+        runtime.tag(tag)
 
 
 def test_doctor_knows_this_machine_serves() -> None:
