@@ -47,21 +47,21 @@ class Entry:
 
     def digest(self) -> str:
         """Return what changes with the scenario's runs or rows, and with nothing else. Raises `InputError`."""
-        rows = [_figures(row) | {"note": None} for row in (self._said.get("paper") or {}).get("rows", ())]
-        return _digest(self._runs | {"rows": rows})
+        said = self._said()
+        rows = [_figures(row) | {"note": None} for row in (said.get("paper") or {}).get("rows", ())]
+        return _digest(_shown(said) | {"rows": rows})
 
     def runs(self) -> str:
         """Return what changes with the scenario's runs alone. Raises `InputError`."""
-        return _digest(self._runs)
+        return _digest(_shown(self._said()))
 
-    @property
     def _said(self) -> dict[str, Any]:
         # What the file says, and no defaults: an option that is new would make everything stale.
         return load(f"papers/{self.scenario}", self.changes).model_dump(mode="json", by_alias=True, exclude_unset=True)
 
-    @property
-    def _runs(self) -> dict[str, Any]:
-        return {key: value for key, value in self._said.items() if key not in UNSHOWN}
+
+def _shown(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in said.items() if key not in UNSHOWN}
 
 
 def _digest(kept: Mapping[str, Any]) -> str:
