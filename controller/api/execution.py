@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -67,6 +68,8 @@ def run_recorded(
     from controller.results.streams import Following
     from testbed.models.weights import facts
 
+    # A simulation is a circle of devices and tasks with all its events: without this a long sweep keeps each.
+    gc.collect()
     file = prepared.scenario.weights_file
     weights = None if file is None else facts(file, prepared.problem.model)
     owned = prepared.owned()

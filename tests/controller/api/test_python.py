@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import gc
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from controller.api import Results, build, load, open_results, simulate, sweep
 from controller.cli.export import export
 from testbed.common.errors import InputError
+from testbed.simulation.world import World
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"
@@ -57,6 +59,19 @@ def test_a_sweep_has_a_row_for_each_run(tmp_path: Path) -> None:
     again = open_results(tmp_path / "zip")
     assert isinstance(again, Results)
     assert again.rows() == runs.rows()
+
+
+def test_a_sweep_keeps_no_simulation_but_the_last(tmp_path: Path) -> None:
+    """Each is a circle of devices, tasks and events, which nothing but the garbage collector takes apart."""
+    gc.collect()
+    before = sum(isinstance(each, World) for each in gc.get_objects())
+    gc.disable()
+    try:
+        sweep(build(**SMALL), {"seed": [1, 2, 3, 4]}, tmp_path / "seeds")
+        kept = sum(isinstance(each, World) for each in gc.get_objects()) - before
+    finally:
+        gc.enable()
+    assert kept <= 2
 
 
 def test_several_runs_are_no_run_and_mistakes_are_said(tmp_path: Path) -> None:
