@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import testbed
+from controller.lab.paths import ROOT
 from controller.results.declared import declared_by, keep
 from controller.results.run import Run
 from testbed.common import usercode
@@ -85,21 +86,23 @@ def _version(package: str) -> str | None:
         return None
 
 
-def revision() -> str | None:
-    """Return the git revision of this code, with a mark when it was changed since; None outside a checkout."""
-    home = Path(testbed.__file__).resolve().parent.parent
-    if not (home / ".git").exists():
+def revision(checkout: Path = ROOT) -> str | None:
+    """Return the git revision of the code, with a mark when it was changed since; None outside a checkout.
+
+    What is said in ``docs``, where `testbed papers` writes, changes no run.
+    """
+    if not (checkout / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
 
 
 def _drawn(workload: WorkloadPart) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,26 @@ def test_the_manifest_explains_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert manifest["seed"] == 3
     assert manifest["host"]["backend"] == "userspace"
     assert manifest["versions"]["torch"]
+
+
+def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=one", "-c", "user.email=one@example.org", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert recorder.revision(tmp_path) is None
+    files_ = [tmp_path / "docs/papers.json", tmp_path / "scenarios/one.yaml"]
+    for file in files_:
+        file.parent.mkdir()
+        file.write_text("before\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    for file, found in zip([None, *files_], [commit, commit, f"{commit}-dirty"], strict=True):
+        if file is not None:
+            file.write_text("after\n")
+        assert recorder.revision(tmp_path) == found
 
 
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
