@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any, get_args
 
 from annotated_types import Le, Lt
@@ -38,14 +40,13 @@ class Part(BaseModel):
     ) -> object:
         """Refuse for a number ``true`` and text such as ``1_000``, and what is beyond `MOST` if no bounds are said."""
         assert field.field_name is not None
-        known = cls.model_fields[field.field_name]
+        kinds, is_quantity, is_bounded = _known_of(cls, field.field_name)
         if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
-            kinds = _types(known.annotation)
-            number = int in kinds or (float in kinds and not _is_quantity(known))
+            number = int in kinds or (float in kinds and not is_quantity)
             if number and type(value) not in kinds and value not in kinds:
                 raise PydanticKnownError("int_type" if int in kinds else "float_type")
         value = read(value)
-        if not _is_quantity(known) and not any(isinstance(each, Le | Lt) for each in known.metadata):
+        if not is_bounded:
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
                 if isinstance(each, int | float) and abs(each) > MOST:
                     bound = {"le": MOST} if each > 0 else {"ge": -MOST}
@@ -59,6 +60,18 @@ class Part(BaseModel):
         for described in handler.resolve_ref_schema(found).get("properties", {}).values():
             _say_bounds(described)
         return found
+
+
+@lru_cache(maxsize=1 << 10)
+def _known_of(part: type[Part], name: str) -> tuple[Sequence[Any], bool, bool]:
+    """Return of a field its types, whether it is a quantity, and whether its numbers have bounds of their own."""
+    field = part.model_fields[name]
+    is_quantity = _is_quantity(field)
+    return (
+        _types(field.annotation),
+        is_quantity,
+        is_quantity or any(isinstance(each, Le | Lt) for each in field.metadata),
+    )
 
 
 def _is_quantity(field: FieldInfo) -> bool:
