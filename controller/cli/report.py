@@ -37,7 +37,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     from controller.cli.finished import reproduce, summarize
     from controller.report import html
     from controller.report.terminal import show
-    from controller.results.files import is_written, load, load_figures, places
+    from controller.results.files import is_written, load, load_figures, paper_of, places
     from controller.results.recorder import rebuild
 
     found_in = places(folder)
@@ -55,7 +55,7 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     content = summarize(folder, runs, console) if several else runs[0].metrics
     if not several:
         show(console, runs[0])
-    part = runs[0].trial.scenario.paper
+    part = paper_of(folder, runs)
     if part:
         reproduce(folder, part, runs, console)
     if as_json:

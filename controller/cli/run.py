@@ -15,7 +15,7 @@ from controller.cli.finished import explaining, judge, reproduce, show_run, summ
 from controller.cli.options import accept_links, links, metrics_as_json, on_hosts, out, overrides, run_option, watched
 from controller.cli.printing import dump, make_console
 from controller.results.files import finished_among
-from controller.results.recorder import numbered
+from controller.results.recorder import keep_paper, numbered
 from controller.results.run import Run, run_name
 from controller.running.inputs import InitialWeights
 from testbed.common.errors import InputError
@@ -141,10 +141,13 @@ def run(
     if resume is not None:
         kept = finished_among(places, [each.trial for each in prepared])
         console.print(f"{len(kept)} of {len(places)} runs are there already")
+    already = len(kept)
     todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
 
     def done(number: int, finished: Run) -> None:
         kept[number] = finished if len(prepared) == 1 else finished.alone()
+        if loaded.paper and len(prepared) > 1 and len(kept) == already + 1:
+            keep_paper(finished.path.parent, loaded.paper)
         if not as_json:
             show_run(console, finished, brief=len(prepared) > 1)
 

@@ -18,7 +18,7 @@ from controller.report.sections import directions, expected, holdings, sections
 from controller.report.tables import Section
 from controller.report.terminal import VERDICTS
 from controller.report.timeline import shaded, timeline
-from controller.results.recorder import scenario_yaml
+from controller.results.recorder import of_run
 from controller.results.run import Run, value_text
 
 EXPLAINED = {
@@ -110,7 +110,7 @@ def render(run: Run) -> str:
             fell=any(row["down"] for row in metrics["devices"].values()),
             directions=directions(run),
             reproduce=_reproduce(run),
-            scenario_text=scenario_yaml(scenario),
+            scenario_text=of_run(run.trial),
             plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
             manifest=[pair for pair in _flat(run.manifest) if not pair[0].startswith("owned.")],
             version=run.manifest["versions"]["testbed"],

@@ -4,7 +4,8 @@ One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``
 ``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
 that finds objects ``boxes.json``, of a method of one's own ``declared.json``. `controller.results.recorder` writes
 them, `controller.report` the pages. Reading them executes nothing.
-A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
+A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``, and ``paper.yaml`` where
+its scenario has a publication's figures.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from controller.results.declared import declared_in
-from controller.results.recorder import RUNNING, with_local_sources
+from controller.results.recorder import PAPER, RUNNING, with_local_sources
 from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
-from testbed.scenario.schema import Scenario, Trial
+from testbed.scenario.loading import parse, read_keys
+from testbed.scenario.schema import PaperPart, Scenario, Trial
 from testbed.trace.events import LEADING, Event
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
@@ -125,6 +127,13 @@ def places(folder: Path) -> list[Path]:
     order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
     found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
     return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
+
+
+def paper_of(folder: Path, runs: Sequence[Run]) -> PaperPart | None:
+    """Return what a publication has beside the runs in a folder; raise `InputError` where that cannot be read."""
+    kept = folder / PAPER
+    # Each run of an older sweep has it.
+    return parse(PaperPart, read_keys(kept)) if kept.is_file() else runs[0].trial.scenario.paper
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:

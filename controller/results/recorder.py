@@ -26,7 +26,7 @@ from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
 from testbed.common.yamltext import written
 from testbed.plan import Plan
-from testbed.scenario.schema import Scenario, Trial
+from testbed.scenario.schema import PaperPart, Scenario, Trial
 from testbed.trace import perfetto
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
@@ -36,6 +36,8 @@ from testbed.workload import WorkloadPart
 
 RUNNING = "running"
 """Status of a run that is not over, or was cut off."""
+PAPER = "paper.yaml"
+"""What a publication has, in the folder of a sweep."""
 RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
 
 
@@ -156,7 +158,7 @@ class Recorder:
             self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
             self._manifest_file(self._manifest)
             scenario, sources = with_local_sources(trial.scenario)
-            for name, text in {"scenario.yaml": scenario_yaml(scenario), **sources}.items():
+            for name, text in {"scenario.yaml": of_run(replace(trial, scenario=scenario)), **sources}.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             keep(self.path, trial, self._declared, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
@@ -261,6 +263,17 @@ def numbered(folder: Path) -> Path:
 def scenario_yaml(scenario: Scenario) -> str:
     """Return the scenario as YAML with every default spelled out; it loads back equal."""
     return written(scenario.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def of_run(trial: Trial) -> str:
+    """Return the scenario of a run as YAML: without the publication's figures where these are of a whole sweep."""
+    scenario = trial.scenario
+    return scenario_yaml(scenario.model_copy(update={"paper": None}) if trial.point else scenario)
+
+
+def keep_paper(folder: Path, part: PaperPart) -> None:
+    """Write what a publication has into the folder of several runs: once, and not in each of them."""
+    (folder / PAPER).write_text(written(part.model_dump(mode="json", by_alias=True, exclude_none=True)), "utf-8")
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:

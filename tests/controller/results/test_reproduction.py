@@ -134,4 +134,10 @@ def test_a_table_comes_out_of_the_command_and_decides_its_status(tmp_path: Path)
         page.with_name("events.jsonl").unlink()  # of a sweep the figures are enough
     again = CliRunner().invoke(command_line, ["report", str(tmp_path / "out")])
     assert "Somebody, Table 1" in again.output, again.output
+    said = [
+        file.relative_to(tmp_path / "out")
+        for file in (tmp_path / "out").rglob("*.yaml")
+        if "Somebody" in file.read_text()
+    ]
+    assert said == [Path("paper.yaml")], "what a publication has may be long: not in each run"
     assert (tmp_path / "out" / "sweep.html").stat().st_size > 10_000
