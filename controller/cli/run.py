@@ -146,8 +146,8 @@ def run(
 
     def done(number: int, finished: Run) -> None:
         kept[number] = finished if len(prepared) == 1 else finished.alone()
-        if loaded.paper and len(prepared) > 1 and len(kept) == already + 1:
-            keep_paper(finished.path.parent, loaded.paper)
+        if len(kept) == already + 1:
+            _keep_paper(loaded, finished, several=len(prepared) > 1)
         if not as_json:
             show_run(console, finished, brief=len(prepared) > 1)
 
@@ -200,6 +200,7 @@ def start(
     folder = out or numbered(Path("results") / run_name(prepared.trial))
     with explaining(console):
         finished = run_recorded(prepared, "emulate", folder, InitialWeights(console), console, standing=lab, **options)
+    _keep_paper(loaded, finished, several=False)
     if not as_json:
         show_run(console, finished, brief=False)
     _show_all([finished], loaded, console, as_json=as_json)
@@ -221,6 +222,12 @@ def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:
         raise InputError(
             "--each-on-one-host: every device of a run is on one host: leave --place, faults of hosts and --keep away"
         )
+
+
+def _keep_paper(loaded: Scenario, finished: Run, *, several: bool) -> None:
+    """Write what a publication has beside the runs, where the run of a point leaves it out."""
+    if loaded.paper and finished.trial.point:
+        keep_paper(finished.path.parent if several else finished.path, loaded.paper)
 
 
 def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:

@@ -132,8 +132,12 @@ def places(folder: Path) -> list[Path]:
 def paper_of(folder: Path, runs: Sequence[Run]) -> PaperPart | None:
     """Return what a publication has beside the runs in a folder; raise `InputError` where that cannot be read."""
     kept = folder / PAPER
-    # Each run of an older sweep has it.
-    return parse(PaperPart, read_keys(kept)) if kept.is_file() else runs[0].trial.scenario.paper
+    if not kept.is_file():  # a run of no point has it, and so has each of an older sweep
+        return runs[0].trial.scenario.paper
+    try:
+        return parse(PaperPart, read_keys(kept))
+    except InputError as error:
+        raise InputError(f"{kept}: {error}") from None
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:

@@ -272,7 +272,7 @@ def of_run(trial: Trial) -> str:
 
 
 def keep_paper(folder: Path, part: PaperPart) -> None:
-    """Write what a publication has into the folder of several runs: once, and not in each of them."""
+    """Write what a publication has into the folder of runs: once, and not in each of them."""
     (folder / PAPER).write_text(written(part.model_dump(mode="json", by_alias=True, exclude_none=True)), "utf-8")
 
 

@@ -141,3 +141,19 @@ def test_a_table_comes_out_of_the_command_and_decides_its_status(tmp_path: Path)
     ]
     assert said == [Path("paper.yaml")], "what a publication has may be long: not in each run"
     assert (tmp_path / "out" / "sweep.html").stat().st_size > 10_000
+    (tmp_path / "out/paper.yaml").write_text("source: Somebody\nrows: 3\n")
+    broken = CliRunner().invoke(command_line, ["report", str(tmp_path / "out")])
+    assert "out/paper.yaml: rows" in str(broken.exception)
+
+
+def test_a_sweep_of_one_point_keeps_its_paper(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "name: one\ndevices: {source: {speed: 2gflops}}\nsweep: {seed: [2]}\n"
+        "workload: {task: train, model: {name: mlp}, method: {name: single}, steps: 3}\n"
+        "paper: {source: 'Somebody, Table 2', rows: [{name: steps, figure: steps, value: 3}]}\n"
+    )
+    out = tmp_path / "out"
+    done = CliRunner().invoke(command_line, ["run", str(path), "--runtime", "simulate", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "Somebody, Table 2" in CliRunner().invoke(command_line, ["report", str(out)]).output
