@@ -134,8 +134,9 @@ def paper_of(folder: Path, runs: Sequence[Run]) -> PaperPart | None:
     kept = folder / PAPER
     if not kept.is_file():  # a run of no point has it, and so has each of an older sweep
         return runs[0].trial.scenario.paper
+    keys = read_keys(kept)
     try:
-        return parse(PaperPart, read_keys(kept))
+        return parse(PaperPart, keys)
     except InputError as error:
         raise InputError(f"{kept}: {error}") from None
 
