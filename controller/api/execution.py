@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
-from testbed.simulation.world import rare_collection
+from testbed.simulation.world import drop_finished, rare_collection
 
 if TYPE_CHECKING:
     from queue import Queue
@@ -68,8 +67,7 @@ def run_recorded(
     from controller.results.streams import Following
     from testbed.models.weights import facts
 
-    # A simulation is a circle of devices and tasks with all its events: without this a long sweep keeps each.
-    gc.collect()
+    drop_finished()
     file = prepared.scenario.weights_file
     weights = None if file is None else facts(file, prepared.problem.model)
     owned = prepared.owned()

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakSet
 
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.hardware import DeviceSpec, Machine
@@ -94,6 +95,7 @@ class World:
         self._cast_media: dict[str, list[Medium]] = {}
         self._cast_rates: dict[str, float | None] = {}
         self._end: asyncio.Future[None] = self.loop.create_future()
+        _WORLDS.add(self)
 
     def record(self, event: str, **fields: Any) -> None:
         """Write an event of the testbed itself."""
@@ -324,6 +326,15 @@ class World:
             self._fail(task.owner, error)
         else:
             loop.default_exception_handler(context)
+
+
+_WORLDS: WeakSet[World] = WeakSet()
+
+
+def drop_finished() -> None:
+    """Free the simulations that are over, if there are any: each is a circle of devices and tasks, with its events."""
+    if _WORLDS:
+        gc.collect()
 
 
 @contextmanager

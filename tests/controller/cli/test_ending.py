@@ -1,0 +1,21 @@
+"""A command ends at once: what it imported is not looked through once more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count(), len(gc.get_objects())))  # called after what main registers
+sys.argv = ["testbed", "--help"]
+from controller.cli.main import main
+main()
+"""
+
+
+def test_nothing_is_left_to_the_garbage_collector_at_the_end() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    kept, left = map(int, ended.stdout.splitlines()[-1].split())
+    assert kept > 1000
+    assert left < kept / 100
