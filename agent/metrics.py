@@ -1,4 +1,4 @@
-"""What a device did and holds, for Prometheus; imported when that is first asked for."""
+"""What a device did and holds, for Prometheus; imported with Flask, without a server of its library."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ result was due. What the host cannot make up for in this way is late, and shows 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import queue
 import threading
@@ -265,6 +264,8 @@ class Processors:
 
 def precise_sleep() -> None:
     """Ask the kernel to wake this thread on time, not up to 50 us later to save power."""
+    import ctypes
+
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
 
 

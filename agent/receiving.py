@@ -6,8 +6,8 @@ cost a wake-up, and a wait for the interpreter's lock.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -19,6 +19,7 @@ from http import HTTPStatus
 
 from agent.http import Refused, announced_length
 from agent.settings import Address, Settings
+from testbed.common.lazy import asyncio
 from testbed.wire.message import Envelope, WireError, decode
 from testbed.wire.serving import LARGEST_HEAD, MOST_WAITING, STALLED_AFTER
 
@@ -125,6 +126,10 @@ class DataServer:
         """Where it listens."""
         found: Address = self._listener.getsockname()
         return found
+
+    def wait(self) -> None:
+        """Return when a first peer has come."""
+        select.select([self._listener], [], [])
 
     def serve(self) -> None:
         """Answer from now on, in the event loop that runs."""

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gc
 import json
-import select
-import selectors
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
-from contextvars import Context
+from collections.abc import Collection
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any
 
+from agent import lean
 from agent.events import EventLog
 from agent.http import Refused
-from agent.pacing import Pace, WaitingTime, precise_sleep
+from agent.pacing import Pace, WaitingTime
 from agent.receiving import DataServer
 from agent.settings import Settings
 from testbed.common.errors import TestbedError
-from testbed.common.lazy import torch
-from testbed.network.broadcast import heard, received
+from testbed.common.lazy import asyncio, torch
 from testbed.trace.events import Event
 from testbed.wire import tensors
 
@@ -32,11 +27,9 @@ if TYPE_CHECKING:
     from agent.casting import Hears
     from agent.deployment import Deployment
     from agent.device import RealDevice
+    from agent.loop import Loop
     from testbed.data.dataset import Dataset
     from testbed.wire.message import Message
-
-
-_Arguments = TypeVarTuple("_Arguments")
 
 WATCH_SECONDS = 1.0
 """Between two records of what the host kept a device waiting for."""
@@ -68,10 +61,26 @@ class Runner:
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         """Waits for its end; kept here, since a loop forgets tasks that nobody holds."""
-        self._loop = _Loop()
-        self._loop.call_soon(data.serve)
+        self._begun: Loop | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._loop.live, name="program", daemon=True).start()
+        threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
+
+    @property
+    def _loop(self) -> Loop:
+        """The program's loop; it begins when a program or a peer needs it, since asyncio takes an idle device 7 MB."""
+        with lean.ALONE:
+            if self._begun is None:
+                from agent.loop import Loop
+
+                self._begun = Loop()
+                self._begun.call_soon(self._data.serve)
+                threading.Thread(target=self._begun.live, name="program", daemon=True).start()
+            return self._begun
+
+    def _await_peer(self) -> None:
+        """Let the first peer that comes be answered, also while no program runs."""
+        self._data.wait()
+        assert self._loop
 
     def deploy(self, body: bytearray) -> None:
         """Take in a deployment; forgets whatever there was before. Imports torch for methods that need it.
@@ -126,6 +135,8 @@ class Runner:
 
     def _hears(self, deployment: Deployment) -> Hears:
         """Return what decides what this device hears of a cast, with the links as they are at that moment."""
+        from testbed.network.broadcast import heard, received
+
         problem, name = deployment.problem, self.settings.device
 
         def hears(message: Message, header: int, number: int) -> Message | None:
@@ -290,45 +301,6 @@ def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise Refused(400, f"the message loss from '{sender}' is a fraction from 0 to 1")
     return {sender: float(fraction) for sender, fraction in given.items()}
-
-
-class _Selector(selectors.EpollSelector):
-    """Waits as finely as the kernel's timers: epoll would round every wait up to a millisecond."""
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for what is registered, at most so many seconds."""
-        if timeout is None or timeout > 0:
-            select.select([self], [], [], timeout)
-        return super().select(0)
-
-
-class _Loop(asyncio.SelectorEventLoop):
-    """A loop that notifies the device when a timer of its program fires: what the program does next, it does then."""
-
-    def __init__(self) -> None:
-        super().__init__(_Selector())
-        self.on_timer: Callable[[float], None] = lambda _: None
-
-    def live(self) -> None:
-        """Run for good."""
-        precise_sleep()
-        # Threads that move messages must not wait 5 ms for one that computes in Python.
-        sys.setswitchinterval(0.0005)
-        asyncio.set_event_loop(self)
-        while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a program's, of which its task notifies too
-                self.run_forever()
-
-    def call_at(
-        self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Like the loop's own, whose clock is the monotonic one."""
-
-        def go_off(*args: *_Arguments) -> None:
-            self.on_timer(when)
-            callback(*args)
-
-        return super().call_at(when, go_off, *args, context=context)
 
 
 @cache

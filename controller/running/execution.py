@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
-START_MARGIN = 0.3
-"""Seconds between the request to start and the common origin: every agent has heard of it by then."""
+START_SECONDS, START_SECONDS_EACH = 0.1, 0.01
+"""Between the first request to start and the common origin, and for each device: by then every agent has heard of it,
+also on a host that others keep busy."""
 GATHER_SECONDS = 2.0
 """How long the last events of the devices are waited for after the lead's program has ended."""
 DEATH_SECONDS = 3.0
@@ -122,7 +123,7 @@ class Execution:
             # The first figures of a trace are those that the run begins with.
             first = self._trace.due(0.0)
             self._settle(first, 0.0, 0.0, carry_out(first, self._containers))
-            self._origin = time.monotonic() + START_MARGIN
+            self._origin = time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(there)
             list(pool.map(lambda each: self._if_there(each[0], lambda: self._start(*each)), there.items()))
             changes = self._lab.changes(self._note_return)
             threading.Thread(target=self._observe, args=(changes,), name="changes", daemon=True).start()

@@ -1,4 +1,7 @@
-"""What is imported late: torch and numpy by their first use, since planning needs neither, and packages of extras."""
+"""What is imported late: torch, numpy and asyncio by their first use, and packages of extras.
+
+Planning needs none of them, nor does a device that has nothing to do.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from testbed.common.errors import InputError, Key
 
 if TYPE_CHECKING:
+    import asyncio
+
     import numpy as np
     import torch
     from numpy import typing as npt
@@ -24,10 +29,10 @@ else:
             setattr(self, attribute, found)  # it is not asked for here again
             return found
 
-    np, npt = _Lazy("numpy"), _Lazy("numpy.typing")
+    asyncio, np, npt = _Lazy("asyncio"), _Lazy("numpy"), _Lazy("numpy.typing")
     torch, nn, functional = _Lazy("torch"), _Lazy("torch.nn"), _Lazy("torch.nn.functional")
 
-__all__ = ["functional", "need", "nn", "np", "npt", "torch"]
+__all__ = ["asyncio", "functional", "need", "nn", "np", "npt", "torch"]
 
 
 def need(module: str, extra: str, what: str, key: Key = ()) -> Any:

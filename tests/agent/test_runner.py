@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +69,15 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
     made.leave()  # nobody to say it to
     assert refusal(made.deploy, bytearray(b"{}"))[0] == 400
     assert made.state == "idle"
+
+
+def test_a_peer_is_told_that_no_program_runs_yet(made: Runner) -> None:
+    """By the loop, which begins with the first that comes."""
+    names = [thread.name for thread in threading.enumerate()]
+    with socket.create_connection(made._data.address, timeout=10) as peer:
+        peer.sendall(b"POST /messages HTTP/1.1\r\nContent-Length: 1\r\n\r\nx")
+        assert peer.recv(1000).startswith(b"HTTP/1.1 503 ")
+    assert [thread.name for thread in threading.enumerate()].count("program") == names.count("program") + 1
 
 
 def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,9 @@ def test_throttles_flaps_and_traces_take_effect_on_time() -> None:
     outcome, figures = run(prepared)
     assert outcome.status == "finished", outcome.error
     assert figures["steps"] == 20
+    begun = [each["time"] for each in events(outcome, "state") if each["state"] == "started"]
+    assert len(begun) == 3
+    assert max(begun) < 0.1, "each has heard of the start by the origin"
     for change in events(outcome, "trace"):
         assert 0 <= change["time"] - change["intended"] < 0.3, change
     assert [change["what"].split()[0] for change in events(outcome, "trace")] == ["link", "link", "device"]

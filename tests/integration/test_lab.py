@@ -114,6 +114,14 @@ def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
     assert "Read-only file system" in said
 
 
+def test_an_idle_device_that_was_asked_takes_little_memory(lab: Lab) -> None:
+    for name in lab.devices:
+        agent = lab.agent(name)
+        agent.health()
+        agent.renew()
+        assert agent.metrics()["testbed_resident_bytes"] < 26e6  # 36 MB with all that Flask imports
+
+
 def test_a_quota_is_only_set_where_the_scenario_has_one(lab: Lab, client: docker.DockerClient) -> None:
     quota = {
         name: client.api.inspect_container(container_name(lab.run_id, name))["HostConfig"]["NanoCpus"]

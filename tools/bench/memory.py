@@ -12,6 +12,8 @@ from tools.bench.figure import Measurement
 from tools.bench.transfer import exchange_scenario
 
 MESSAGES = 10_000
+IDLE = 25e6
+"""Bytes of a device that is there and was asked for its metrics."""
 GROWTH = 5e6
 """Bytes that 10,000 messages of 1 kB may add: noise of the allocator, not a leak of them, which would be 10 MB."""
 RESIDENT = "testbed_resident_bytes"
@@ -27,7 +29,7 @@ def measure() -> Iterator[Measurement]:
     try:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]
-        yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB")
+        yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB", IDLE / 1e6)
         addresses = {name: found.address for name, found in lab.devices.items()}
         deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
         for name, agent in agents.items():
