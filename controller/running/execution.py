@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
 
 
-START_SECONDS, START_SECONDS_EACH = 0.1, 0.01
+START_SECONDS, START_SECONDS_EACH = 0.2, 0.01
 """Between the first request to start and the common origin, and for each device: by then every agent has heard of it,
 also on a host that others keep busy."""
 GATHER_SECONDS = 2.0
