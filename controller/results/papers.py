@@ -155,9 +155,10 @@ def shown(folder: Path) -> dict[str, Any]:
 def keep(folder: Path, found: Mapping[str, Any]) -> None:
     """Add what came of scenarios, by their names, to what is kept, and write the documentation's tables again.
 
-    Raises `InputError`.
+    What is no longer listed goes. Raises `InputError`.
     """
-    results = kept(folder) | dict(found)
+    known = {each.scenario for each in listed(folder)}
+    results = {name: each for name, each in (kept(folder) | dict(found)).items() if name in known}
     text = json.dumps(dict(sorted(results.items())), indent=1, ensure_ascii=False) + "\n"
     (folder / RESULTS).write_text(text, encoding="utf-8")
     page = folder / PAGE

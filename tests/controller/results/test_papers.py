@@ -64,6 +64,15 @@ def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_d
     assert noted[0].runs() == noted[2].runs() == usual.runs() != other.runs(), "a row that is new needs no run"
 
 
+def test_what_is_no_longer_listed_is_no_longer_kept(tmp_path: Path) -> None:
+    (tmp_path / papers.LIST).write_text("stahl-example: {}\n")
+    (tmp_path / papers.PAGE).write_text("")
+    (tmp_path / papers.RESULTS).write_text(json.dumps({"gone": {}}))
+    result = json.loads((DOCS / papers.RESULTS).read_text())["stahl-example"]
+    papers.keep(tmp_path, {"stahl-example": result})
+    assert list(papers.kept(tmp_path)) == ["stahl-example"]
+
+
 def test_runs_that_did_not_finish_are_no_result(tmp_path: Path) -> None:
     entry = papers.Entry("stahl-example")
     with pytest.raises(InputError, match="a run of stahl-example is not there: run 'testbed papers' again"):
