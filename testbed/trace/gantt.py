@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from testbed.common.lazy import np, npt
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes, overlaps
+from testbed.trace.intervals import Interval, Intervals, intervals, lanes, overlaps
 from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
@@ -174,18 +174,18 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
         found.append(numbers[bar.device, bar.kind, bar.label])
         began.append(bar.start)
         ended.append(bar.end)
-    order = np.argsort(np.asarray(found), kind="stable")
+    order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(found)))
     counts = np.bincount(found, minlength=len(numbers)).tolist()
     del found  # of ten million bars all these columns are large
-    starts = np.asarray(began)[order]
+    both = np.empty((len(order), 2))
+    both[:, 0] = np.asarray(began)[order]
     del began
-    stops = np.asarray(ended)[order]
+    both[:, 1] = np.asarray(ended)[order]
     del ended, order
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
     first = 0
     for (device, kind, label), length in zip(numbers, counts, strict=True):
-        own = slice(first, first + length)
-        first += length
         labels = stretches.setdefault(device, {}).setdefault(kind, {})
-        labels[label] = in_order(np.stack((starts[own], stops[own]), axis=1))
+        labels[label] = both[first : first + length]
+        first += length
     return stretches
