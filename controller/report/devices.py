@@ -94,10 +94,10 @@ def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Posi
 
 
 @mpl.rc_context(STYLE)
-def draw_owned(owned: Mapping[str, Mapping[str, int]], *, width: float = WIDTH) -> Figure:
+def draw_owned(owned: Mapping[str, Mapping[str, int]], order: str = "the scenario", *, width: float = WIDTH) -> Figure:
     """Draw a disc for each device and class, its area in proportion to the samples.
 
-    ``owned`` are the samples of each device by class, as a manifest has them.
+    ``owned`` are the samples of each device by class, as a manifest has them, in the order of what ``order`` says.
     """
     figure = Figure((width, HEIGHT), layout="constrained")
     axes = figure.subplots()
@@ -108,7 +108,7 @@ def draw_owned(owned: Mapping[str, Mapping[str, int]], *, width: float = WIDTH) 
     named = len(owned) <= MOST_OWNERS_NAMED
     if named:
         axes.set_xticks(range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0)
-    axes.set_xlabel("device" if named else "device, by its place in the scenario")
+    axes.set_xlabel("device" if named else f"device, by its place in {order}")
     axes.set_ylabel("class")
     axes.set_xlim(-0.5, len(owned) - 0.5)
     axes.set_ylim(min(classes) - 0.7, max(classes) + 0.7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from testbed.common import formats
@@ -72,6 +72,11 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
         groups.setdefault(f"{alone}|{_requested(row)}", []).append(row)
     found = [_group(members) for members in groups.values()]
     return sorted(found, key=lambda group: group.problem is None)
+
+
+def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
+    """Return what all these links carried, whatever is asked of each."""
+    return replace(_group(rows), name=f"all {len(rows):,}", requested=formats.NONE, problem=None)
 
 
 def _requested(row: Mapping[str, Any]) -> str:

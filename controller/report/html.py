@@ -17,9 +17,11 @@ from controller.report.plots import FEW, STYLES, Axis, Draw, Line, Window, inlin
 from controller.report.sections import directions, expected, holdings, sections
 from controller.report.tables import Section
 from controller.report.terminal import VERDICTS
+from controller.report.thinning import abridged, devices_shown
 from controller.report.timeline import shaded, timeline
-from controller.results.recorder import of_run
+from controller.results.recorder import facts_of
 from controller.results.run import Run, value_text
+from testbed.common.yamltext import written
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
@@ -110,9 +112,9 @@ def render(run: Run) -> str:
             fell=any(row["down"] for row in metrics["devices"].values()),
             directions=directions(run),
             reproduce=_reproduce(run),
-            scenario_text=of_run(run.trial),
-            plan_text=json.dumps(run.plan.model_dump(mode="json"), indent=2),
-            manifest=[pair for pair in _flat(run.manifest) if not pair[0].startswith("owned.")],
+            scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
+            plan_text=json.dumps(abridged(run.plan.model_dump(mode="json"), "plan.json"), indent=2),
+            manifest=list(_flat({key: value for key, value in run.manifest.items() if key != "owned"})),
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],
         )
@@ -176,10 +178,7 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
         yield _own_chart(curve, draw, end)
     if run.experiment.radio is not None:
         yield _map(run)
-    if owned := run.manifest.get("owned"):
-        most = max(count for each in owned.values() for count in each.values())
-        note = f"Training samples of each device by class: the largest disc is {most:,} samples, areas in proportion."
-        yield "Who owns what", note, partial(devices.draw_owned, owned)
+    yield from _owned(run)
 
 
 def _map(run: Run) -> tuple[str, str, Draw]:
@@ -190,6 +189,21 @@ def _map(run: Run) -> tuple[str, str, Draw]:
     plot = partial(devices.draw_map, radio.positions, devices.reception(run.experiment.links), holdings(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
+
+
+def _owned(run: Run) -> Iterator[tuple[str, str, Draw]]:
+    """Draw who owns how many samples, of the devices that are in their table."""
+    owned = run.manifest.get("owned", {})
+    shown = {name: owned[name] for name in devices_shown(run.metrics["devices"]) if name in owned}
+    if not shown:
+        return
+    most = max(count for each in shown.values() for count in each.values())
+    note = f"Training samples of each device by class: the largest disc is {most:,} samples, areas in proportion."
+    order = "the scenario"
+    if left_out := len(owned) - len(shown):
+        note += f" {left_out:,} more devices are left out here; manifest.json has all."
+        order = "the table of devices"
+    yield "Who owns what", note, partial(devices.draw_owned, shown, order)
 
 
 def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw], end: float) -> tuple[str, str, Draw]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from statistics import fmean
 from typing import Any, Literal
 
 from controller.report import declared
-from controller.report.grouping import describe, group_links, measured, name_of
+from controller.report.grouping import describe, group_links, measured, name_of, together
 from controller.report.tables import BARS, Cell, Column, Section, figures
+from controller.report.thinning import MOST, devices_shown, links_shown, shortened
 from controller.results.run import Run
 from testbed.common import formats
 from testbed.network.link import links_from_json
@@ -16,8 +18,8 @@ from testbed.scenario.expect import Expectation
 from testbed.trace.log import EventLog
 from testbed.trace.registry import kind_of
 
-MOST_DIRECTIONS = 400
-"""Links of a run, and changes of links, that a page lists one by one."""
+MOST_PRINTED = 24
+"""Devices, links or faults that a terminal has."""
 
 
 def sections(run: Run) -> Iterator[Section]:
@@ -31,13 +33,14 @@ def sections(run: Run) -> Iterator[Section]:
         *declared.tables(run),
     ):
         if section.rows:
-            yield section
+            yield shortened(section)
 
 
 def _devices(run: Run) -> Section:
     devices, emulated = run.metrics["devices"], run.outcome.runtime == "emulate"
     kinds = ["compute", "send", "receive", *(["down"] if any(row["down"] for row in devices.values()) else []), "idle"]
-    held = holdings(run)
+    held, shown = holdings(run), devices_shown(devices)
+    left_out = len(devices) - len(shown)
 
     def spent(kind: str, row: Mapping[str, Any]) -> Cell:
         if not row[kind]:
@@ -45,10 +48,11 @@ def _devices(run: Run) -> Section:
         share = f"{formats.whole_share(row[f'{kind}_share']):>3}"
         return Cell(formats.seconds(row[kind]), share, "no" if kind == "down" else "")
 
-    rows = [
-        [
+    def cells(name: str, words: str, profile: Cell, row: Mapping[str, Any]) -> list[Cell]:
+        return [
             Cell(name),
-            Cell(row["profile"], formats.speed(row["speed"])),
+            *([Cell(words)] if left_out else []),
+            profile,
             *([Cell(held.get(name, formats.NONE))] if held else []),
             Cell("", shares={kind: row[f"{kind}_share"] for kind in BARS}),
             *(spent(kind, row) for kind in kinds),
@@ -56,10 +60,16 @@ def _devices(run: Run) -> Section:
             Cell(formats.size(row["bytes_received"])),
             *([Cell(formats.share(row["deficit_share"]))] if emulated else []),
         ]
-        for name, row in devices.items()
+
+    rows = [
+        cells(name, words, Cell(devices[name]["profile"], formats.speed(devices[name]["speed"])), devices[name])
+        for name, words in shown.items()
     ]
+    if left_out:
+        rows.insert(0, cells(f"all {len(devices):,}", "", Cell(formats.NONE), _together(devices.values())))
     columns = (
         Column("Device", "name"),
+        *([Column("Shown for", where="wide")] if left_out else []),
         Column("Profile", where="wide"),
         *([Column("Holds", where="page")] if held else []),
         Column("Share", where="wide"),
@@ -72,7 +82,20 @@ def _devices(run: Run) -> Section:
     )
     note += " Down lasts until the device has booted again." if "down" in kinds else ""
     note += " Deficit: share of the undisturbed steps that the host was too slow by." if emulated else ""
-    return Section("Devices", note, "time and share of the run; what overlaps counts in both", columns, rows, most=24)
+    if left_out:
+        note += (
+            " All together: the sums of their times, as a share of the time of all. Of alike ones the first are shown."
+        )
+    brief = "time and share of the run; what overlaps counts in both"
+    return Section("Devices", note, brief, columns, rows, most=MOST_PRINTED, left_out=left_out)
+
+
+def _together(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the figures of devices as if they were one, the deficit being that of the worst."""
+    names = ("compute", "send", "receive", "communicate", "down", "idle")
+    found = {name: sum(row[name] for row in devices) for name in (*names, "bytes_sent", "bytes_received")}
+    shares = {f"{name}_share": fmean(row[f"{name}_share"] for row in devices) for name in names}
+    return found | shares | {"deficit_share": max(row["deficit_share"] for row in devices)}
 
 
 def holdings(run: Run) -> dict[str, str]:
@@ -97,9 +120,16 @@ def _links(run: Run) -> Section:
     # Of programs of one's own only what each device sends is known, not over which link.
     counted = run.trial.scenario.workload.task != "program"
     rows = []
-    for group in group_links(run.metrics["links"]):
+    links = run.metrics["links"]
+    groups, left_out = [(group, "") for group in group_links(links)], 0
+    if len(groups) > MOST:  # hardly two are alike
+        shown = links_shown(links)
+        left_out = len(links) - len(shown)
+        groups = [(together(links), ""), *((group_links([link])[0], words) for link, words in shown)]
+    for group, words in groups:
         measured = Cell(group.measured, group.problem or "", "no" if group.problem else "")
-        cells = [Cell(group.name), Cell(group.requested), *([measured] if emulated else [])]
+        cells = [Cell(group.name), *([Cell(words)] if left_out else []), Cell(group.requested)]
+        cells += [measured] if emulated else []
         rows.append([*cells, *([Cell(group.traffic), Cell(group.used)] if counted else [])])
     found = f", and as measured before the run{shaped}" if emulated else "; a simulation measures nothing"
     note = f"Rate and one-way delay as the scenario asks for them{found}. "
@@ -107,9 +137,10 @@ def _links(run: Run) -> Section:
         note += '"Used" is the busiest direction\'s share of what its rate could have carried.'
     else:
         note += "Which link carried what is not known of programs of one's own."
-    columns = (Column("Link", "name"), Column("Requested"), *([Column("Measured")] if emulated else []))
+    columns = (Column("Link", "name"), *([Column("Shown for", where="wide")] if left_out else []), Column("Requested"))
+    columns += (Column("Measured"),) if emulated else ()
     columns += (*figures("Carried"), *figures("Used", where="wide")) if counted else ()
-    return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows)
+    return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows, most=MOST_PRINTED, left_out=left_out)
 
 
 def _across(run: Run) -> str:
@@ -132,35 +163,35 @@ def _changed(run: Run) -> Section:
     for event in EventLog.made_of(run.outcome.events).of("link"):
         (link,) = links_from_json([event.fields]).values()
         changes.setdefault((event.time, describe(link.to_json())), []).append(event.fields)
-    rows = [
-        [Cell(formats.moment(time)), Cell(name_of(links)), Cell(link)]
-        for (time, link), links in list(changes.items())[:MOST_DIRECTIONS]
-    ]
+    rows = [[Cell(formats.moment(time)), Cell(name_of(links)), Cell(link)] for (time, link), links in changes.items()]
     brief = "by faults, a trace or by hand; time since the start of the workload"
     columns = (*figures("At"), Column("Link", "name"), Column("From then on"))
-    return Section("Links that changed", f"{brief.capitalize()}.", brief, columns, rows, most=12)
+    return Section("Links that changed", f"{brief.capitalize()}.", brief, columns, rows, most=12, all_in="events.jsonl")
 
 
 def directions(run: Run) -> Section | None:
-    """Return every direction of every link, where the table of links puts several into one and they are not many."""
+    """Return every direction of every link, or those that stand out, where the table of links puts several into one."""
     links, emulated = run.metrics["links"], run.outcome.runtime == "emulate"
-    if not len(group_links(links)) < len(links) <= MOST_DIRECTIONS:
+    if not len(group_links(links)) < min(len(links), MOST + 1):
         return None
+    shown = links_shown(links)
+    left_out = len(links) - len(shown)
     rows = [
         [
             Cell(link["source"]),
             Cell(link["destination"]),
+            *([Cell(words)] if left_out else []),
             Cell(describe(link["requested"])),
             *([Cell(measured([link["measured"]] if link["measured"] else []))] if emulated else []),
             Cell(str(link["messages"])),
             Cell(formats.size(link["bytes"])),
             Cell(formats.share(link["used_share"])),
         ]
-        for link in links
+        for link, words in shown
     ]
-    asked = (Column("From", "name"), Column("To", "name"), Column("Requested"))
+    named = (Column("From", "name"), Column("To", "name"), *([Column("Shown for")] if left_out else []))
     found = (*([Column("Measured")] if emulated else []), *figures("Messages", "Bytes", "Used"))
-    return Section("", "", "", (*asked, *found), rows)
+    return Section("", "", "", (*named, Column("Requested"), *found), rows, left_out=left_out)
 
 
 def _objects(metrics: Mapping[str, Any]) -> Section:
@@ -180,7 +211,7 @@ def _objects(metrics: Mapping[str, Any]) -> Section:
     )
     brief = "in each picture, as first answered; sides as shares of the input"
     columns = (Column("Picture", "name"), Column("Object", "name"), *figures("Score", "Left", "Top", "Right", "Bottom"))
-    return Section("Objects", note, brief, columns, rows, most=20)
+    return Section("Objects", note, brief, columns, rows, most=20, all_in="boxes.json")
 
 
 def _faults(metrics: Mapping[str, Any]) -> Section:
@@ -200,7 +231,7 @@ def _faults(metrics: Mapping[str, Any]) -> Section:
     note = 'Instants since the start of the workload. "Late" is how long after its intended instant a fault struck.'
     columns = (Column("Fault", "name"), *figures("Intended", "Late", where="page"))
     columns += figures("Struck", "Noticed", "Undone", "Resumed", "Recovery")
-    return Section("Faults", note, "time since the start of the workload", columns, rows)
+    return Section("Faults", note, "time since the start of the workload", columns, rows, most=MOST_PRINTED)
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:

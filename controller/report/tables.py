@@ -80,6 +80,10 @@ class Section:
     """Rows on the terminal: the first ones, or the last where it is negative."""
     sortable: bool = False
     """Whether a click on a heading of the page sorts the rows."""
+    left_out: int = 0
+    """Rows that are on neither."""
+    all_in: str = "metrics.json"
+    """The file beside the page that has all."""
 
 
 def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
@@ -133,9 +137,10 @@ def draw(section: Section, width: int) -> Group:
         for row in rows:
             table.add_row(*(row[index] for index in block))
         parts += [Text(), table] if parts else [table]
-    if left := len(section.rows) - len(rows):
-        before = " before them" if section.most < 0 else ""
-        parts.append(Text(f"  and {left} more{before} in the report", style="dim"))
+    before = " before them" if section.most < 0 else ""
+    more = {"the report": len(section.rows) - len(rows), section.all_in: section.left_out}
+    if left := [f"{count:,} more{before} in {where}" for where, count in more.items() if count]:
+        parts.append(Text(f"  and {', '.join(left)}", style="dim"))
     if not section.title:
         return Group(*parts)
     # A table's own title would wrap at the table's width; what is too long for 80 columns goes on at the note.

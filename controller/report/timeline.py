@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from controller.report.thinning import MOST, devices_shown
 from controller.results.run import Run
 from testbed.trace.gantt import CHARTED, Bar, bars, spans
-from testbed.trace.intervals import Interval, joined
+from testbed.trace.intervals import Interval, joined, union
 from testbed.trace.log import EventLog
 
 KINDS = ("compute", "send", "receive", "down")
@@ -33,12 +34,12 @@ def timeline(run: Run) -> dict[str, Any]:
     """
     metrics = run.metrics
     end = metrics["duration"]
-    devices = list(metrics["devices"])[:MOST_DEVICES]
+    devices = list(devices_shown(metrics["devices"]))[:MOST_DEVICES]
     log = EventLog.made_of(run.outcome.events)
     views = interesting(run)
     many = len(log.of(*CHARTED)) > MOST_BARS
-    found = _joined(log, end, [(view["start"], view["end"]) for view in views[1:]]) if many else bars(log, end)
     known = set(devices)
+    found = _joined(log, end, [(view["start"], view["end"]) for view in views[1:]], known) if many else bars(log, end)
     shown = (bar for bar in found if bar.device in known and bar.start <= end)
     charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
     words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
@@ -72,7 +73,17 @@ def shaded(run: Run) -> list[dict[str, Any]]:
         windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
     for pause in run.pauses:
         windows.append({"start": pause.start, "end": pause.end, "label": pause.name, "style": "recovery"})
-    return windows
+    return windows if len(windows) <= MOST else list(_overlaid(windows))
+
+
+def _overlaid(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield those that overlap as one: hundreds of them, one over the other, would hide all else."""
+    for style in ("fault", "recovery"):
+        own = [window for window in windows if window["style"] == style]
+        for start, end in union((window["start"], window["end"]) for window in own).tolist():
+            labels = [window["label"] for window in own if start <= window["start"] < end]
+            label = labels[0] if len(labels) == 1 else f"{len(labels)} times a {style}"
+            yield {"start": start, "end": end, "label": label, "style": style}
 
 
 def interesting(run: Run) -> list[dict[str, Any]]:
@@ -108,11 +119,14 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     return [view for view in views if view["end"] > view["start"]]
 
 
-def _joined(log: EventLog, end: float, keep: Sequence[Interval]) -> Iterator[Bar]:
-    """Yield the bars in some stretches and all outages, and of the others alike ones that nearly touch as one."""
+def _joined(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
+    """Yield the bars in some stretches and all outages, and of the others alike ones that nearly touch as one.
+
+    Of other devices than some there may be a few.
+    """
     yield from bars(log, end, keep) if keep else ()
     for device, kinds in spans(log, end).items():
-        for kind, labels in kinds.items():
+        for kind, labels in kinds.items() if device in devices else ():
             for label, own in labels.items():
                 near = [(own[:, 0] < to) & (since < own[:, 1]) for since, to in keep]
                 rest = own[~np.logical_or.reduce([own[:, 0] > end, *near])]

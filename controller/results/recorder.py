@@ -158,7 +158,10 @@ class Recorder:
             self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
             self._manifest_file(self._manifest)
             scenario, sources = with_local_sources(trial.scenario)
-            for name, text in {"scenario.yaml": of_run(replace(trial, scenario=scenario)), **sources}.items():
+            for name, text in {
+                "scenario.yaml": written(facts_of(replace(trial, scenario=scenario))),
+                **sources,
+            }.items():
                 (self.path / name).write_text(text, encoding="utf-8")
             keep(self.path, trial, self._declared, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
@@ -262,13 +265,16 @@ def numbered(folder: Path) -> Path:
 
 def scenario_yaml(scenario: Scenario) -> str:
     """Return the scenario as YAML with every default spelled out; it loads back equal."""
-    return written(scenario.model_dump(mode="json", by_alias=True, exclude_none=True))
+    return written(_keys(scenario))
 
 
-def of_run(trial: Trial) -> str:
-    """Return the scenario of a run as YAML: without the publication's figures where these are of a whole sweep."""
-    scenario = trial.scenario
-    return scenario_yaml(scenario.model_copy(update={"paper": None}) if trial.point else scenario)
+def facts_of(trial: Trial) -> dict[str, Any]:
+    """Return the scenario of a run by its keys: without the publication's figures where these are of a whole sweep."""
+    return _keys(trial.scenario.model_copy(update={"paper": None}) if trial.point else trial.scenario)
+
+
+def _keys(scenario: Scenario) -> dict[str, Any]:
+    return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def keep_paper(folder: Path, part: PaperPart) -> None:

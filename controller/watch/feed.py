@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from io import SEEK_END
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Tail:
         return float(json.loads(last)["time"]) if begun else 0.0
 
 
-def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]:
+def batches(folder: Path, drawn: Collection[str], pace: float | None = None) -> Iterator[dict[str, Any]]:
     """Yield what happened, in batches: ``events`` (as `shown` has them), ``now`` (seconds of the run), ``over``.
 
     The run may be finished or not. ``pace`` is in seconds of the run in a second of the reader's, from the run's start;
@@ -83,22 +83,22 @@ def batches(folder: Path, pace: float | None = None) -> Iterator[dict[str, Any]]
         now = due if pace is not None and not behind else max([now, *(event["time"] for event in ready)])
         over = facts["status"] != RUNNING and not waiting and not behind
         status = {"status": facts["status"], "error": facts["error"]} if over else None
-        yield {"events": shown(ready, due), "now": now, "over": status}
+        yield {"events": shown(ready, drawn, due), "now": now, "over": status}
         if over:
             return
         if not behind:
             time.sleep(INTERVAL)
 
 
-def shown(events: list[dict[str, Any]], now: float) -> list[dict[str, Any]]:
-    """Return what the page needs of some events: bars of the last `HISTORY` seconds, and all that is not a bar."""
+def shown(events: list[dict[str, Any]], drawn: Collection[str], now: float) -> list[dict[str, Any]]:
+    """Return what the page needs of events: bars of ``drawn`` devices in the last `HISTORY` seconds, and all else."""
     found = []
     for event in events:
         kind = event["event"]
         if kind in _UNSHOWN:
             continue
         if kind in BARS:
-            if event["time"] >= now - HISTORY:
+            if event["device"] in drawn and event["time"] >= now - HISTORY:
                 start = event.get("start", event["time"] - event.get("duration", 0.0))
                 found.append(
                     {

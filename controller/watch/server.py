@@ -8,13 +8,14 @@ import secrets
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import flask
 from jinja2 import Environment, PackageLoader
 
+from controller.report.thinning import MOST
 from controller.results.declared import declared_in
 from controller.results.files import begun
 from controller.watch.feed import batches
@@ -45,12 +46,13 @@ def application(
     facts = {"token": token, "strikes": strike is not None}
     trial = begun(folder)
     shown = described(trial, declared_in(folder, trial))
+    drawn = frozenset(shown["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
     app.register_error_handler(TestbedError, lambda error: ({"error": refusal(str(error))}, 400))
     app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
-    app.get("/events", endpoint="events")(lambda: _stream(folder, pace))
+    app.get("/events", endpoint="events")(lambda: _stream(folder, drawn, pace))
     if strike is not None:
         app.post("/strike", endpoint="strike")(lambda: {"done": strike(_fault(flask.request.get_json()))})
     return app
@@ -72,20 +74,23 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     return None
 
 
-def _stream(folder: Path, pace: float | None) -> flask.Response:
-    lines = (f"data: {json.dumps(batch)}\n\n" for batch in batches(folder, pace))
+def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.Response:
+    lines = (f"data: {json.dumps(batch)}\n\n" for batch in batches(folder, drawn, pace))
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def described(trial: Trial, declared: Reporting) -> dict[str, Any]:
-    """Return what the page must know of a run before its first event."""
+    """Return what the page must know of a run before its first event; of very many devices it draws the first."""
     experiment, radio = trial.experiment, trial.experiment.radio
-    links = experiment.links.items()
+    drawn = [device.name for device in experiment.devices[:MOST]]
+    known = frozenset(drawn)
+    links = [(pair, link) for pair, link in experiment.links.items() if known.issuperset(pair)]
     return {
         "name": trial.scenario.name,
         "steps": trial.scenario.workload.steps,
-        "devices": [device.name for device in experiment.devices],
-        "positions": {} if radio is None else {name: list(radio.positions[name]) for name in radio.positions},
+        "devices": drawn,
+        "left_out": len(experiment.devices) - len(drawn),
+        "positions": {} if radio is None else {name: list(radio.positions[name]) for name in drawn},
         "pauses": [each.name for each in declared.events if each.pause],
         "links": [{"source": a, "destination": b, "rate": link.rate, "delay": link.delay} for (a, b), link in links],
     }

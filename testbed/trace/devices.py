@@ -8,7 +8,7 @@ down + idle is the duration.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -17,12 +17,14 @@ from testbed.common.lazy import np
 from testbed.trace.figures import Figure
 from testbed.trace.gantt import BarKind
 from testbed.trace.host import deficits, lateness, waited
-from testbed.trace.intervals import Intervals, clip, subtract, total, union
+from testbed.trace.intervals import Intervals, subtract, total, union
 from testbed.trace.log import EventLog
 from testbed.trace.record import Record
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
 _COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "flops", "busy", "deficit")
+_TOGETHER = 1 << 17
+"""Bars of devices that are looked at together, about: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
 OF_DEVICES: dict[str, FigureKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
@@ -43,11 +45,12 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
     table = {}
     done, late = _work(record.log), deficits(record.log, record.phase)
     waiting = waited(record.log, record.phase)
+    spent = _activity(record)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
         if held := record.plan.of(spec.name):
             row["units"] = [end for piece in held for end in (piece.first, piece.last)]
-        row |= _activity({kind: record.spans(spec.name, kind) for kind in KINDS}, record.end)
+        row |= spent[spec.name]
         row |= done.get(spec.name, dict.fromkeys(_COUNTED, 0))
         if (energy := spec.joules(record.end - row["down"], row["compute"])) is not None:
             row["energy"] = energy
@@ -58,16 +61,56 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
     return table
 
 
-def _activity(charted: Mapping[BarKind, Intervals], end: float) -> dict[str, float]:
-    compute, send, receive, down = (union(clip(charted[kind], 0.0, end)) for kind in KINDS)
+def _activity(record: Record) -> dict[str, dict[str, float]]:
+    """Return by device the seconds and the shares of each of `_SPENT`."""
+    found: dict[str, dict[str, float]] = {}
+    some: dict[str, list[Intervals]] = {}
+    bars = 0
+    for number, spec in enumerate(record.experiment.devices, 1):
+        some[spec.name] = [record.spans(spec.name, kind) for kind in KINDS]
+        bars += sum(map(len, some[spec.name]))
+        if bars >= _TOGETHER or number == len(record.experiment.devices):
+            found |= _activity_of(some, record.end)
+            some, bars = {}, 0
+    return found
+
+
+def _activity_of(charted: Mapping[str, Sequence[Intervals]], end: float) -> dict[str, dict[str, float]]:
+    """Return the same of some devices, of which the stretches of each of `KINDS` are given.
+
+    They lie one behind the other on one axis, which counts the instants at which something begins or ends: thousands of
+    devices take a few operations on all of their stretches, in place of as many on a few stretches of each.
+    """
+    kinds = list(zip(*charted.values(), strict=True))
+    stretches = [np.concatenate(each).clip(0.0, end) for each in kinds]
+    instants = np.unique(np.concatenate([(0.0, end), *(each.ravel() for each in stretches)]))
+    devices = np.arange(len(charted))[:, None] * len(instants)
+
+    def on_axis(times: Intervals, owners: Any) -> Intervals:
+        return np.asarray(np.searchsorted(instants, times) + owners, dtype=float)
+
+    def seconds(part: Intervals) -> list[float]:
+        owners, places = np.divmod(part.astype(int), len(instants))
+        lengths = instants[places[:, 1]] - instants[places[:, 0]]
+        return np.bincount(owners[:, 0], lengths, len(charted)).astype(float).tolist()  # type: ignore[no-any-return]
+
+    whole = on_axis(np.array([(0.0, end)]), devices)
+    compute, send, receive, down = (
+        union(on_axis(times, np.repeat(devices, list(map(len, own)), axis=0)))
+        for times, own in zip(stretches, kinds, strict=True)
+    )
     # What a dead device was said to do (a send that was retried meanwhile, say) is not activity.
     compute, send, receive = (subtract(part, down) for part in (compute, send, receive))
     communicate = subtract(np.concatenate((send, receive)), compute)
-    idle = subtract([(0.0, end)], np.concatenate((compute, send, receive, down)))
-    parts = {"compute": compute, "send": send, "receive": receive, "communicate": communicate, "down": down}
-    seconds = {name: total(part) for name, part in {**parts, "idle": idle}.items()}
-    shares = {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
-    return seconds | shares
+    idle = subtract(whole, np.concatenate((compute, send, receive, down)))
+    spent = zip(*map(seconds, (compute, send, receive, communicate, down, idle)), strict=True)
+    return {
+        name: _with_shares(dict(zip(_SPENT, each, strict=True)), end) for name, each in zip(charted, spent, strict=True)
+    }
+
+
+def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
+    return seconds | {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
 
 
 def _work(log: EventLog) -> dict[str, dict[str, Any]]:
@@ -93,7 +136,8 @@ def _share(seconds: float, phase: Intervals) -> float:
 
 
 def _mean(key: str, record: Record) -> float | None:
-    used = [row[key] for name, row in record.cached(devices).items() if name in record.plan.devices]
+    planned = set(record.plan.devices)
+    used = [row[key] for name, row in record.cached(devices).items() if name in planned]
     return fmean(used) if used else None
 
 

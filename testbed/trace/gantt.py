@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from testbed.common.lazy import np, npt
 from testbed.trace.disturbances import strikes
 from testbed.trace.events import Event
-from testbed.trace.intervals import Interval, Intervals, in_order, intervals, lanes, overlaps
+from testbed.trace.intervals import Interval, Intervals, intervals, lanes, overlaps
 from testbed.trace.log import EventLog
 
 BarKind = Literal["compute", "send", "receive", "down"]
@@ -55,18 +55,15 @@ def run_end(events: Sequence[Event], lead: str) -> float:
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
     """Return when which device was dead or frozen by a fault."""
     bars = []
-    states = EventLog.made_of(events).of("state")
+    came: defaultdict[str, list[float]] = defaultdict(list)
+    for device, time, state in EventLog.made_of(events).of("state").rows("device", "time", "state"):
+        if state in ("up", "started"):
+            came[device].append(time)
     for strike in strikes(events):
         if strike.action not in ("kill", "pause"):
             continue
         # "Undone" is when the restart was ordered; the device is back when it says so.
-        back = [
-            event.time
-            for event in states
-            if event.device == strike.target
-            and event.fields.get("state") in ("up", "started")
-            and event.time > strike.struck
-        ]
+        back = [time for time in came[strike.target] if time > strike.struck]
         returned = min(back) if back and strike.action == "kill" else strike.undone
         bars.append(Bar(strike.target, "down", strike.struck, end if returned is None else returned, strike.action))
     return bars
@@ -174,18 +171,18 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
         found.append(numbers[bar.device, bar.kind, bar.label])
         began.append(bar.start)
         ended.append(bar.end)
-    order = np.argsort(np.asarray(found), kind="stable")
+    order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(found)))
     counts = np.bincount(found, minlength=len(numbers)).tolist()
     del found  # of ten million bars all these columns are large
-    starts = np.asarray(began)[order]
+    both = np.empty((len(order), 2))
+    both[:, 0] = np.asarray(began)[order]
     del began
-    stops = np.asarray(ended)[order]
+    both[:, 1] = np.asarray(ended)[order]
     del ended, order
     stretches: dict[str, dict[BarKind, dict[str, Intervals]]] = {}
     first = 0
     for (device, kind, label), length in zip(numbers, counts, strict=True):
-        own = slice(first, first + length)
-        first += length
         labels = stretches.setdefault(device, {}).setdefault(kind, {})
-        labels[label] = in_order(np.stack((starts[own], stops[own]), axis=1))
+        labels[label] = both[first : first + length]
+        first += length
     return stretches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,6 +15,8 @@ from testbed.trace.record import Record, Step
 
 BEFORE, BETWEEN, AFTER = "before", "between", "after"
 """Phases without a disturbance: up to the first one, between two, after the last one."""
+MOST_NAMED = 8
+"""Disturbances of a phase that its row names; of more the first."""
 
 
 @dataclass
@@ -102,12 +104,17 @@ def _timed(metrics: Metrics) -> list[dict[str, Any]]:
     return [phase for phase in metrics["phase_list"] if phase["steps"] or phase["requests"]]
 
 
+def _named(phase: Mapping[str, Any]) -> str:
+    names = phase["name"].split(" + ")
+    return " + ".join(names if len(names) <= MOST_NAMED else [*names[:2], f"{len(names) - 2} more"])
+
+
 TABLE = Table(
     "Phases",
     "Steps or requests with no beginning or end of a disturbance in them; medians",
     _timed,
     (
-        Column("Phase", "text", "name"),
+        Column("Phase", "text", _named),
         Column("From", "moment", "start"),
         Column("For", "seconds", "seconds"),
         Column("Number", "number", lambda phase: phase["steps"] or phase["requests"]),

@@ -114,6 +114,8 @@ class Record:
         """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
         labels = self._spans.get(device, {}).get(kind, {})
         found = [own for name, own in labels.items() if label in (None, name)]
+        if len(found) == 1:
+            return found[0]
         return in_order(np.concatenate(found)) if found else np.empty((0, 2))
 
     @cached_property

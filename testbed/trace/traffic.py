@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from functools import cache
 from itertools import compress, repeat
 from statistics import median
 from typing import Any
@@ -95,6 +96,7 @@ def links(record: Record) -> list[dict[str, Any]]:
     bounded = record.experiment.bounded_links()
     order = [pair for pair in known if pair in count or pair in measured]
     order += [pair for pair in count if pair not in known]
+    asked = cache(lambda link: link and asdict(link))  # of thousands of links most are asked the same of
     rows = []
     for pair in order:
         found = measured.get(pair)
@@ -107,7 +109,7 @@ def links(record: Record) -> list[dict[str, Any]]:
                 "bytes": size[pair],
                 "casts": casts[pair],
                 "casts_heard": heard[pair],
-                "requested": None if requested is None else asdict(requested),
+                "requested": asked(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": found.figures() if found else None,
                 "problem": found.problem if found else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
+from controller.report.thinning import MOST
 from controller.results.recorder import Recorder
 from controller.watch import feed
 from controller.watch.feed import Tail, batches, shown
@@ -83,7 +84,7 @@ def test_a_run_that_is_over_is_told_to_its_end(folder: Path) -> None:
 
 def test_events_are_told_as_they_come(tmp_path: Path) -> None:
     begun = Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
-    feed = batches(begun.path)
+    feed = batches(begun.path, {"a", "b"})
     assert next(feed)["events"] == []
     step = next(event for event in recorded.events() if event.event == "step")
     begun.event(step)
@@ -108,9 +109,9 @@ def test_a_run_of_any_length_is_read_a_block_at_a_time(
     folder: Path, pace: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "INTERVAL", 0.0)
-    (whole,) = (batch for batch in batches(folder, pace) if batch["over"])
+    (whole,) = (batch for batch in batches(folder, {"a", "b"}, pace) if batch["over"])
     monkeypatch.setattr(feed, "BLOCK", 2000)
-    pieces = list(batches(folder, pace))
+    pieces = list(batches(folder, {"a", "b"}, pace))
     assert len(pieces) > 3
     assert max(len(json.dumps(piece["events"])) for piece in pieces) < 5000
     assert [event for piece in pieces for event in piece["events"]] == whole["events"]
@@ -119,7 +120,20 @@ def test_a_run_of_any_length_is_read_a_block_at_a_time(
 
 def test_old_bars_are_not_told() -> None:
     events = [{"time": time, "device": "a", "event": "compute", "duration": 0.5} for time in (1.0, 100.0)]
-    assert [event["start"] for event in shown(events, 100.0)] == [99.5]
+    assert [event["start"] for event in shown(events, {"a"}, 100.0)] == [99.5]
+
+
+def test_of_very_many_devices_the_first_are_drawn() -> None:
+    many = recorded.trial(
+        devices={"lead": {"speed": "1gflops"}, "client": {"speed": "1gflops", "count": MOST + 100}},
+        network={"topology": "star", "link": {"rate": "8mbit", "delay": "10ms"}},
+        faults=[],
+    )
+    told = described(many, METHODS["pipeline"].declared)
+    assert (len(told["devices"]), told["left_out"]) == (MOST, 101)
+    assert len(told["links"]) == 2 * (MOST - 1)
+    bars = [{"time": 1.0, "device": name, "event": "compute"} for name in ("client1", f"client{MOST + 1}")]
+    assert [bar["device"] for bar in shown(bars, set(told["devices"]), 1.0)] == ["client1"]
 
 
 def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None:

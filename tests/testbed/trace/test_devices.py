@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from time import process_time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.plan import Piece, Plan
 from testbed.trace.devices import FIGURES, OF_DEVICES, devices
 from testbed.trace.events import Event
 from testbed.trace.record import Record
@@ -161,3 +163,25 @@ def test_every_figure_of_a_device_has_a_kind() -> None:
     memory = Event(1.0, "a", "memory", {"weights": 100, "activations": 10})
     record = with_devices(recorded.record(events=[memory, *recorded.events()]), a={"watts": (2.0, 5.0)})
     assert devices(record)["a"].keys() - described == OF_DEVICES.keys()
+
+
+def test_each_of_many_devices_is_as_it_would_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for record in (recorded.record, recorded.calm_record):
+        together = devices(record())
+        with monkeypatch.context() as patch:
+            patch.setattr("testbed.trace.devices._TOGETHER", 1)
+            assert devices(record()) == together
+
+
+def test_many_devices_take_no_longer_each_than_a_few() -> None:
+    names = [f"client{number}" for number in range(16_000)]
+    fields = {"span": "forward", "start": 0.0, "duration": 1.0}
+    record = recorded.record(events=[Event(1.0, name, "compute", fields) for name in names])
+    spec = record.experiment.devices[0]
+    specs = tuple(replace(spec, name=name) for name in names)
+    record.experiment = replace(record.experiment, devices=specs)
+    pieces = tuple(Piece(device=name, first=0, last=1, memory=1.0) for name in names)
+    record.plan = Plan(method="federated", lead=names[0], pieces=pieces)
+    began = process_time()
+    assert [figure.compute(record) for figure in FIGURES if figure.name == "compute_share"] == [1.0]
+    assert process_time() - began < 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from time import process_time
+
 from testbed.trace.disturbances import recoveries, strikes
 from testbed.trace.events import Event
+from testbed.trace.gantt import outages
 from tests.helpers import recorded
 from tests.helpers.recorded import calm, figures
 
@@ -68,3 +71,17 @@ def test_two_faults_at_one_instant_were_both_outlived() -> None:
         Event(17, "a", "recovery", {"phase": "resumed", "step": 4}),
     ]
     assert [strike.recovered for strike in strikes(events)] == [17, 17, None], "nobody recovers from a throttle"
+
+
+def test_hundreds_of_outages_are_found_without_looking_at_all_devices_for_each() -> None:
+    names = [f"d{number}" for number in range(400)]
+    up = [Event(0.0, f"d{number}", "state", {"state": "up"}) for number in range(8_000)]
+    killed = [
+        Event(1.0, "testbed", "fault", {"action": "kill", "target": name, "phase": "strike", "intended": 1.0})
+        for name in names
+    ]
+    back = [Event(2.0 + number / 1000, name, "state", {"state": "started"}) for number, name in enumerate(names[1:])]
+    began = process_time()
+    found = {bar.device: (bar.start, bar.end) for bar in outages([*up, *killed, *back], 9.0)}
+    assert process_time() - began < 1.5
+    assert found == {"d0": (1.0, 9.0)} | {event.device: (1.0, event.time) for event in back}

@@ -150,3 +150,13 @@ def test_a_phase_with_neither_steps_nor_requests_is_no_row_of_the_table() -> Non
     found = measured([*steps([0.5, 1.0, 3.0, 5.0, 7.0]), fault(0.2, "throttle", "worker1")], 7.0)
     assert len(found["phase_list"]) == 2
     assert [each["name"] for each in TABLE.listed(found)] == ["throttle worker1"]
+
+
+def test_a_phase_of_hundreds_of_faults_has_a_short_name_in_the_report() -> None:
+    named = TABLE.columns[0].of
+    few, many = (
+        " + ".join(f"kill d{number}" for number in range(8)),
+        " + ".join(["kill a", "kill b"] + ["pause c"] * 98),
+    )
+    assert named({"name": few}) == few
+    assert named({"name": many}) == "kill a + kill b + 98 more"
