@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 UNAVAILABLE, TIMED_OUT = 3, 124
 BUILD = ROOT / ".build" / "vm"
+LIBRARIES = BUILD / "libraries"
 HOST_PACKAGES = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "depmod": "kmod"}
 MODULES = [
     *("crc32c_generic", "virtio_pci", "9pnet_virtio", "9p", "overlay"),
@@ -113,6 +114,7 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
         "HOME": os.environ.get("HOME", "/root"),
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
         "LC_ALL": "C",
+        "LD_LIBRARY_PATH": str(LIBRARIES),
         "VM_OUT": str(out),
         "TESTBED_IN_VM": "1",
         "PYTHONPATH": str(ROOT),
@@ -148,10 +150,14 @@ def _in_memory() -> list[Path]:
     """Return the folders and files that the guest has in its memory."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     ours = [ROOT / name for name in ("testbed", "agent", "controller", "tests", "tools")]
-    tools = [sys.executable, *filter(None, map(_tool, TOOLS))]
+    tools = [Path(path).resolve() for path in (sys.executable, *filter(None, map(_tool, TOOLS)))]
+    # By the names that programs ask for: a link on the host has to be read from there each time that it is followed.
+    shutil.rmtree(LIBRARIES, ignore_errors=True)
+    LIBRARIES.mkdir()
     linked = subprocess.run(["ldd", *tools], check=False, capture_output=True, text=True).stdout
-    libraries = re.findall(r"(/\S+) \(0x", linked)
-    found = [*(Path(path).resolve() for path in (*paths, *tools, *libraries, "/etc/ld.so.cache")), *ours]
+    for library in set(re.findall(r"(/\S+) \(0x", linked)):
+        shutil.copy2(library, LIBRARIES)
+    found = [*(Path(path).resolve() for path in (*paths, "/etc/ld.so.cache")), *tools, *ours, LIBRARIES]
     return [path for path in dict.fromkeys(found) if path.is_dir() or path.stat().st_size < _LARGE]
 
 
