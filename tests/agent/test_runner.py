@@ -84,11 +84,9 @@ def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch:
     """Which would keep the program waiting for 70 ms."""
     monkeypatch.setattr(Scripted, "needs_torch", True)
     runners._import_torch.cache_clear()
-    try:
-        deployed(made, "nothing")
-        assert gc.get_freeze_count() > 100_000
-    finally:
-        gc.unfreeze()
+    before = gc.get_freeze_count()
+    deployed(made, "nothing")
+    assert gc.get_freeze_count() > before
 
 
 def test_a_program_runs_once_and_after_another_deployment_again(made: Runner) -> None:

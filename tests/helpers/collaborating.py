@@ -58,7 +58,7 @@ def run(spec: Scenario) -> Outcome:
 
 def of(outcome: Outcome, name: str) -> list[dict]:
     """Return the fields of the events of one name."""
-    return [dict(event.fields) for event in outcome.events if event.event == name]
+    return [dict(event.fields) for event in outcome.events.of(name)]
 
 
 def took_part(outcome: Outcome) -> list[list[str]]:

@@ -10,11 +10,10 @@ from tests.helpers.runs import problem_of
 def stretches(outcome):
     """Return the stretches of a run that were not undone later, as (first batch, window, partition)."""
     kept = []
-    for event in outcome.events:
-        if event.event == "stretch":
-            fields = event.fields
-            kept = [one for one in kept if one[0] < fields["step"]]
-            kept.append((fields["step"], fields["in_flight"], fields["partition"]))
+    for event in outcome.events.of("stretch"):
+        fields = event.fields
+        kept = [one for one in kept if one[0] < fields["step"]]
+        kept.append((fields["step"], fields["in_flight"], fields["partition"]))
     return kept
 
 

@@ -69,7 +69,7 @@ def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=Non
 
 def events(outcome: Outcome, *names: str):
     """Return the events of these names as (device, fields)."""
-    return [(event.device, dict(event.fields)) for event in outcome.events if event.event in names]
+    return [(event.device, dict(event.fields)) for event in outcome.events.of(*names)]
 
 
 def of(outcome: Outcome, name: str) -> list[dict]:

@@ -2,13 +2,13 @@
 
     python tests/netem/vm.py -- .venv/bin/pytest tests/integration/test_shaping.py
 
-The guest has this checkout and the Python environment, without its large packages, in its memory; of the rest it sees
-the host's root file system read-only over 9p with a scratch layer on top. What it writes into ``.build/vm/out``
-(``$VM_OUT`` in the guest) is kept. It has one processor, of 1000 million instructions a second by its own clock, which
-a slow or busy host lets run slower than the world's. The kernel is Debian's package, unpacked and not installed; its
-modules are loaded from an initramfs. KVM is not used, even where its device exists: inside another virtual machine it
-may be there and yet hang. Exit status is the command's, 3 where no such machine can be had here (where the command's
-is 3, it is 1), or 124 when time is up.
+The guest has this checkout, the Python environment without its large packages, and the tools that tests start again
+and again in its memory; of the rest it sees the host's root file system read-only over 9p with a scratch layer on top.
+What it writes into ``.build/vm/out`` (``$VM_OUT`` in the guest) is kept. It has one processor, of 1000 million
+instructions a second by its own clock, which a slow or busy host lets run slower than the world's. The kernel is
+Debian's package, unpacked and not installed; its modules are loaded from an initramfs. KVM is not used, even where its
+device exists: inside another virtual machine it may be there and yet hang. Exit status is the command's, 3 where no
+such machine can be had here (where the command's is 3, it is 1), or 124 when time is up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import os
+import re
 import shlex
 import shutil
 import struct
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 UNAVAILABLE, TIMED_OUT = 3, 124
 BUILD = ROOT / ".build" / "vm"
+LIBRARIES = BUILD / "libraries"
 HOST_PACKAGES = {"qemu-system-x86_64": "qemu-system-x86", "cpio": "cpio", "depmod": "kmod"}
 MODULES = [
     *("crc32c_generic", "virtio_pci", "9pnet_virtio", "9p", "overlay"),
@@ -40,11 +42,14 @@ MODULES = [
 LEFT_OUT = {
     *("torch", "torchgen", "functorch", "scipy", "scipy.libs", "sklearn", "numpy", "numpy.libs", "sympy", "mpmath"),
     *("networkx", "matplotlib", "kiwisolver", "fontTools", "PIL", "pillow.libs", "mypy", "mypyc", "pip", "setuptools"),
-    *("test", "idlelib", "site-packages"),
+    *("dask", "torchmetrics", "narwhals", "asyncssh", "scipy-stubs", "cryptography", "mpl_toolkits"),
+    *("test", "idlelib", "lib2to3", "tkinter", "ensurepip", "site-packages"),
 }
 """Folders that the guest goes without: large, and of no use for links."""
 _LARGE = 10 << 20
 """Bytes of a file that it goes without."""
+TOOLS = ("bash", "sh", "env", "sleep", "nsenter", "ip", "tc")
+"""What its tests start again and again."""
 
 # The guest's clock counts its instructions, a nanosecond each, however slowly the host emulates them. While the guest
 # idled it would go with the host's, and a busy host would make timers late: so the guest never idles, it spins.
@@ -78,7 +83,7 @@ mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=524288 host /h
 mount -t tmpfs scratch /scratch
 mkdir -p /scratch/upper /scratch/work
 mount -t overlay -o lowerdir=/host,upperdir=/scratch/upper,workdir=/scratch/work new /new
-while read -r folder; do mount --bind "$folder" "/new$folder"; done < /modules/folders
+while read -r path; do mount --bind "$path" "/new$path"; done < /modules/held
 for kind in proc sys dev; do mount --bind /$kind /new/$kind; done
 mount -t devpts devpts /new/dev/pts 2>/dev/null
 mkdir -p /new/dev/shm
@@ -104,8 +109,16 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
     out = BUILD / "out"
     out.mkdir(exist_ok=True)
     (out / "status").unlink(missing_ok=True)
-    keep = {key: os.environ[key] for key in ("HOME", "LANG") if key in os.environ}
-    exports = {**keep, "PATH": os.environ["PATH"], "VM_OUT": str(out), "TESTBED_IN_VM": "1", "PYTHONPATH": str(ROOT)}
+    # Neither a language nor a long PATH: each file that is looked for on the host takes the guest a while.
+    exports = {
+        "HOME": os.environ.get("HOME", "/root"),
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+        "LC_ALL": "C",
+        "LD_LIBRARY_PATH": str(LIBRARIES),
+        "VM_OUT": str(out),
+        "TESTBED_IN_VM": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     lines = [f"export {key}={shlex.quote(value)}" for key, value in exports.items()]
     lines += [f"cd {shlex.quote(str(ROOT))}", shlex.join(command)]
     (out / "command").write_text("\n".join(lines) + "\n")
@@ -133,11 +146,19 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
         return 1
 
 
-def _folders() -> list[Path]:
-    """Return the folders that the guest has in its memory."""
+def _in_memory() -> list[Path]:
+    """Return the folders and files that the guest has in its memory."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     ours = [ROOT / name for name in ("testbed", "agent", "controller", "tests", "tools")]
-    return list(dict.fromkeys([*(Path(path).resolve() for path in paths), *ours]))
+    tools = [Path(path).resolve() for path in (sys.executable, *filter(None, map(_tool, TOOLS)))]
+    # By the names that programs ask for: a link on the host has to be read from there each time that it is followed.
+    shutil.rmtree(LIBRARIES, ignore_errors=True)
+    LIBRARIES.mkdir()
+    linked = subprocess.run(["ldd", *tools], check=False, capture_output=True, text=True).stdout
+    for library in set(re.findall(r"(/\S+) \(0x", linked)):
+        shutil.copy2(library, LIBRARIES)
+    found = [*(Path(path).resolve() for path in (*paths, "/etc/ld.so.cache")), *tools, *ours, LIBRARIES]
+    return [path for path in dict.fromkeys(found) if path.is_dir() or path.stat().st_size < _LARGE]
 
 
 def _with_files(initramfs: Path) -> Path:
@@ -145,11 +166,11 @@ def _with_files(initramfs: Path) -> Path:
 
     While it waited for a file from the host, its clock would run away.
     """
-    folders = _folders()
+    held = _in_memory()
     names: dict[str, None] = {}
-    for folder in folders:
-        names |= dict.fromkeys(str(each) for each in reversed(folder.parents))
-        for where, inner, files in os.walk(folder):
+    for path in held:
+        names |= dict.fromkeys(str(each) for each in (*reversed(path.parents), path))
+        for where, inner, files in os.walk(path):
             inner[:] = [name for name in inner if name not in LEFT_OUT]
             names |= dict.fromkeys(str(Path(where, name)) for name in ("", *files))
     kept = [name[1:] for name in names if len(name) > 1 and (Path(name).is_dir() or Path(name).stat().st_size < _LARGE)]
@@ -160,12 +181,11 @@ def _with_files(initramfs: Path) -> Path:
         check=True,
         capture_output=True,
     )
-    listed = BUILD / "folders"
-    listed.mkdir(exist_ok=True)
-    (listed / "modules").mkdir(exist_ok=True)
-    (listed / "modules/folders").write_text("".join(f"{folder}\n" for folder in folders))
+    listed = BUILD / "listed"
+    (listed / "modules").mkdir(parents=True, exist_ok=True)
+    (listed / "modules/held").write_text("".join(f"{path}\n" for path in held))
     list_ = subprocess.run(
-        ["cpio", "-o", "-H", "newc", "--quiet"], cwd=listed, input=b"modules/folders\n", check=True, capture_output=True
+        ["cpio", "-o", "-H", "newc", "--quiet"], cwd=listed, input=b"modules/held\n", check=True, capture_output=True
     )
     first = initramfs.read_bytes()
     initrd = BUILD / "initrd"
