@@ -52,8 +52,8 @@ shortest delay in the scenario. Single late packets do little to a step, and wha
 beyond this is no link of the kind that was asked for, whatever it carries."""
 CLOCKS = 1e-3
 """Seconds by which clocks of several hosts may be off."""
-GAPS_SHOWN = 5
-"""Numbers of missing steps that are named."""
+NAMED = 5
+"""Missing steps, or devices without events, that are named, at most."""
 LOST_EVENTS = 0.01
 """Share of the messages sent whose reception may be missing from the log without a fault to explain it."""
 
@@ -161,7 +161,7 @@ def _gaps(log: EventLog, wanted: str) -> list[str]:
     if not found or len(found) == max(found) - min(found) + 1:
         return []
     missing = sorted(set(range(min(found), max(found))) - found)
-    shown = ", ".join(map(str, missing[:GAPS_SHOWN])) + (", ..." if len(missing) > GAPS_SHOWN else "")
+    shown = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
 
 
@@ -170,7 +170,8 @@ def _record(record: Record) -> Check:
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
-        return Check("events", False, f"no events from {', '.join(silent)}")
+        more = f" and {len(silent) - NAMED:,} more" if len(silent) > NAMED else ""
+        return Check("events", False, f"no events from {', '.join(silent[:NAMED])}{more}")
     wanted = {"train": "step", "infer": "request", "program": "exit"}[experiment.workload.task]
     if not log.of(wanted):
         hint = "" if wanted == "exit" else f': programs say what they have done by device.record("{wanted}", ...)'
@@ -182,7 +183,7 @@ def _record(record: Record) -> Check:
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
-    return Check("events", True, f"{len(log)} events, none missing")
+    return Check("events", True, f"{len(log):,} events, none missing")
 
 
 def _pairs(log: EventLog, *ends: str) -> Counter[Any]:

@@ -59,6 +59,14 @@ def test_what_makes_a_run_untrusted(changes: dict[str, Any], reason: str) -> Non
     assert reason in found["verdict"]["summary"]
 
 
+def test_of_many_devices_without_events_a_few_are_named() -> None:
+    record = recorded.record(events=[])
+    piece = record.plan.pieces[0]
+    pieces = tuple(piece.model_copy(update={"device": f"d{number:04}"}) for number in range(2000))
+    record.plan = record.plan.model_copy(update={"pieces": pieces})
+    assert "no events from d0000, d0001, d0002, d0003, d0004 and 1,995 more" in verdict(record)["summary"]
+
+
 def test_a_link_out_of_tolerance_names_itself() -> None:
     bad = LinkMeasurement("a", "b", Link(rate=1e6), rate=5e5, problem="rate 0.5 mbit instead of 1 mbit")
     assert "link a -> b is out of tolerance: rate 0.5 mbit" in figures(links=[bad])["verdict"]["summary"]
