@@ -33,7 +33,7 @@ class LocalRound:
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
-        ((images, labels),) = self.share.iteration(step)
+        ((images, labels),) = self.share.iteration(step, self.layers.numbers)
         loss = await self.layers.forward_loss(step, 0, images, labels, len(labels))
         await self.layers.backward(step, 0, len(labels))
         return loss
@@ -97,7 +97,7 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
 
     async def train(local: LocalRound) -> None:
         for step in local.steps:
-            mini_batches = local.share.iteration(step)
+            mini_batches = local.share.iteration(step, local.layers.numbers)
             samples = sum(len(labels) for _, labels in mini_batches)
             for micro, (images, labels) in enumerate(mini_batches):
                 activation = await local.layers.forward(step, micro, images, samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from testbed.common.lazy import torch
@@ -26,6 +26,7 @@ class Layers:
         A moving average is that of rounds, and none is kept here. Without ``numbers`` they only take time.
         """
         workload = problem.workload
+        self.numbers = numbers and workload.numerics != "none"
         changed: dict[str, Any] = {"training": workload.training.model_copy(update={"ema": None})}
         changed |= {} if numbers else {"numerics": "none"}
         problem = replace(problem, workload=workload.model_copy(update=changed))
@@ -125,8 +126,18 @@ class Share:
         self._size = self.mini_batch * parallel
         self.per_epoch = steps_per_epoch(self.samples, self._size)
 
-    def iteration(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,)."""
+    def iteration(self, number: int, numbers: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
+
+        Without ``numbers`` those of the first iteration, which have the same shapes and are read once.
+        """
+        return self._read(number) if numbers else self._first
+
+    @cached_property
+    def _first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._read(0)
+
+    def _read(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         chosen = batch(self.samples, self._size, self._seed, number)
         images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])

@@ -26,6 +26,13 @@ def test_an_epoch_is_of_whole_iterations_of_equal_mini_batches() -> None:
     assert [len(labels) for _, labels in share.iteration(0)] == [6, 6, 6]
 
 
+def test_without_numbers_every_iteration_is_the_first_read_once() -> None:
+    share = Share(data(50), 20, 2, seed=1)
+    assert share.iteration(3, numbers=False) is share.iteration(0, numbers=False)
+    shapes = [[images.shape for images, _ in share.iteration(3, numbers=numbers)] for numbers in (True, False)]
+    assert shapes[0] == shapes[1] == [(10, 1, 1, 1)] * 2
+
+
 def test_few_samples_are_one_iteration() -> None:
     share = Share(data(7), 20, 2, seed=1)
     assert (share.mini_batch, share.per_epoch) == (3, 1)
