@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from testbed.common import yamltext
+from testbed.trace.events import Event
+from testbed.trace.log import EventLog
 from tests.helpers.commands import command
 from tests.helpers.delayed import Reference
 from tests.helpers.runs import scenario, written
@@ -44,9 +46,8 @@ def test_random_faults_on_containers(seed: int, tmp_path: Path, monkeypatch: pyt
         return
     assert figures["status"] == "finished", done.stderr
     assert figures["steps"] == STEPS
-    lines = [json.loads(line) for line in (results / "events.jsonl").read_text().splitlines()]
-    events = [SimpleNamespace(event=line["event"], fields=line) for line in lines]
-    expected = Reference(scenario(**keys)).replay(SimpleNamespace(events=events), STEPS).newest
+    log = EventLog(map(Event.from_json, (results / "events.jsonl").read_text().splitlines()))
+    expected = Reference(scenario(**keys)).replay(SimpleNamespace(events=log), STEPS).newest
     found = load_file(results / "weights.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6)
