@@ -65,9 +65,8 @@ class Runner:
         self._over = threading.Event()
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
-    @property
     def _loop(self) -> Loop:
-        """The program's loop; it begins when a program or a peer needs it, since asyncio takes an idle device 7 MB."""
+        """Return the program's loop. It begins when a program or a peer needs it: asyncio takes an idle device 7 MB."""
         with lean.ALONE:
             if self._begun is None:
                 from agent.loop import Loop
@@ -80,7 +79,7 @@ class Runner:
     def _await_peer(self) -> None:
         """Let the first peer that comes be answered, also while no program runs."""
         self._data.wait()
-        assert self._loop
+        self._loop()
 
     def deploy(self, body: bytearray) -> None:
         """Take in a deployment; forgets whatever there was before. Imports torch for methods that need it.
@@ -161,14 +160,14 @@ class Runner:
             assert self._deployment is not None
             self.state = "running"
             self._over.clear()
-            self._loop.call_soon_threadsafe(self._begin, self._deployment, origin)
+            self._loop().call_soon_threadsafe(self._begin, self._deployment, origin)
 
     def stop(self) -> None:
         """Cancel the program and wait until it is over; raises `Refused` where none runs or it ignores that."""
         with self._lock:
             if self.state in ("idle", "ready"):
                 raise Refused(409, f"no program runs: this device is {self.state}")
-            self._loop.call_soon_threadsafe(self._cancel)
+            self._loop().call_soon_threadsafe(self._cancel)
         if not self._over.wait(STOP_SECONDS):
             raise Refused(409, "the program ignores its cancellation; kill the device")
 
@@ -184,8 +183,8 @@ class Runner:
             raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
 
     def _begin(self, deployment: Deployment, origin: float) -> None:
-        self._task = self._loop.create_task(self._main(deployment, origin))
-        self._ending = self._loop.create_task(self._end(self._task, origin))
+        self._task = self._loop().create_task(self._main(deployment, origin))
+        self._ending = self._loop().create_task(self._end(self._task, origin))
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -198,7 +197,7 @@ class Runner:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        self._loop.on_timer = lambda _: None
+        self._loop().on_timer = lambda _: None
         failure = None if program.cancelled() else program.exception()
         state, error = "stopped" if program.cancelled() else "failed" if failure else "finished", None
         if isinstance(failure, TestbedError):
@@ -220,7 +219,7 @@ class Runner:
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))
-        self._loop.on_timer = device.on_timer
+        self._loop().on_timer = device.on_timer
         job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
         with self._lock:
             self.device = device

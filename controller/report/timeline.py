@@ -122,7 +122,7 @@ def interesting(run: Run) -> list[dict[str, Any]]:
 def _joined(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
     """Yield the bars in some stretches and all outages, and of the others alike ones that nearly touch as one.
 
-    Of other devices than some there may be a few.
+    The bars in those stretches are of all devices, the others of ``devices`` alone.
     """
     yield from bars(log, end, keep) if keep else ()
     for device, kinds in spans(log, end).items():
