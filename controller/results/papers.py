@@ -10,15 +10,14 @@ import hashlib
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from controller.results.files import UNSHOWN
 from controller.results.recorder import RUNNING
-from controller.results.reproduction import Outcome, ReproducedRow, outcome, table
+from controller.results.reproduction import ReproducedRow, outcome, table
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
@@ -172,10 +171,7 @@ def written(page: str, results: Mapping[str, Any]) -> str:
 
     def section(match: re.Match[str]) -> str:
         name = match[1]
-        if name == "all":
-            body = _totals(results, explained)
-        else:
-            body = _section(results[name], explained.get(name, {})) if name in results else match[2]
+        body = _section(results[name], explained.get(name, {})) if name in results else match[2]
         return f"<!-- papers: {name} -->\n{body}<!-- end -->"
 
     return re.sub(r"<!-- papers: ([a-z0-9-]+) -->\n(.*?)<!-- end -->", section, page, flags=re.DOTALL)
@@ -212,22 +208,6 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
         for by in [explained.get(row.name) if row.missed else None]
     ]
     return "\n".join([f"    {found['command']}", "", *reading, *table(rows), "", about, ""])
-
-
-def _totals(results: Mapping[str, Any], explained: Mapping[str, Mapping[str, str]]) -> str:
-    """Return how many figures of each scenario came out, and how many of the others a run or a formula explains."""
-    words = (*get_args(Outcome), "of these explained by a run or a formula")
-    lines = [f"| scenario | {' | '.join(words)} |", f"|{'---|' * (len(words) + 1)}"]
-    every: Counter[str | None] = Counter()
-    for name, found in sorted(results.items()):
-        rows = [row for row in rows_of(found) if not row.explains]
-        count = Counter(row.outcome for row in rows)
-        count[words[-1]] = sum(row.missed and bool(row.formula or row.name in explained.get(name, {})) for row in rows)
-        every += count
-        if any(count[word] for word in words):
-            lines.append(f"| {name} | {' | '.join(str(count[word] or '') for word in words)} |")
-    lines.append(f"| all | {' | '.join(str(every[word]) for word in words)} |")
-    return "\n".join([*lines, ""])
 
 
 def stale(entries: Sequence[Entry], results: Mapping[str, Any]) -> list[Entry]:

@@ -90,19 +90,23 @@ class ReproducedRow:
 
 
 def outcome(row: PaperRow, kind: FigureKind, paper: float | None, ours: float | None, reading: str) -> Outcome | None:
-    """Say whether the paper's figure came out, within `CLOSE` of it or for shares within `POINTS`; or its ranking.
+    """Return whether ours agrees with the paper's figure, within `CLOSE` of it or for shares within `POINTS`.
 
-    ``reading`` is how the scenario reads what the paper leaves open.
+    A ranking agrees on the same side of zero or one. A ratio has to agree in both: 0.998 for 1.02 is within five
+    percent, and yet the paper's gain is a loss. ``reading`` is the scenario's reading of open points of the paper.
     """
     if ours is None:
         return None
+    even = 0 if row.minus is not None else 1
     if row.claim == "ranking":
-        even = 0 if row.minus is not None else 1
         reproduced = (ours - even) * (1 if paper is None else paper - even) > 0
     elif paper is None:
         return None
     else:
         reproduced = abs(ours - paper) <= max(CLOSE * abs(paper), POINTS if kind == "share" else 0.0)
+        is_ratio = row.over is not None or row.over_figure is not None
+        reverses = is_ratio and (ours - even) * (paper - even) < 0
+        reproduced = reproduced and not reverses
     if not reproduced:
         return "not reproduced"
     return "reproduced under a stated reading" if reading else "reproduced"

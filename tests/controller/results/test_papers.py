@@ -47,6 +47,21 @@ def test_a_ranking_is_reproduced_on_the_same_side():
     assert outcome(over, "number", None, 0.9, "") == "not reproduced"
 
 
+def test_a_ratio_on_the_other_side_of_one_is_not_reproduced():
+    ratio = row(over={"a": 1})
+    assert outcome(ratio, "number", 1.02, 0.998, "") == "not reproduced", "a gain that is a loss"
+    assert outcome(ratio, "number", 1.02, 1.01, "") == "reproduced"
+    assert outcome(ratio, "number", 1.0, 0.98, "") == "reproduced", "the paper claims that both are alike"
+    assert outcome(row(), "number", 1.02, 0.998, "") == "reproduced", "one figure alone has no other side"
+
+
+def test_the_page_begins_with_its_claims_and_counts_no_outcomes():
+    head = (DOCS / papers.PAGE).read_text(encoding="utf-8").partition("\n## ")[0]
+    for word in ("**Exact:**", "**Agrees under calibrated conditions:**", "**Differs:**"):
+        assert word in head
+    assert "papers: all" not in head
+
+
 def test_what_is_changed_of_a_scenario_makes_it_stale_and_how_long_it_may_take_does_not():
     usual = papers.Entry("stahl-example")
     kept = {"stahl-example": {"digest": usual.digest()}}
@@ -143,14 +158,13 @@ def test_a_row_with_one_thing_changed_explains_one_that_did_not_come_out() -> No
     }
     for row in results["three"]["rows"]:
         row["formula"] = "t = F / r"
-    page = papers.written("".join(f"<!-- papers: {name} -->\n<!-- end -->\n" for name in ("all", *results)), results)
+    page = papers.written("".join(f"<!-- papers: {name} -->\n<!-- end -->\n" for name in results), results)
     assert "| a: x | 2 | 1 | – | 0.5 | 1 | not reproduced | comes out as 'c' |" in page
     assert "| c | 2 | 1 | – | 0.5 | 1 | explains a: x |  |" in page
     assert "| d | 2 | 1 | – | 0.5 | 1 | does not explain one: b |  |" in page
     assert "| e | 2 | 1 | – | 0.5 | 1 | reproduced |  |" in page, "what came out needs no other row"
     assert "| g | 2 | 1 | – | 0.5 | 1 | not reproduced | by a formula: t = F / r |" in page
     assert "| h | 2 | 1 | – | 0.5 | 1 | reproduced |  |" in page
-    assert "| all | 2 | 0 | 3 | 2 |" in page
 
 
 def test_what_explains_a_row_names_one() -> None:
