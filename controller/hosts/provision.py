@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Network
+from itertools import chain
 
 import docker
 import requests
@@ -20,7 +21,7 @@ from controller.hosts.inside.keeper import ENGINE
 from controller.lab.containers import container_name, container_settings, make_container
 from controller.lab.engine import Say
 from controller.lab.images import exists
-from controller.lab.networks import free_subnets, host_routes, make_network, subnets
+from controller.lab.networks import all_taken, free_subnets, host_routes, make_network, subnet_of, subnets
 from controller.lab.removal import ROLE
 from controller.lab.runstate import RunState
 from testbed.common.errors import HostError
@@ -85,14 +86,15 @@ def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, de
     The first half is the devices'; each engine takes an address for itself out of the second. Raises HostError where
     the manager refuses, or every subnet is taken on one of the hosts.
     """
-    there = [(each, host.name) for host in hosts for each in subnets(host.client)]
-    where = [f"{each} on {host}" for each, host in there if each.overlaps(IPv4Network(within))]
-    complaint = f"every subnet of {within} that would do is taken: {', '.join(where) or 'by routes of this machine'}"
-    free = free_subnets(within, 2 * devices + 4, [*host_routes(), *(each for each, _ in there)])
-    pools = ((each, IPAMPool(subnet=str(each), iprange=str([*each.subnets()][1]))) for each in free)
+    routed = host_routes(within)
+    held = {host.name: subnets(host.client) for host in hosts}
+    taken = [*routed, *chain.from_iterable(held.values())]
+    free = free_subnets(within, 2 * devices + 4, taken)
+    pools = (IPAMPool(subnet=str(each), iprange=str([*each.subnets()][1])) for each in free)
+    complaint = all_taken(within, routed, held)
     settings = {"driver": "overlay", "internal": True, "attachable": True}
-    title = f"{manager.name}: the overlay network"
-    return make_network(manager.client, run, "data", pools, title, complaint, **settings)
+    make_network(manager.client, run, "data", pools, f"{manager.name}: the overlay network", complaint, **settings)
+    return subnet_of(manager.client, run, "data")
 
 
 def make_keeper(host: Host, state: RunState, image: str) -> str:

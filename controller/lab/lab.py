@@ -186,7 +186,7 @@ class Lab(RunLab):
             runstate.write(state)
             lab = cls(client, state, trial, data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices)))
             say("making the network")
-            make_control_network(client, state.run)
+            make_control_network(client, state.run, trial.scenario.network.control_subnet)
             lab.populate(devices, images.shaper, links, say)
         if not keep:
             lab._reaper = reaper

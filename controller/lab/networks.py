@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Network
-from pathlib import Path
+from socket import AF_INET
 from typing import Any
 
 import docker
@@ -18,20 +18,22 @@ from testbed.network.checks import has_room, no_room, prefix_for
 
 DEFAULT_RANGE = "198.18.0.0/15"
 """Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
+_NAMED = 3
+"""Obstacles that a message names."""
 _TAKEN = ("overlap", "conflict", "already used")
 """Words by which engines say that a subnet is taken; the last are Podman's."""
 CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network: nothing beyond this host is to be reached over it."""
 
 
-def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network]) -> Iterator[IPv4Network]:
+def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network], key: str = "subnet") -> Iterator[IPv4Network]:
     """Yield the subnets of a range that have room for the devices and overlap nothing that is taken, lowest first.
 
-    Raises InputError where the range is too small for the devices.
+    Raises InputError, located at this key of the scenario's network, where the range is too small for the devices.
     """
     whole = IPv4Network(within)
     if not has_room(whole, devices):
-        raise InputError(no_room(within, devices), ("network", "subnet"))
+        raise InputError(no_room(within, devices), ("network", key))
     prefix = max(prefix_for(devices), whole.prefixlen)
     obstacles = [network for network in taken if network.overlaps(whole)]
     for subnet in whole.subnets(new_prefix=prefix):
@@ -50,20 +52,22 @@ def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv
     return {name: IPv4Address(first + index) for index, name in enumerate(names)}
 
 
-def host_routes(table: Path = Path("/proc/net/route")) -> list[IPv4Network]:
-    """Return the networks that this machine routes to, without the default route; none where it does not say."""
-    try:
-        lines = table.read_text().splitlines()[1:]
-    except FileNotFoundError:
+def host_routes(within: str) -> list[IPv4Network]:
+    """Return the networks inside a range that this machine routes to, by any routing table.
+
+    A route that is wider than the range claims nothing of it, because the route of a new network there is preferred:
+    VPNs take all addresses by a default route or by its two halves. Other tables than the main one count as well,
+    since a policy rule (``ip rule``) may ask them first. Returns nothing on machines without Linux's routing tables.
+    """
+    if sys.platform != "linux":
         return []
-    networks = []
-    for line in lines:
-        _, destination, _, _, _, _, _, mask, *_ = line.split()
-        if int(mask, 16):
-            # The numbers are the addresses' bytes read in the host's own order.
-            address = struct.pack("=I", int(destination, 16))
-            networks.append(IPv4Network((address, int(mask, 16).bit_count()), strict=False))
-    return networks
+    from pyroute2 import IPRoute  # late: commands that make no network start sooner
+
+    whole = IPv4Network(within)
+    with IPRoute() as kernel:
+        routes = kernel.get_routes(family=AF_INET)
+    networks = {IPv4Network((route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False) for route in routes}
+    return sorted(each for each in networks if each.prefixlen >= whole.prefixlen and each.overlaps(whole))
 
 
 def network_name(run: str, kind: str) -> str:
@@ -79,45 +83,66 @@ def data_subnet(within: str, devices: int) -> IPv4Network:
     return next(free_subnets(within, devices, ()))
 
 
-def make_control_network(client: docker.DockerClient, run: str) -> None:
-    """Make the network over which the controller reaches the shaper; raises HostError where that cannot be."""
-    found = free_subnets(DEFAULT_RANGE, 1, [*host_routes(), *subnets(client)])
-    pools = ((subnet, IPAMPool(subnet=str(subnet))) for subnet in found)
-    complaint = f"every subnet of {DEFAULT_RANGE} that would do is taken"
-    settings = {"driver": "bridge", "options": CLOSED}
-    make_network(client, run, "control", pools, "the control network", complaint, **settings)
+def make_control_network(client: docker.DockerClient, run: str, within: str | None = None) -> None:
+    """Make the network over which the controller reaches the shaper.
+
+    Its subnet comes from ``within``; by default from `DEFAULT_RANGE`, or from the engine's own address pools when
+    nothing of that range is free. Raises HostError where the network cannot be made.
+    """
+    chosen = within or DEFAULT_RANGE
+    routed, held = host_routes(chosen), subnets(client)
+    pools: list[IPAMPool | None] = []
+    for subnet in free_subnets(chosen, 1, [*routed, *held], "control_subnet"):
+        pools.append(IPAMPool(subnet=str(subnet)))
+    if within is None:
+        pools.append(None)
+    complaint = all_taken(chosen, routed, {"the engine": held})
+    make_network(client, run, "control", pools, "the control network", complaint, driver="bridge", options=CLOSED)
+
+
+def all_taken(within: str, routed: Iterable[IPv4Network], held: Mapping[str, Iterable[IPv4Network]]) -> str:
+    """Name what takes a range: routes of this machine, and networks that each of these engines has."""
+    whole = IPv4Network(within)
+    obstacles = [f"a route of this machine to {each}" for each in routed]
+    for engine, networks in held.items():
+        obstacles += [f"the network {each} of {engine}" for each in networks if each.overlaps(whole)]
+    more = f" and {len(obstacles) - _NAMED} more" if len(obstacles) > _NAMED else ""
+    return f"{within} is taken by {', '.join(obstacles[:_NAMED])}{more}"
 
 
 def make_network(
     client: docker.DockerClient,
     run: str,
     kind: str,
-    pools: Iterable[tuple[IPv4Network, IPAMPool]],
+    pools: Iterable[IPAMPool | None],
     title: str,
     complaint: str,
     **settings: Any,
-) -> IPv4Network:
-    """Make a network of a run in the first of these subnets that nobody takes meanwhile; return the subnet.
+) -> None:
+    """Make a network of a run in the first of these pools that nobody takes meanwhile; None is the engine's choice.
 
-    Raises HostError where the engine refuses, or with the ``complaint`` where there is no subnet.
+    Raises HostError where the engine refuses, or with the ``complaint`` where there is no pool.
     """
     name = network_name(run, kind)
-    for subnet, pool in pools:
-        ipam = IPAMConfig(pool_configs=[pool])
+    complaints = [complaint]
+    for pool in pools:
+        ipam = None if pool is None else IPAMConfig(pool_configs=[pool])
         try:
             client.api.create_network(name, ipam=ipam, labels={RUN: run}, check_duplicate=True, **settings)
         except APIError as error:
-            complaint = str(error.explanation)
-            if "already exists" in complaint:  # the first try of a request that was repeated
-                return subnet_of(client, run, kind)
-            if not any(word in complaint for word in _TAKEN):
+            refusal = str(error.explanation)
+            if "already exists" in refusal:  # the first try of a request that was repeated
+                return
+            if pool is None:
+                complaints.append(f"the engine's own address pools: {refusal}")
+                break
+            complaints = [refusal]
+            if not any(word in refusal for word in _TAKEN):
                 break
             continue  # another run took it between our look and our request
-        return subnet
-    raise HostError(
-        f"{title} cannot be made ({complaint}): remove old runs with 'testbed down --all' or give the scenario "
-        "another network.subnet"
-    )
+        return
+    key = "subnet" if kind == "data" else "control_subnet"
+    raise HostError(f"{title} cannot be made ({'; '.join(complaints)}): choose a free range by network.{key}")
 
 
 def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:

@@ -140,9 +140,17 @@ class NetworkPart(Part):
     )
     subnet: str = Field("198.18.0.0/15", description="range from which the data network takes its addresses")
 
-    @field_validator("subnet")
+    control_subnet: str | None = Field(
+        None,
+        description="range from which the network between controller and containers takes its addresses; "
+        "default: 198.18.0.0/15, then the engine's own address pools",
+    )
+
+    @field_validator("subnet", "control_subnet")
     @classmethod
-    def _is_a_subnet(cls, value: str) -> str:
+    def _is_a_subnet(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         try:
             network = IPv4Network(value)
         except ValueError as error:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +29,12 @@ from controller.lab.networks import (
     subnets,
 )
 from controller.lab.removal import RUN
+from controller.shaping.namespaces import Namespace, command
 from testbed.common.errors import HostError, InputError
 from testbed.network.checks import prefix_for
+
+OWN_POOL = "172.30.0.0/16"
+"""What the engine gives to a network whose subnet nobody chose."""
 
 
 class Engine:
@@ -45,7 +53,9 @@ class Engine:
         return [{"IPAM": {"Config": shown}}, {"IPAM": {"Config": None}}, {"IPAM": {"Config": [{}]}}]
 
     def create_network(self, name: str, driver: str, ipam: Any, labels: dict[str, str], **options: Any) -> None:
-        subnet = IPv4Network(ipam["Config"][0]["Subnet"])
+        if ipam is None and self._refuses == "pools":
+            raise refused("all predefined address pools have been fully subnetted")
+        subnet = IPv4Network(ipam["Config"][0]["Subnet"] if ipam else OWN_POOL)
         if self._refuses and (self._refuses == "all" or self._refuses in options.get("options", {})):
             raise refused("no such option here")
         if name in self.made:
@@ -65,7 +75,8 @@ def refused(text: str) -> APIError:
 
 @pytest.fixture(autouse=True)
 def without_routes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(networks, "host_routes", lambda: [IPv4Network("198.18.1.0/24")])
+    route = IPv4Network("198.18.1.0/24")
+    monkeypatch.setattr(networks, "host_routes", lambda within: [route] if route.overlaps(IPv4Network(within)) else [])
 
 
 def test_a_run_has_a_network_for_control_that_leads_nowhere() -> None:
@@ -103,8 +114,33 @@ def test_a_request_that_was_repeated_finds_what_the_first_one_made() -> None:
 def test_what_the_engine_says_is_said_and_nothing_tried_again() -> None:
     with pytest.raises(HostError, match=r"the control network cannot be made \(no such option here\)"):
         make_control_network(Engine(refuses="all"), "run-1")
-    with pytest.raises(HostError, match=r"every subnet of 198\.18\.0\.0/15 that would do is taken"):
-        make_control_network(Engine("198.18.0.0/15"), "run-1")
+
+
+def test_a_range_without_a_free_subnet_is_left_to_the_pools_of_the_engine() -> None:
+    engine = Engine("198.18.0.0/15")
+    make_control_network(engine, "run-1")
+    assert engine.made["testbed-run-1-control"].subnet == IPv4Network(OWN_POOL)
+
+
+def test_a_refusal_names_what_takes_the_range_and_the_key_that_chooses_another() -> None:
+    with pytest.raises(HostError) as refusal:
+        make_control_network(Engine("198.18.0.0/15", refuses="pools"), "run-1")
+    text = str(refusal.value)
+    for cause in ("a route of this machine to 198.18.1.0/24", "the network 198.18.0.0/15 of the engine"):
+        assert cause in text
+    assert "fully subnetted" in text
+    assert text.endswith("choose a free range by network.control_subnet")
+
+
+def test_a_chosen_range_is_kept_to() -> None:
+    engine = Engine("10.77.0.0/24")
+    make_control_network(engine, "run-1", "10.77.0.0/16")
+    assert engine.made["testbed-run-1-control"].subnet == IPv4Network("10.77.1.0/24")
+    with pytest.raises(HostError, match=r"10\.77\.0\.0/16 is taken by the network 10\.77\.0\.0/16 of the engine"):
+        make_control_network(Engine("10.77.0.0/16"), "run-1", "10.77.0.0/16")
+    with pytest.raises(InputError, match="no room") as refusal:
+        make_control_network(Engine(), "run-1", "10.77.0.0/31")
+    assert refusal.value.key == ("network", "control_subnet")
 
 
 def test_subnets_are_those_of_ipv4() -> None:
@@ -153,13 +189,37 @@ def test_more_devices_than_addresses_are_refused() -> None:
         device_addresses(IPv4Network("10.0.0.0/29"), list("abcdef"))
 
 
-def test_routes_of_the_host_are_read_without_the_default(tmp_path: Path) -> None:
-    table = tmp_path / "route"
-    table.write_text(
-        "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
-        "eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
-        "docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0\n"
-        "tun0\t000012C6\t00000000\t0001\t0\t0\t0\t0000FEFF\t0\t0\t0\n"
-    )
-    assert host_routes(table) == [IPv4Network("172.17.0.0/16"), IPv4Network("198.18.0.0/15")]
-    assert host_routes(tmp_path / "elsewhere") == []
+@pytest.fixture
+def routed() -> Iterator[Callable[[str], list[IPv4Network]]]:
+    """Return a function that runs lines of ``ip`` in a namespace of its own and returns the routes in our range."""
+    with contextlib.closing(Namespace.scratch()) as scratch:
+        for line in ("link add tun0 type veth", "addr add 10.8.0.2/24 dev tun0", "link set tun0 up"):
+            scratch.run(partial(command, ["ip", *line.split()]))
+
+        def routes_after(*lines: str) -> list[IPv4Network]:
+            for line in lines:
+                scratch.run(partial(command, ["ip", *line.split()]))
+            return scratch.run(partial(host_routes, DEFAULT_RANGE))
+
+        yield routes_after
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_routes_of_a_vpn_that_takes_everything_claim_nothing(routed: Callable[..., list[IPv4Network]]) -> None:
+    halves = [f"route add {half}/1 dev tun0" for half in ("0.0.0.0", "128.0.0.0")]
+    assert routed(*halves, "route add default dev tun0", "route add 198.0.0.0/8 dev tun0") == []
+    assert routed("route add 198.18.0.0/16 dev tun0") == [IPv4Network("198.18.0.0/16")]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_routes_of_other_tables_and_own_addresses_are_taken(routed: Callable[..., list[IPv4Network]]) -> None:
+    policy = ["route add 198.18.0.0/16 dev tun0 table 2022", "rule add to 198.18.0.0/16 lookup 2022 pref 9000"]
+    assert routed(*policy, "route add default dev tun0 table 51820") == [IPv4Network("198.18.0.0/16")]
+    assert IPv4Network("198.19.0.1/32") in routed("addr add 198.19.0.1/32 dev tun0")
+
+
+def test_machines_without_routing_tables_of_linux_claim_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert host_routes(DEFAULT_RANGE) == []
