@@ -115,8 +115,11 @@ def _units(piece: Piece) -> str:
 
 def _links(run: Run) -> Section:
     emulated = run.outcome.runtime == "emulate"
-    backend = run.outcome.fidelity.get("backend") if emulated else None
-    shaped = (f"; shaped by {backend}" if backend else "") + _across(run)
+    shaped = ""
+    if emulated and (backend := run.outcome.fidelity.get("backend")):
+        algorithm = run.outcome.fidelity.get("congestion_control", "the host's congestion control")
+        shaped = f"; shaped by {backend}, TCP with {algorithm}"
+    shaped += _across(run)
     # Of programs of one's own only what each device sends is known, not over which link.
     counted = run.trial.scenario.workload.task != "program"
     rows = []

@@ -175,6 +175,13 @@ def _warnings(grouped: Mapping[str, Sequence[Run]], differences: Mapping[str, Se
             name = label if len(group) == 1 else f"{label}: {len(doubtful)} of {len(group)} runs"
             verb = "are" if len(doubtful) > 1 else "is"
             yield f"{name} {verb} not trusted: {doubtful[0].metrics['verdict']['summary']}"
+    algorithms = {
+        run.outcome.fidelity.get("congestion_control", "that of the host")
+        for run in runs
+        if run.outcome.runtime == "emulate"
+    }
+    if len(algorithms) > 1:
+        yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
     revisions = {run.manifest.get("revision") for run in runs}
     if len(revisions) > 1:
         yield "the runs were made by different revisions of the testbed"

@@ -25,6 +25,8 @@ from testbed.common.errors import HostError
 _SIOCETHTOOL = 0x8946
 _LINK_SCOPE = 253
 """linux/rtnetlink.h: reached directly."""
+_MAIN_TABLE = 254
+"""linux/rtnetlink.h: where routes are unless they name another table."""
 _NO_ADDRESS = 1
 """linux/if_link.h: what the kernel is to do about IPv6 addresses by itself."""
 # linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
@@ -128,6 +130,23 @@ def route_by_default(name: str) -> None:
     with _netlink(f"making {name} the default route") as route:
         # Without a gateway: what is not on the network is looked for there, and not found.
         route.route("replace", dst="0.0.0.0/0", oif=socket.if_nametoindex(name), scope=_LINK_SCOPE)
+
+
+def set_congestion_control(name: str, algorithm: str) -> None:
+    """Set TCP's congestion control for all connections over the interface's routes.
+
+    The host's default would decide how fast a lossy link is. A route needs neither a writable ``/proc/sys`` nor the
+    host's permission for the algorithm, as a default of the namespace or a socket option would.
+    """
+    index = socket.if_nametoindex(name)
+    with _netlink(f"setting TCP's congestion control on {name}") as route:
+        for held in route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index):
+            length = held["dst_len"]
+            settings = {"proto": held["proto"], "scope": held["scope"], "metrics": {"cc_algo": algorithm}}
+            for key, value in (("prefsrc", held.get("prefsrc")), ("gateway", held.get("gateway"))):
+                if value is not None:
+                    settings[key] = value
+            route.route("replace", dst=f"{held.get('dst', '0.0.0.0')}/{length}", oif=index, **settings)
 
 
 def forbid_offloads(interface: str) -> None:

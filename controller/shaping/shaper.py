@@ -32,6 +32,7 @@ from controller.shaping.interfaces import (
     route_by_default,
     segments_of,
     set_address,
+    set_congestion_control,
 )
 from controller.shaping.medium import Route, routes
 from controller.shaping.namespaces import Namespace, command
@@ -43,6 +44,7 @@ from testbed.common.errors import HostError, InputError
 from testbed.network.checks import problems
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
+from testbed.wire.framing import CONGESTION_CONTROL
 
 INTERFACE = "eth0"
 """What a device's interface on the data network is called, the only one it has."""
@@ -119,6 +121,7 @@ class Shaping:
         """Return kernel, backend and this host's clocks."""
         return {
             "backend": self._backend.name,
+            "congestion_control": CONGESTION_CONTROL,
             "refused": self._refused,
             "priority": self._backend.priority,
             "gate": self._gate.priority if self._gate else self._ungated or "not needed",
@@ -306,6 +309,7 @@ class Shaping:
             if old is None:
                 forbid_offloads(wanted.interface)
                 route_by_default(wanted.interface)
+                set_congestion_control(wanted.interface, CONGESTION_CONTROL)
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)
@@ -356,7 +360,13 @@ class Shaping:
                 for name, attached in sorted(self._devices.items())
             }
             sent = {name: counts.pop("bytes") for name, counts in queues.items()}
-            figures = {"backend": self._backend.name, **self._backend.statistics(), "queues": queues, "sent": sent}
+            figures = {
+                "backend": self._backend.name,
+                "congestion_control": CONGESTION_CONTROL,
+                **self._backend.statistics(),
+                "queues": queues,
+                "sent": sent,
+            }
             own = os.times()
             figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + own.user + own.system
             if self._gate is not None:

@@ -23,6 +23,8 @@ CAST_CHUNK = MTU - CAST_HEADERS
 """Bytes of a cast in one datagram: 1452."""
 WINDOW = 16 << 20
 """Bytes of messages to one peer that may be unacknowledged: once there are as many, the next message waits."""
+CONGESTION_CONTROL = "reno"
+"""TCP's congestion control on the links of every device: the only algorithm that each Linux kernel holds and allows."""
 HTTP_HEADERS = 132
 """Request line and headers before one message, give or take some digits of its length and of the peer's address."""
 

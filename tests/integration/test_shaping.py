@@ -24,6 +24,7 @@ from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
+from testbed.wire.framing import CONGESTION_CONTROL
 from testbed.wire.ports import CONTROL_PORT
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates, udp_rates
@@ -102,6 +103,28 @@ def test_a_pair_without_a_link_cannot_talk(net: Network, shaping: Shaping) -> No
     shaping.attach(net.endpoints.values(), links)
     assert one_way(net, "a", "b", 5, 0.001) == []
     assert len(one_way(net, "b", "a", 5, 0.001)) == 5
+
+
+def test_connections_use_one_congestion_control_whatever_the_host_has(shaping: Shaping) -> None:
+    with contextlib.closing(Network(["a", "b", "c"], plugged=False)) as net:
+        shaping.attach(net.endpoints.values(), mesh(Link()))
+        assert algorithms(net) == {CONGESTION_CONTROL}
+        net.stop("b")
+        shaping.await_death(5)
+        shaping.attach([net.add("b", "198.18.0.3")], {})
+        assert algorithms(net) == {CONGESTION_CONTROL}, "a device that has restarted has a new namespace"
+    assert shaping.statistics()["congestion_control"] == CONGESTION_CONTROL
+
+
+def algorithms(net: Network) -> set[str]:
+    """Return the congestion control of both ends of a connection from a to b."""
+    address = net.endpoints["b"].address
+    with net.inside("b", lambda: socket.create_server((address, 0))) as listening:
+        connected = net.inside("a", lambda: socket.create_connection(listening.getsockname(), 5))
+        accepted, _ = listening.accept()
+    with connected, accepted:
+        options = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in (connected, accepted)]
+    return {option.rstrip(b"\0").decode() for option in options}
 
 
 def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shaping) -> None:

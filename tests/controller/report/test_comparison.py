@@ -57,6 +57,17 @@ def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
     assert compare(side_by_side(swept))["warnings"] == []
 
 
+def test_another_congestion_control_is_warned_of(tmp_path: Path) -> None:
+    runs = [
+        written(tmp_path / "a", fidelity={"congestion_control": "reno"}),
+        written(tmp_path / "b", fidelity={"congestion_control": "reno"}),
+        written(tmp_path / "c", runtime="simulate", links=[], fidelity={}),
+    ]
+    assert compare(side_by_side(runs))["warnings"] == []
+    [warning] = compare(side_by_side([*runs, written(tmp_path / "d", fidelity={})]))["warnings"]
+    assert "congestion control" in warning, "an earlier release left it to the host"
+
+
 def test_two_clocks_are_held_against_each_other(tmp_path: Path) -> None:
     emulated = written(tmp_path / "a", events=recorded.slower(recorded.events(), 1.05))
     simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})

@@ -60,9 +60,9 @@ def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
 
 
 def test_what_shaped_the_links_is_named(tmp_path: Path) -> None:
-    shaped = run(tmp_path, fidelity={"backend": "userspace"})
-    assert "shaped by userspace" in printed(shaped, 100)
-    assert "shaped by userspace" in html.render(shaped)
+    shaped = run(tmp_path, fidelity={"backend": "userspace", "congestion_control": "reno"})
+    assert "shaped by userspace, TCP with reno" in " ".join(printed(shaped, 100).split())
+    assert "shaped by userspace, TCP with reno" in html.render(shaped)
 
 
 def test_a_run_in_which_nothing_happened_prints(tmp_path: Path) -> None:
