@@ -33,8 +33,15 @@ def export() -> None:
 @click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
 @click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
 @click.option("--latex", "kind", flag_value="latex", help="The table of a sweep for LaTeX; needs its package booktabs.")
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME[: HEADING]",
+    help="With --plots or --latex of a sweep: export this metric, under this heading. May be repeated.",
+)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
-def run(folder: Path, kind: str, out: Path | None) -> None:
+def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> None:
     """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
 
     RESULTS_DIR is what `testbed run` wrote; for a sweep, one table is written, with a row for each run.
@@ -44,7 +51,7 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
       testbed export results/quickstart --csv
       testbed export results/quickstart --perfetto --out /tmp/quickstart
       testbed export results/sweep --plots
-      testbed export results/sweep --latex
+      testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
     """
     from controller.report import html, sweep, tables
     from controller.report.plots import save_all
@@ -58,13 +65,17 @@ def run(folder: Path, kind: str, out: Path | None) -> None:
     if kind in (("perfetto",) if several else ("latex",)):
         fits = "a run: name one of them" if several else "a sweep"
         raise InputError(f"{folder}: holds {len(runs)} run{'s' * several}, and --{kind} is of {fits}")
+    if metrics and not (several and kind in ("plots", "latex")):
+        raise InputError("--metric needs --plots or --latex, and the results of a sweep")
+    summary = summary_of(runs) if several else {}
+    names = sweep.choose_metrics(summary, metrics) if metrics else None
     place = out or folder / "export"
     try:
         place.mkdir(parents=True, exist_ok=True)
         if kind == "plots":
-            save_all(place, sweep.charts(summary_of(runs), runs) if several else html.charts(runs[0]))
+            save_all(place, sweep.charts(summary, runs, names) if several else html.charts(runs[0]))
         elif kind == "latex":
-            (place / "points.tex").write_text(tables.latex(sweep.section(summary_of(runs))), encoding="utf-8")
+            (place / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")
         elif kind == "perfetto":
             shutil.copy(folder / "trace.json", place / "trace.json")
         else:

@@ -18,6 +18,7 @@ from controller.report.terminal import VERDICTS
 from controller.results.run import Run
 from controller.results.summary import interval
 from testbed.common import formats
+from testbed.common.formats import Scale
 
 BAND = "Mean of the repetitions; pale band: 95% confidence interval."
 MOST_PLACES = 200
@@ -42,13 +43,7 @@ def show(console: Console, compared: Mapping[str, Any]) -> None:
 
 def figures_of(compared: Mapping[str, Any]) -> Section:
     """Return the figures of runs side by side."""
-    rows = [
-        [
-            Cell(row["name"].replace("_", " "), hint=row["about"]),
-            *(Cell(formats.of_kind(row["kind"], value), _note(row, at)) for at, value in enumerate(row["values"])),
-        ]
-        for row in compared["figures"]
-    ]
+    rows = [_figure_row(row) for row in compared["figures"]]
     repeated = any(run["count"] > 1 for run in compared["runs"])
     brief = "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
     note = "Small: how many times the first column's figure."
@@ -56,10 +51,19 @@ def figures_of(compared: Mapping[str, Any]) -> Section:
     return Section("Runs side by side", note, brief, _columns("Figure", compared), rows)
 
 
-def _note(row: Mapping[str, Any], at: int) -> str:
-    """Return a figure's interval, and its ratio to the first column; what there is not is empty."""
+def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
+    """Return the cells of one metric, all in one unit."""
+    scale = Scale.of(row["kind"], row["values"])
+    cells = [Cell(scale.title(row["name"].replace("_", " ")), hint=row["about"])]
+    for at, value in enumerate(row["values"]):
+        cells.append(Cell(scale.write(value), _note(row, at, scale)))
+    return cells
+
+
+def _note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
+    """Return a metric's interval and its ratio to the first column; empty where neither is known."""
     half, ratio = row["half_widths"][at], row["ratios"][at]
-    parts = [f"± {formats.of_kind(row['kind'], half)}" if half else ""]
+    parts = [f"± {scale.write(half)}" if half else ""]
     return " ".join(filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""]))
 
 

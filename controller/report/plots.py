@@ -257,7 +257,10 @@ def _draw_line(axes: Axes, line: Line, y: Axis, factor: float, several: bool, as
         down, up = y.intervals(ys, line.half_widths) / factor
         if marked:
             whiskers: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1, "capsize": 2.5}
-            axes.errorbar(xs, ys / factor, [down, up], transform=place, **whiskers)
+            down = np.minimum(down, ys / factor - axes.get_ylim()[0])  # a logarithmic axis has no zero to reach
+            drawn = axes.errorbar(xs, ys / factor, [down, up], transform=place, **whiskers)
+            for artist in drawn.get_children():
+                artist.set_clip_on(False)  # at the first and the last x, half of the whisker lies outside the axes
         else:
             axes.fill_between(xs, ys / factor - down, ys / factor + up, color=colour, alpha=0.2, linewidth=0)
     axes.plot(
@@ -369,7 +372,7 @@ def _measure(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: floa
         near = highest < lowest * 1000
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if near else (1.0,)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(lowest / factor / 1.2, highest / factor * 1.2)
+        axes.set_ylim(lowest / factor / 1.2, max(highest, *ends) / factor * 1.2)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         bottom, top = min(0.0, *ends, 0.0), max(0.0, *ends, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from controller.report.terminal import where
 from controller.results.comparison import side_by_side
 from controller.results.run import Run, point_text, short_keys, value_text
 from testbed.common import formats
-from testbed.common.formats import FigureKind
+from testbed.common.errors import InputError
+from testbed.common.formats import FigureKind, Scale
 from testbed.common.quantities import RATE_UNITS, on_one_scale
 
 MOST_MARKED = 12
 """Places on the x axis that each have their figure."""
 
 Point = Mapping[str, Any]
+Names = Mapping[str, str]
+"""Metrics and their headings, in the order of the columns."""
 
 
 def write(folder: Path, summary: Mapping[str, Any], runs: Sequence[Run]) -> None:
@@ -50,23 +54,28 @@ def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
     )
 
 
-def section(summary: Mapping[str, Any]) -> Section:
-    """Return a row for each point: where in the sweep it is, its figures that matter most, and its runs."""
+def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
+    """Return a row for each point: where in the sweep it is, its metrics, and its runs.
+
+    ``names`` chooses the metrics and their headings; by default the most important metrics are shown. All values of a
+    column have one unit, which its heading names.
+    """
     points = summary["points"]
     keys = _keys(points) or list(points[0]["point"])
-    shown = {name: about["kind"] for name, about in summary["figures"].items() if about["brief"]}
+    headings = names or _default_names(summary)
+    metrics = [_MetricColumn.of(summary, name, heading) for name, heading in headings.items()]
     places: list[Sequence[float | str]] = [
         _places(points, key) or [_text(point, key) for point in points] for key in keys
     ]
     columns = (
         *(Column(head, "name") for head in short_keys(keys).values()),
-        *tables.figures("Runs", *(name.replace("_", " ").capitalize() for name in shown)),
+        *tables.figures("Runs", *(metric.heading for metric in metrics)),
     )
     rows = [
         [
             *(Cell(_text(point, key), order=place[number]) for key, place in zip(keys, places, strict=True)),
             _runs(point),
-            *(_mean(kind, point["figures"].get(name, {})) for name, kind in shown.items()),
+            *(metric.cell(point) for metric in metrics),
         ]
         for number, point in enumerate(points)
     ]
@@ -86,20 +95,62 @@ def _runs(point: Point) -> Cell:
     return Cell(str(count), doubtful, order=count, links=links)
 
 
-def _mean(kind: FigureKind, found: Mapping[str, Any]) -> Cell:
-    half = found.get("ci95")
-    note = "" if half is None else f"± {formats.of_kind(kind, half)}"
-    return Cell(formats.of_kind(kind, found.get("mean")), note, order=found.get("mean"))
+@dataclass(frozen=True)
+class _MetricColumn:
+    """A metric as a column of the table, in the unit of its largest value."""
+
+    name: str
+    heading: str
+    scale: Scale
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any], name: str, heading: str) -> _MetricColumn:
+        means = [point["figures"][name]["mean"] for point in summary["points"] if name in point["figures"]]
+        scale = Scale.of(summary["figures"][name]["kind"], means)
+        return cls(name, scale.title(heading), scale)
+
+    def cell(self, point: Point) -> Cell:
+        metric = point["figures"].get(self.name)
+        if metric is None:
+            return Cell(formats.NONE)
+        half = metric["ci95"]
+        note = "" if half is None else f"± {self.scale.write(half)}"
+        return Cell(self.scale.write(metric["mean"]), note, order=metric["mean"])
 
 
-def charts(summary: Mapping[str, Any], runs: Sequence[Run]) -> Iterator[tuple[str, str, Draw]]:
-    """Yield (title, note, plot) of the figures that runs are compared by, and of what few points went through."""
+def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
+    """Return the metrics given as ``NAME`` or ``NAME: HEADING``; raise InputError for a name that no run has."""
+    names = {}
+    for text in chosen:
+        name, _, heading = text.partition(": ")
+        if name not in summary["figures"]:
+            raise InputError(f"--metric: {name}: unknown metric; available: {', '.join(summary['figures'])}")
+        names[name] = heading or _heading(name)
+    return names
+
+
+def _default_names(summary: Mapping[str, Any]) -> Names:
+    return {name: _heading(name) for name, about in summary["figures"].items() if about["brief"]}
+
+
+def _heading(name: str) -> str:
+    words = name.replace("_", " ")
+    return words[0].upper() + words[1:]
+
+
+def charts(
+    summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
+) -> Iterator[tuple[str, str, Draw]]:
+    """Yield (title, note, plot) of each metric over the sweep, and of the courses of few points over time.
+
+    ``names`` chooses the metrics and their titles, without the courses over time.
+    """
     points = summary["points"]
     keys = _keys(points)
-    for name, about in summary["figures"].items():
-        if about["brief"] and len(points) > 1:
-            yield _over(name, about["kind"], points, keys)
-    if len(points) <= len(STYLES):
+    for name, title in (names or _default_names(summary)).items():
+        if len(points) > 1:
+            yield _over(name, title, summary["figures"][name]["kind"], points, keys)
+    if names is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
 
 
@@ -109,7 +160,9 @@ def _keys(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({_text(point, key) for point in points}) > 1]
 
 
-def _over(name: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[str]) -> tuple[str, str, Draw]:
+def _over(
+    name: str, title: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[str]
+) -> tuple[str, str, Draw]:
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
     numbers = [key for key in keys if _places(points, key)]
     chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))
@@ -118,14 +171,14 @@ def _over(name: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[s
     series: dict[str, list[Point]] = {}
     for point in points:
         label = point_text({key: point["point"].get(key) for key in others})
-        series.setdefault(label or name.replace("_", " "), []).append(point)
+        series.setdefault(label or title, []).append(point)
     left_out = max(0, len(series) - len(STYLES))
     note = "Mean; whiskers: 95% confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
     note += f" Along with it: {', '.join(map(_short, along))}." if along else ""
     note += f" {left_out} more lines are in the table." if left_out else ""
-    title = name.replace("_", " ")
     draw = _lines if chosen in numbers else _bars
-    return title[0].upper() + title[1:], note.strip(), draw(name, chosen, points, series, Axis(title, kind))
+    axis = Axis(title[0].lower() + title[1:] if title == _heading(name) else title, kind)
+    return title, note.strip(), draw(name, chosen, points, series, axis)
 
 
 def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:

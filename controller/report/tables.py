@@ -31,8 +31,10 @@ LATEX = str.maketrans(
     {sign: rf"\{sign}" for sign in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\n": " "}
     | {"±": r"$\pm$", "×": r"$\times$", "→": r"$\to$", "↔": r"$\leftrightarrow$", "µ": r"\textmu{}", "–": "--"}
-    | {"✔": "yes", "✘": "no", "≥": r"$\geq$", "≤": r"$\leq$"}
+    | {"✔": "yes", "✘": "no", "≥": r"$\geq$", "≤": r"$\leq$", "\u00a0": "~", "…": r"\ldots{}"}
 )
+LAST_LATIN = "\u017f"
+"""pdflatex with T1 fonts has the letters up to this one; other signs would end it with an error."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,13 @@ def latex(section: Section) -> str:
     places = [place for place, column in enumerate(section.columns) if column.where != "page"]
     heads = [section.columns[place].heading for place in places]
     rows = [[" ".join(filter(None, (row[place].text, row[place].note))) for place in places] for row in section.rows]
-    lines = [f"{' & '.join(text.translate(LATEX) for text in row)} \\\\" for row in (heads, *rows)]
+    lines = [f"{' & '.join(map(_latex_text, row))} \\\\" for row in (heads, *rows)]
     kinds = "".join("r" if section.columns[place].kind == "figure" else "l" for place in places)
     begin, end = rf"\begin{{tabular}}{{{kinds}}}", r"\end{tabular}"
     return "\n".join([begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", end, ""])
+
+
+def _latex_text(text: str) -> str:
+    """Escape a text for LaTeX and leave out signs that pdflatex has no letter for."""
+    escaped = text.translate(LATEX)
+    return "".join(sign for sign in escaped if sign.isascii() or (sign.isalpha() and sign <= LAST_LATIN)).strip()

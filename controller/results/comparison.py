@@ -10,7 +10,7 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from controller.results.run import Run
+from controller.results.run import Run, point_parts
 from controller.results.summary import all_figures, interval, is_number
 from testbed.common.errors import InputError
 
@@ -86,14 +86,22 @@ def _worst(group: Sequence[Run]) -> dict[str, str]:
 
 def _labels(runs: Sequence[Run]) -> list[str]:
     """Return short names that distinguish the runs: of the runs of one sweep, only where they differ."""
-    names = [run.path.name for run in runs]
-    parts = [name.split(",") for name in names]
+    parts = [_name_parts(run) for run in runs]
+    names = [",".join(each) for each in parts]
     if len({len(each) for each in parts}) == 1 and len(parts[0]) > 1 and len(set(names)) > 1:
         differ = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
         names = [",".join(compress(each, differ)) for each in parts]
     if len(set(names)) == len(names):
         return names
     return [f"{number} {name}" for number, name in enumerate(names, 1)]
+
+
+def _name_parts(run: Run) -> list[str]:
+    """Return the parts of a run's name: its point of the sweep and its repetition, or the name of its folder."""
+    if not run.trial.point:
+        return run.path.name.split(",")
+    repetition = [f"repetition={run.trial.repetition + 1}"] if run.trial.repetition else []
+    return [*point_parts(run.trial.point), *repetition]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

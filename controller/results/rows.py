@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.results.run import Run
+from controller.results.run import Run, value_text
 from testbed.common.errors import InputError
 from testbed.common.lazy import need
+from testbed.scenario.schema import value_label
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,7 +92,7 @@ def points(runs: Sequence[Run]) -> list[Row]:
     """Return a row for each run of a sweep: where in the sweep it is, its verdict, and its figures of one value."""
     return [
         {
-            **run.trial.point,
+            **{key: value_text(value) if value_label(value) else value for key, value in run.trial.point.items()},
             "repetition": run.trial.repetition,
             "verdict": run.metrics["verdict"]["kind"],
             # A simulation is neither trusted nor not: the verdict says so.

@@ -13,7 +13,7 @@ from typing import Any
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
-from testbed.scenario.schema import Trial
+from testbed.scenario.schema import LABEL, Trial, value_label
 from testbed.trace.figures import NOTHING, Figure, Reporting
 from testbed.trace.gantt import run_end
 from testbed.trace.log import EventLog
@@ -76,9 +76,7 @@ class Run:
 
 def run_name(trial: Trial) -> str:
     """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
-    short = [key.rpartition(".")[2] for key in trial.point]
-    keys = short if len(set(short)) == len(short) else list(trial.point)
-    parts = [f"{key}={value_text(value)}" for key, value in zip(keys, trial.point.values(), strict=True)]
+    parts = point_parts(trial.point)
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")
     text = ",".join([trial.scenario.name, *parts])
@@ -89,8 +87,23 @@ def run_name(trial: Trial) -> str:
     return f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+def point_parts(point: Mapping[str, object]) -> list[str]:
+    """Return the parts of a point's name: ``key=value`` for each swept key, a label as it is.
+
+    Example: ``{"network.link.rate": "5mbit", "workload.method": {"label": "FedAvg", ...}}`` gives
+    ``["rate=5mbit", "method=FedAvg"]``.
+    """
+    if LABEL in point:
+        return [str(point[LABEL])]
+    short = [key.rpartition(".")[2] for key in point]
+    keys = short if len(set(short)) == len(short) else list(point)
+    return [f"{key}={value_text(value)}" for key, value in zip(keys, point.values(), strict=True)]
+
+
 def value_text(value: object) -> str:
-    """Write the value of a swept key; of a mapping such as a method with its options, names and values."""
+    """Write the value of a swept key: its label, or the names and values of a mapping such as a method with options."""
+    if (label := value_label(value)) is not None:
+        return label
     if not isinstance(value, Mapping):
         return str(value)
     return " ".join(
@@ -99,9 +112,15 @@ def value_text(value: object) -> str:
 
 
 def point_text(point: Mapping[str, object]) -> str:
-    """Write a point of a sweep for a reader."""
+    """Write a point of a sweep for a reader; a labelled value stands without its key."""
+    if LABEL in point:
+        return str(point[LABEL])
     names = short_keys(list(point))
-    return ", ".join(f"{names[key]} {value_text(value)}" for key, value in point.items())
+    parts = []
+    for key, value in point.items():
+        text = value_text(value)
+        parts.append(text if value_label(value) is not None else f"{names[key]} {text}")
+    return ", ".join(parts)
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:

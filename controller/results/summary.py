@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from controller.results.rows import Row, write_csv
 from controller.results.run import Run
+from testbed.scenario.schema import value_label
 from testbed.trace.figures import Figure
 from testbed.trace.metrics import finite
 
@@ -94,7 +95,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     points = summary["points"]
     keys = dict.fromkeys(key for point in points for key in point["point"])
     for point in points:
-        row = {key: point["point"].get(key) for key in keys}
+        values = {key: point["point"].get(key) for key in keys}
+        row = {key: value_label(value) or value for key, value in values.items()}
         row |= {"runs": len(point["runs"]), "trusted": point["trusted"]}
         for name, figure in point["figures"].items():
             row |= {name: figure["mean"], f"{name}_ci95": figure["ci95"]}

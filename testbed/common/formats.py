@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 NONE = "–"
@@ -19,6 +22,34 @@ def unit(kind: FigureKind, highest: float) -> tuple[float, str]:
     """Return the unit for figures of a kind of which this is the highest: its size and its name, empty for numbers."""
     steps = {"seconds": _SECONDS, "bytes": _BYTES, "share": ((0.01, "%"),)}.get(kind, ((1.0, ""),))
     return next((step for step in steps if highest >= step[0]), steps[-1])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One unit for several values of a kind, so that a reader can compare them at a glance.
+
+    Example: ``Scale.of("seconds", [0.873, 5.64])`` writes 0.873 and 5.64 under the title ``time (s)``.
+    """
+
+    kind: FigureKind
+    factor: float
+    unit: str
+
+    @classmethod
+    def of(cls, kind: FigureKind, values: Iterable[float | bool | str | None]) -> Scale:
+        """Return the scale whose unit suits the largest of the values."""
+        sizes = [abs(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+        return cls(kind, *unit(kind, max(sizes, default=0.0)))
+
+    def title(self, name: str) -> str:
+        """Return a name followed by the unit in brackets."""
+        return f"{name} ({self.unit})" if self.unit else name
+
+    def write(self, value: float | bool | str | None) -> str:
+        """Write a value without its unit."""
+        if value is None or isinstance(value, bool | str):
+            return of_kind(self.kind, value)
+        return number(value if self.factor == 1 else value / self.factor)
 
 
 def _scaled(value: float, steps: _Steps) -> str:
@@ -42,9 +73,14 @@ def _digits(number: float) -> str:
     return f"{number:.3g}"
 
 
+def is_visible(character: str) -> bool:
+    """Return whether a terminal may print a character; Python counts spaces such as U+00A0 as not printable."""
+    return character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
+
+
 def visible(text: str, most: int = 2000) -> str:
     """Return a text with control characters written out, so that a terminal only shows them, and cut if it is long."""
-    shown = "".join(each if each in "\n\t" or each.isprintable() else repr(each)[1:-1] for each in text)
+    shown = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
     return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown) - most} more characters)"
 
 

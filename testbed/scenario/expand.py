@@ -23,7 +23,7 @@ from testbed.network.radio import Radio
 from testbed.scenario import paper
 from testbed.scenario.loading import parse, put, read_keys, validate
 from testbed.scenario.radio import radio
-from testbed.scenario.schema import DevicePart, ProfilePart, Scenario, Trial
+from testbed.scenario.schema import LABEL, DevicePart, ProfilePart, Scenario, Trial, plain_value
 from testbed.scenario.trace import changes
 
 _MAX_NAME = 31
@@ -57,7 +57,9 @@ def _check_points(scenario: Scenario) -> None:
     """Refuse points that cannot be, and more runs than anybody waits for, before any of them is made."""
     problems = [problem for axes in _sweeps(scenario) for problem in _sweep_problems(axes)]
     problems += [
-        Diagnostic(("points", index), "sets no key") for index, point in enumerate(scenario.points) if not point
+        Diagnostic(("points", index), "sets no key")
+        for index, point in enumerate(scenario.points)
+        if not set(point) - {LABEL}
     ]
     if problems:
         raise scenario.source.error(problems)
@@ -79,7 +81,10 @@ def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
         # What a paper has is of no point, and may be long: neither copied nor checked again.
         tree: dict[str, Any] = {**copy.deepcopy(plain), "paper": scenario.paper}
         places = {}
-        for dotted, value in point.items():
+        for dotted, labelled in point.items():
+            if dotted == LABEL:
+                continue
+            value = plain_value(labelled)
             where = source.where(written[dotted])
             put(tree, parse_key(dotted), value, where)
             places[parse_key(dotted)] = f"{where} ({written[dotted][0]}: {value})"

@@ -9,7 +9,7 @@ from typing import Any
 from testbed.common.conditions import parse_condition, parse_target
 from testbed.common.errors import Diagnostic, Key, nearest
 from testbed.common.formats import FigureKind
-from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
+from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries, plain_value
 from testbed.trace.figures import Figure
 from testbed.trace.registry import OF_DEVICES, kind_of
 
@@ -25,8 +25,9 @@ def is_at(point: Mapping[str, Any], at: Mapping[str, Any]) -> bool:
 
 def _value(point: Mapping[str, Any], key: str) -> object:
     if key in point:
-        return point[key]
-    for swept, value in point.items():
+        return plain_value(point[key])
+    for swept, labelled in point.items():
+        value = plain_value(labelled)
         if key.startswith(f"{swept}.") and isinstance(value, Mapping):
             return _value(value, key.removeprefix(f"{swept}."))
     return _NOTHING

@@ -294,6 +294,22 @@ DATA_FOLDER = Path("data")
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
 """Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
 TOGETHER = "together"
+LABEL = "label"
+"""Key that names a swept value, as in ``{label: FedAvg, value: {...}}``, or an entry of ``points``."""
+
+
+def value_label(value: object) -> str | None:
+    """Return the label of a swept value, None without one."""
+    if isinstance(value, Mapping) and set(value) == {LABEL, "value"}:
+        return str(value[LABEL])
+    return None
+
+
+def plain_value(value: Any) -> Any:
+    """Return a swept value without its label."""
+    return value if value_label(value) is None else value["value"]
+
+
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
 
@@ -336,10 +352,13 @@ class Scenario(Part):
     sweep: SweepPart | tuple[SweepPart, ...] = Field(
         default_factory=dict,
         description="dotted key of this file -> values; all combinations run; the keys under `together` take their "
-        "first values together, then their second ones; of a list of such sweeps, those of each",
+        "first values together, then their second ones; of a list of such sweeps, those of each. A value written as "
+        "{label: NAME, value: VALUE} is called NAME in tables and plots",
     )
     points: tuple[dict[str, Any], ...] = Field(
-        (), description="further points beside the sweep's, each with its own dotted keys and values"
+        (),
+        description="further points beside the sweep's, each with its own dotted keys and values, and a `label` that "
+        "names the point in tables and plots",
     )
     paper: PaperPart | None = Field(None, description="what a publication prints, to stand beside what comes out here")
     expect: dict[str, str] = Field(

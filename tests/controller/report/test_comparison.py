@@ -11,11 +11,13 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from controller.cli.export import export as export_command
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
 from controller.report import sweep
-from controller.report.comparison import plots, render, show
-from controller.report.tables import latex
+from controller.report.comparison import figures_of, plots, render, show
+from controller.report.plots import Axis, Line, line_plot
+from controller.report.tables import VisibleConsole, latex
 from controller.results import files
 from controller.results.comparison import compare, side_by_side
 from controller.results.run import Run, run_name
@@ -114,7 +116,7 @@ def test_the_report_command_summarizes_a_sweep(tmp_path: Path) -> None:
     written(tmp_path / "b")
     done = CliRunner().invoke(report_command, [str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "95.0% ± 0.0%" in done.output
+    assert "Accuracy (%)" in done.output
     assert (tmp_path / "summary.csv").is_file()
     assert (tmp_path / "sweep.html").is_file()
     done = CliRunner().invoke(report_command, [str(tmp_path), "--json"])
@@ -261,8 +263,65 @@ def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) 
     runs = repeated(tmp_path)
     table = latex(sweep.section(summary_of(runs)))
     assert table.startswith("\\begin{tabular}{lrr")
-    assert "5mbit & 2 (2 not trusted) & 95.0\\% $\\pm$ 0.0\\% &" in table
+    assert "& Accuracy (\\%) &" in table
+    assert "5mbit & 2 (2 not trusted) & 95 $\\pm$ 0 &" in table
     page = tmp_path / "table.tex"
     done = CliRunner().invoke(compare_command, [str(tmp_path), "--latex", str(page)])
     assert done.exit_code == 0, done.output
-    assert "step time & 3 s $\\pm$ 12.7 s & 6 s $\\pm$ 25.4 s 2.00$\\times$ \\\\" in page.read_text()
+    assert "step time (s) & 3 $\\pm$ 12.7 & 6 $\\pm$ 25.4 2.00$\\times$ \\\\" in page.read_text()
+
+
+def test_latex_tables_hold_no_sign_that_pdflatex_refuses(tmp_path: Path) -> None:
+    simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    compared = compare(side_by_side([written(tmp_path / "a"), simulated]))
+    table = latex(figures_of(compared))
+    assert "simulated" in table
+    assert table.isascii()
+
+
+def test_headings_show_no_escaped_spaces(tmp_path: Path) -> None:
+    simulated = written(tmp_path / "b", runtime="simulate", links=[], fidelity={})
+    console = VisibleConsole(file=io.StringIO(), width=100)
+    show(console, compare(side_by_side([written(tmp_path / "a"), simulated])))
+    assert isinstance(console.file, io.StringIO)
+    assert "\\x" not in console.file.getvalue()
+
+
+def labelled_runs(tmp_path: Path) -> list[Run]:
+    """Return runs of two labelled methods at two rates each."""
+    runs = []
+    for label in ("FedAvg", "SCAFFOLD"):
+        for rate in ("5mbit", "50mbit"):
+            method = {"label": label, "value": {"name": "single", "file": f"../{label}.py"}}
+            trial = replace(recorded.trial(), point={"workload.method": method, "network.link.rate": rate})
+            runs.append(
+                files.load(recorded.write(tmp_path / run_name(trial), trial, recorded.plan(), recorded.outcome()))
+            )
+    return runs
+
+
+def test_labels_of_sweep_values_name_series_folders_and_columns(tmp_path: Path) -> None:
+    runs = labelled_runs(tmp_path)
+    assert runs[0].path.name == "recorded,method=FedAvg,rate=5mbit"
+    assert next(iter(side_by_side(runs))) == "method=FedAvg,rate=5mbit"
+    figure = {title: plot() for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FedAvg", "SCAFFOLD"]
+    assert "FedAvg & 5mbit &" in latex(sweep.section(summary_of(runs)))
+
+
+def test_export_chooses_metrics_and_their_headings(tmp_path: Path) -> None:
+    labelled_runs(tmp_path)
+    arguments = ["run", str(tmp_path), "--latex", "--metric", "step_time: Time per step", "--metric", "accuracy"]
+    done = CliRunner().invoke(export_command, arguments)
+    assert done.exit_code == 0, done.output
+    heading = (tmp_path / "export" / "points.tex").read_text().splitlines()[2]
+    assert heading == r"method & rate & Runs & Time per step (s) & Accuracy (\%) \\"
+    done = CliRunner().invoke(export_command, ["run", str(tmp_path), "--plots", "--metric", "speed"])
+    assert "unknown metric" in str(done.exception)
+
+
+def test_whiskers_at_the_edges_of_a_plot_are_not_clipped() -> None:
+    line = Line("a", [(0, 1.0), (1, 5.0)], "blue", marks=True, half_widths=[0.5, 0.5])
+    axes = line_plot([line], range_=(0, 1), y=Axis("a"), at=[0, 1]).axes[0]
+    whiskers = [*axes.collections, *axes.containers[0].get_children()]
+    assert not any(artist.get_clip_on() for artist in whiskers)

@@ -187,6 +187,15 @@ def test_keys_that_change_together_are_one_axis():
     assert {point["network.link.rate"] for point in points if point["workload.batch_size"] == 3} == {"3mbit"}
 
 
+def test_labels_of_swept_values_and_points_set_no_key():
+    swept = {"label": "slow", "value": "1mbit"}
+    runs = expand(sweep={"network.link.rate": [swept]}, points=[{"label": "seventh", "seed": 7}])
+    assert runs[0].experiment.links["source", "worker1"].rate == 1e6
+    assert runs[0].point == {"network.link.rate": swept}
+    assert runs[1].point == {"label": "seventh", "seed": 7}
+    assert "sets no key" in refusal(points=[{"label": "empty"}])
+
+
 @pytest.mark.parametrize(
     ("sweep", "said"),
     [
