@@ -160,7 +160,7 @@ def _figures(scenario: Scenario) -> dict[str, Figure]:
 def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for name in sorted({*RESERVED_NAMES} & {*names}):
-        yield Diagnostic(("devices", name), "no device can have this name, the testbed has one of its own: rename it")
+        yield Diagnostic(("devices", name), "this name is reserved for the testbed or its containers: use another one")
     if not has_room(IPv4Network(trial.scenario.network.subnet), len(names)):
         yield Diagnostic(("network", "subnet"), no_room(trial.scenario.network.subnet, len(names)))
     for index, part in enumerate(trial.scenario.faults):

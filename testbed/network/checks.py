@@ -16,8 +16,13 @@ MAX_RATE = 1e12
 
 SHAPER = "shaper"
 """Name of the container that shapes the links."""
-RESERVED_NAMES = (SHAPER, "control", "data")
-"""Names of a run's own container and networks, and of no device."""
+RESERVED_NAMES = (
+    *(SHAPER, "control", "data"),
+    # A container resolves these to itself or to a group of hosts, whatever else its /etc/hosts holds.
+    *("localhost", "ip6-localhost", "ip6-loopback", "ip6-localnet"),
+    *("ip6-mcastprefix", "ip6-allnodes", "ip6-allrouters"),
+)
+"""Names of a run's own container and networks and of every container's own addresses, and of no device."""
 SMALLEST_PREFIX = 24
 _RESERVED_ADDRESSES = 3
 """Addresses of every subnet that no device has: its own, the bridge's, and the broadcast address."""

@@ -133,7 +133,7 @@ def test_prepares_method_problem_and_plan(file):
             12,
             "workload.model.hidden: is too long: at most 1000 are possible",
         ),
-        ("  source:", "  shaper: {}\n  source:", 3, "devices.shaper: no device can have this name"),
+        ("  source:", "  shaper: {}\n  source:", 3, "devices.shaper: this name is reserved"),
         ("link: {", "subnet: 10.0.0.0/30\n  link: {", 9, "network.subnet: '10.0.0.0/30' has no room for 4 devices"),
         ("link: {", "subnet: 127.0.0.0/16\n  link: {", 9, "network.subnet: '127.0.0.0/16' belongs to others"),
         ("link: {", "subnet: 8.8.8.0/24\n  link: {", 9, "network.subnet: '8.8.8.0/24' belongs to others"),

@@ -9,21 +9,25 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from testbed.common import formats
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.typed import Typed
 from testbed.kits.rounds.figures import ROUND, ROUND_TIME
 from testbed.method import Job, Method, Options, Problem
+from testbed.methods.program.processes import ProcessTree, killed_for_memory
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Reporting, Row
@@ -33,8 +37,11 @@ PORT = 29500
 """Where torch.distributed meets by default."""
 _LAST_LINES = 5
 """Lines of what a failed program printed that its error repeats."""
-_LONGEST = 1 << 20
-"""Bytes of a line."""
+LONGEST = 1 << 20
+"""Bytes of a line; a longer one is recorded as several."""
+PIECE = 1 << 16
+_COLLECT_SECONDS = 1.0
+"""Between two looks for orphans that have ended."""
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "step": (("step",), ("loss", "samples")),
     "evaluate": (("step",), ("accuracy", "loss")),
@@ -102,7 +109,7 @@ class Program(Method[Options]):
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
             part = programs.get(device.name)
             if part is not None:
-                work = mailbox.start(_execute(device, job.problem, [*programs]))
+                work = mailbox.start(execute(device, job.problem, [*programs]))
                 if not part.background:
                     await work
             if device.name != job.plan.lead:
@@ -140,12 +147,13 @@ def environment(problem: Problem[Options], device: str, names: list[str]) -> dic
     }
 
 
-async def _execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
-    """Run the command of a device to its end; raises `TestbedError` where it fails."""
+async def execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
+    """Run the command of a device to its end, and end all that it started; raises `TestbedError` where it fails."""
     part = _programs(problem)[device.name]
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
         _place(Path(folder), {name: problem.files[name] for name in part.files})
+        tree, killed_before = ProcessTree(), killed_for_memory()
         try:
             process = await asyncio.create_subprocess_exec(
                 *part.command,
@@ -153,19 +161,25 @@ async def _execute(device: Device, problem: Problem[Options], names: list[str]) 
                 env={**inherited, **environment(problem, device.name, names)},
                 stdout=PIPE,
                 stderr=PIPE,
-                limit=_LONGEST,
             )
         except OSError as error:
             raise TestbedError(f"{part.command[0]} cannot be run: {error.strerror}") from None
-        try:
-            status, last = await _followed(device, process)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+        status, last = await _followed(device, process, tree)
     device.record("exit", status=status)
     if status != 0:
-        raise TestbedError(f"{' '.join(part.command)} ended with status {status}: {last or 'it said nothing'}")
+        text = f"{' '.join(part.command)} ended with {_described(status)}: {last or 'it said nothing'}"
+        if killed_for_memory() > killed_before:
+            held = formats.size(problem.device(device.name).memory)
+            text += f"; the device ran out of memory: its container is held to {held}: give it more"
+        raise TestbedError(text)
+
+
+def _described(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    with suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"
 
 
 def _place(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -175,25 +189,86 @@ def _place(folder: Path, files: Mapping[str, bytes]) -> None:
         place.chmod(0o555)
 
 
-async def _followed(device: Device, process: Process) -> tuple[int, str]:
-    """Record what a program writes until it ends; return its status and the last lines of its errors."""
+async def _followed(device: Device, process: Process, tree: ProcessTree) -> tuple[int, str]:
+    """Record what a program writes until it ends; return its status and the last lines of its errors.
+
+    Its descendants are killed as it ends, or as this is cancelled: they may keep its pipes open and ports occupied.
+    """
     last: deque[str] = deque(maxlen=_LAST_LINES)
 
     async def follow(stream: asyncio.StreamReader, name: str) -> None:
-        while line := await stream.readline():
-            text = line.decode(errors="replace").rstrip("\n")
-            print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
-            if name == "stderr" and text.strip(" ^~"):  # Python underlines what failed
-                last.append(text.strip())
-            if fields := event_of(text):
-                device.record(fields.pop("event"), **fields)
-            else:
-                device.record("output", stream=name, text=text)
+        lines = LineSplitter()
+        while piece := await stream.read(PIECE):
+            for text in lines.split(piece):
+                record(text, name)
+        for text in lines.rest():
+            record(text, name)
+
+    def record(text: str, name: str) -> None:
+        print(text, file=sys.stderr if name == "stderr" else sys.stdout, flush=True)
+        if name == "stderr" and text.strip(" ^~"):  # Python underlines what failed
+            last.append(text.strip())
+        if fields := event_of(text):
+            device.record(fields.pop("event"), **fields)
+        else:
+            device.record("output", stream=name, text=text)
 
     assert process.stdout is not None
     assert process.stderr is not None
-    await asyncio.gather(follow(process.stdout, "stdout"), follow(process.stderr, "stderr"))
+    reading = asyncio.gather(follow(process.stdout, "stdout"), follow(process.stderr, "stderr"))
+    collecting = asyncio.create_task(_collect(tree, process.pid))
+    try:
+        # `Process.wait` waits for the ends of both pipes as well in some versions of Python.
+        await asyncio.to_thread(_await_end, process.pid)
+    finally:
+        collecting.cancel()
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+        tree.kill(process.pid)
+    await reading
     return await process.wait(), " | ".join(last)
+
+
+async def _collect(tree: ProcessTree, program: int) -> None:
+    while True:
+        await asyncio.sleep(_COLLECT_SECONDS)
+        tree.collect_orphans(program)
+
+
+def _await_end(pid: int) -> None:
+    with suppress(ChildProcessError):  # it has ended, and asyncio knows it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+class LineSplitter:
+    """Cuts the output of a program into lines.
+
+    Of a line that is drawn again and again after carriage returns, as progress bars are, the last state counts.
+    """
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def split(self, piece: bytes) -> Iterator[str]:
+        """Yield the lines that a further piece of output completes; a line of more than `LONGEST` bytes in parts."""
+        *lines, begun = (self._begun + piece).split(b"\n")
+        yield from map(_text, lines)
+        # Carriage returns at the end may belong to a line's end.
+        shown = len(begun.rstrip(b"\r"))
+        self._begun = begun[begun.rfind(b"\r", 0, shown) + 1 :]
+        if len(self._begun) > LONGEST:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[str]:
+        """Yield the line that has begun, if there is one."""
+        begun, self._begun = self._begun, b""
+        if begun:
+            yield _text(begun)
+
+
+def _text(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def event_of(line: str) -> dict[str, Any] | None:

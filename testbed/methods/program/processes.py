@@ -1,0 +1,89 @@
+"""The processes of a program: all of them end with it, and a kill for want of memory is recognised."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 1.0
+"""How long processes may take to vanish once they are killed."""
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+"""Where the kernel counts the processes of a container that it killed for want of memory, by version of cgroups."""
+
+
+class ProcessTree:
+    """Every process that this one starts from now on, and all that those start.
+
+    A process may leave its group and session, but not its ancestors: orphans come to this process, which collects them.
+    """
+
+    def __init__(self) -> None:
+        # A container's first process has its orphans already; elsewhere, in tests, they would go to the system's first.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._earlier = set(_descendants())
+
+    def collect_orphans(self, program: int) -> None:
+        """Remove orphans that have ended from the kernel's table; the ``program`` itself has somebody who waits."""
+        own = os.getpid()
+        for pid, (state, parent) in _processes().items():
+            if state == "Z" and parent == own and pid != program and pid not in self._earlier:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def kill(self, program: int) -> None:
+        """Kill all processes that a ``program`` started, also those that are started meanwhile.
+
+        Takes milliseconds, and `_END_SECONDS` at most.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            left = [pid for pid in _descendants() if pid != program and pid not in self._earlier]
+            if not left:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.collect_orphans(program)
+            time.sleep(0.002)
+
+
+def _processes() -> dict[int, tuple[str, int]]:
+    """Return state and parent of every process that can be seen, by number."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                text = (entry / "stat").read_text(encoding="ascii", errors="replace")
+                # The name, in parentheses, may contain any character.
+                state, parent = text.rpartition(")")[2].split()[:2]
+                found[int(entry.name)] = state, int(parent)
+    return found
+
+
+def _descendants() -> Iterator[int]:
+    """Yield all descendants of this process."""
+    children: dict[int, list[int]] = {}
+    for pid, (_, parent) in _processes().items():
+        children.setdefault(parent, []).append(pid)
+    waiting = [os.getpid()]
+    while waiting:
+        found = children.get(waiting.pop(), [])
+        yield from found
+        waiting += found
+
+
+def killed_for_memory() -> int:
+    """Return how many processes of this container the kernel killed for want of memory; 0 where it is not counted."""
+    for name in _OOM_COUNTERS:
+        with contextlib.suppress(OSError):
+            for line in Path(name).read_text(encoding="ascii").splitlines():
+                key, _, count = line.partition(" ")
+                if key == "oom_kill":
+                    return int(count)
+    return 0
