@@ -16,7 +16,6 @@ endif
 # Named after the lock's content, so that it is redone when that changes and only then.
 READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))
 TESTBED := $(VENV)/bin/testbed
-SCENARIO = $(firstword $(wildcard $(NAME) scenarios/$(NAME) scenarios/$(NAME).yaml scenarios/$(NAME).yml) $(NAME))
 
 # Files are compiled once, and not again by each of the many processes of a test run.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,7 +29,7 @@ help: ## list these targets
 
 scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate without containers; ARGS="--set seed=2"
 	@test -n "$(NAME)" || { echo "say which scenario: make scenario NAME=quickstart" >&2; exit 2; }
-	@$(TESTBED) run "$(SCENARIO)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
+	@$(TESTBED) run "$(NAME)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
 
 test: lint ## lint, then every test, with real containers; ARGS="-k pattern"; PYTHON=python3.13 on that one
 	@$(TESTBED) images
@@ -63,12 +62,12 @@ lint: $(READY) ## ruff and mypy
 	@$(VENV)/bin/ruff format --check
 	@$(VENV)/bin/mypy --num-workers auto
 
-site: $(READY) ## the documentation as a site, with a page for each method and paper: .build/site/site/index.html
+site: $(READY) ## the documentation as a site, with a page for each method and paper
 	@$(VENV)/bin/python docs/website.py .build/site
 	@test -x .build/mkdocs/bin/mkdocs || { $(PYTHON) -m venv .build/mkdocs && \
 		.build/mkdocs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/website.requirements; }
 	@cd .build/site && NO_MKDOCS_2_WARNING=1 ../mkdocs/bin/mkdocs build --quiet --strict
-	@echo "open .build/site/site/index.html"
+	@echo "read it at http://127.0.0.1:8000 (search needs a server): python3 -m http.server --bind 127.0.0.1 --directory .build/site/site"
 
 format: $(READY) ## let ruff set the files right
 	@$(VENV)/bin/ruff check --fix

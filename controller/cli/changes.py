@@ -203,7 +203,7 @@ def _duration(text: str) -> float:
 @click.argument("handle")
 @run_option
 def undo(handle: str, run_id: str | None) -> None:
-    """Take back one partition, degradation, obstruction or throttle by its handle."""
+    """Revert one fault by its handle, such as degrade-1a2b3c or pause:worker1."""
     click.echo(control.reach(runstate.choose(run_id))({"undo": handle})["text"])
 
 

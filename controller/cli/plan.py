@@ -11,6 +11,7 @@ import click
 from controller.cli.options import as_json, in_results, on_hosts, overrides
 from controller.cli.printing import dump, make_console, print_section
 from controller.report.tables import Column, figures
+from controller.results.run import point_text
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.kits.layers import costs
@@ -97,6 +98,7 @@ def _describe_plan(prepared: Prepared) -> dict[str, Any]:
         "step_time": chosen.step_time,
         "even_step_time": _even_time(prepared),
         "f32_step_time": _plain_time(prepared),
+        "fastest_alone": _fastest_alone(prepared),
         "schedule": prepared.method.draw(chosen),
         "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
         "advice": prepared.method.advice(problem, chosen),
@@ -131,6 +133,32 @@ def _plain_time(prepared: Prepared) -> float | None:
         return None
     devices = tuple(replace(device, precision="f32") for device in problem.devices)
     return prepared.method.plan(replace(problem, devices=devices)).step_time
+
+
+def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
+    """Return the device that alone would be quicker than the plan and its step time; None where no device is.
+
+    Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
+    """
+    from testbed.methods.single import Single, SingleOptions
+
+    problem, chosen = prepared.problem, prepared.plan
+    units_held = sum(piece.last - piece.first for piece in chosen.pieces)
+    is_shared = problem.workload.task == "infer" or units_held == len(problem.model.units)
+    if chosen.step_time is None or len(chosen.devices) < 2 or not is_shared:
+        return None
+    times = {}
+    for device in chosen.devices:
+        try:
+            alone = Single().plan(replace(problem, options=SingleOptions(device=device)))
+        except InputError:  # the whole model does not fit
+            continue
+        assert alone.step_time is not None
+        times[device] = alone.step_time
+    best = min(times, key=times.__getitem__, default=None)
+    if best is None or times[best] >= chosen.step_time:
+        return None
+    return {"device": best, "step_time": times[best]}
 
 
 def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
@@ -210,7 +238,7 @@ def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _print_plan(console: Console, described: dict[str, Any]) -> None:
-    point = ", ".join(f"{key}={value}" for key, value in described["point"].items())
+    point = point_text(described["point"])
     if described["programs"]:
         console.print(f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: programs\n")
         commands = [
@@ -248,14 +276,7 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     print_section(console, columns, rows)
     lead = "lead" if described["data"] or described["samples_everywhere"] else "lead, holds the data"
     console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
-    if described["step_time"] is not None:
-        even = described["even_step_time"]
-        other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
-        if described["f32_step_time"] is not None:
-            other += f" ({formats.seconds(described['f32_step_time'])} if all devices computed in f32)"
-        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
-    for text in described["advice"]:
-        console.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
+    _print_times(console, described, unit)
     _print_hosts(console, described.get("hosts", ()))
     if described["data"]:
         console.print()
@@ -269,6 +290,21 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
     if described["alternatives"]:
         console.print()
         _print_alternatives(console, described["alternatives"])
+
+
+def _print_times(console: Console, described: dict[str, Any], unit: str) -> None:
+    """Print the predicted time of a step or request, and what would make it shorter."""
+    if described["step_time"] is not None:
+        even = described["even_step_time"]
+        other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
+        if described["f32_step_time"] is not None:
+            other += f" ({formats.seconds(described['f32_step_time'])} if all devices computed in f32)"
+        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
+    if (alone := described["fastest_alone"]) is not None:
+        times = f"{formats.seconds(alone['step_time'])} per {unit} instead of {formats.seconds(described['step_time'])}"
+        console.print(f"[yellow]{alone['device']} alone would be quicker: {times}[/yellow]", soft_wrap=True)
+    for text in described["advice"]:
+        console.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
 
 
 def _print_data(console: Console, data: dict[str, Any]) -> None:

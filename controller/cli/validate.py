@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from testbed.common.formats import visible
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import SHIPPED, load, published_schema
+
+LONGEST_NAME = 31
+"""Characters of a scenario's name."""
 
 
 @click.command()
@@ -33,7 +39,7 @@ def init(folder: Path) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already: name a new folder")
-    name, made = folder.resolve().name, not folder.exists()
+    name = _scenario_name(folder.resolve().name)
     study = {path.name: path.read_text() for path in sorted((SHIPPED / "study").glob("*.*"))}
     # In quotes: without them YAML reads null as nothing.
     study["study.yaml"] = study["study.yaml"].replace("name: study\n", f"name: {json.dumps(name)}\n")
@@ -43,18 +49,19 @@ def init(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in study.items():
             (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
-        load(folder / f"{name}.yaml")
-    except InputError:
-        for written in list(folder.iterdir()):
-            written.unlink()
-        if made:
-            folder.rmdir()
-        text = f"{folder}: '{name}' is no name of a scenario: use lower-case letters, digits and dashes, a letter first"
-        raise InputError(f"{text}, 31 of them at most") from None
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror or error}") from None
     click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    click.echo(f"next: cd {folder} && testbed run {name}.yaml --runtime simulate")
+    click.echo(f"next: cd {shlex.quote(str(folder))} && testbed run {name}.yaml --runtime simulate")
+
+
+def _scenario_name(folder: str) -> str:
+    """Return a valid scenario name for any folder name, such as ``studie-a`` for ``Studie Ä``."""
+    letters = unicodedata.normalize("NFKD", folder).encode("ascii", "ignore").decode().lower()
+    name = re.sub("[^a-z0-9]+", "-", letters).strip("-")[:LONGEST_NAME].rstrip("-")
+    if name[:1].isalpha():
+        return name
+    return f"study-{name}"[:LONGEST_NAME].rstrip("-")
 
 
 @click.command()

@@ -30,7 +30,16 @@ from controller.hosts.lab import open_lab
 from controller.lab import runstate
 from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import Changed, Conditions, FaultSetting, RecordedStep, carry_out
+from testbed.faults.conditions import (
+    Changed,
+    Conditions,
+    DeviceState,
+    FaultAction,
+    FaultSetting,
+    RecordedStep,
+    carry_out,
+)
+from testbed.faults.device_actions import Kill, Pause, StateAction
 from testbed.faults.link_actions import Flap
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
@@ -56,9 +65,8 @@ def answer(request: Request, containers: Containers, record: Record = lambda _st
 
     Raises InputError where a scenario could not have it either, TestbedError where it fails.
     """
-    in_force = containers.shown.in_force
     if "show" in request:
-        actions = {handle: f"{action.name} {action.target}" for handle, action in in_force.items()}
+        actions = {handle: f"{action.name} {action.target}" for handle, action in _in_force(containers).items()}
         return {"in_force": actions, "devices": dict(containers.states())}
     if "set" in request:
         links = LinkFigures.parsed(request["set"], containers.experiment.links)
@@ -66,15 +74,34 @@ def answer(request: Request, containers: Containers, record: Record = lambda _st
         shown = containers.shown
         return {"links": links_to_json({pair: shown.link(pair) for pair in links.pairs})}
     if "undo" in request:
-        handle = request["undo"]
+        handle, in_force = request["undo"], _in_force(containers)
         if handle not in in_force:
             raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
         step = FaultOperation(in_force[handle], handle, "undo")
     else:
         step = _strike(request, containers)
     changed = carry_out(step, containers)
-    record(step, changed)
+    if changed.devices or not step.switches:  # restarting a device that is up is no fault
+        record(step, changed)
     return {"handle": step.handle, "text": _summary(step, changed, containers)}
+
+
+def _in_force(containers: Containers) -> dict[str, FaultAction[Any]]:
+    """Return the actions that `undo` can revert, by handle: those on links and speeds, and on states of devices."""
+    actions = dict(containers.shown.in_force)
+    for device, state in containers.states().items():
+        if state in _CAUSES:
+            action = _CAUSES[state](device)
+            actions[_state_handle(action)] = action
+    return actions
+
+
+_CAUSES: Mapping[DeviceState, type[StateAction]] = {"down": Kill, "paused": Pause}
+
+
+def _state_handle(action: FaultAction[Any]) -> str:
+    """Return the handle of a change of state, such as ``pause:worker1``: a device has one state at a time."""
+    return f"{action.name}:{action.target}"
 
 
 def _strike(request: Request, containers: Containers) -> FaultOperation:
@@ -87,6 +114,8 @@ def _strike(request: Request, containers: Containers) -> FaultOperation:
             raise InputError(f"there is no device '{name}' in {containers.run_id}: {', '.join(devices)}")
     for _, text in action.problems(FaultSetting(run.devices, run.links, radio=run.radio)):
         raise InputError(text)
+    if isinstance(action, StateAction):
+        return FaultOperation(action, _state_handle(action))
     return FaultOperation(action, str(request.get("handle") or new_handle(action.name)))
 
 

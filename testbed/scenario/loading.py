@@ -122,22 +122,26 @@ def _find(path: str | Path) -> Path:
     given = Path(path)
     if given.exists():
         return given
-    written = given.suffix in (".yaml", ".yml")
-    candidates = [given] if written else [SCENARIOS / f"{given}.yaml", Path(f"{given}.yaml"), SHIPPED / f"{given}.yaml"]
+    file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
+    candidates = [SCENARIOS / file, file, SHIPPED / file]
     for candidate in candidates:
         if candidate.exists():
             return candidate
-    known = {
-        str(file.relative_to(folder).with_suffix("")): file
-        for folder in (SHIPPED, SCENARIOS)
-        for file in folder.rglob("*.yaml")
-    }
-    name = given.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
-    near = difflib.get_close_matches(name, known, n=1)
-    near = near or [other for other in known if Path(other).name == Path(name).name]
-    others = f"name a file, or one of {', '.join(sorted(known))}" if known else "name a file"
-    hint = f"did you mean '{known[near[0]]}'?" if near else others
-    raise InputError(f"{candidates[0]}: there is no such scenario: {hint}")
+    raise InputError(f"{given}: no such scenario: {_near_scenario(file)}")
+
+
+def _near_scenario(file: Path) -> str:
+    """Suggest an existing file for one that does not exist: one beside it, or a scenario that has a name."""
+    beside = [str(each) for each in file.parent.glob("*.yaml")]
+    named: list[str] = []
+    for folder in (SCENARIOS, SHIPPED):
+        named += [each.relative_to(folder).with_suffix("").as_posix() for each in folder.rglob("*.yaml")]
+    name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
+    near = [*difflib.get_close_matches(str(file), beside, n=1), *difflib.get_close_matches(name, named, n=1)]
+    near += [each for each in named if Path(each).name == file.stem]
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"name a file, or a shipped scenario such as 'quickstart'; all of them are in {SHIPPED}"
 
 
 def _read(file: Path) -> str:

@@ -53,16 +53,16 @@ def run_end(events: Sequence[Event], lead: str) -> float:
 
 
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
-    """Return when which device was dead or frozen by a fault."""
+    """Return when which device was dead or frozen by a fault; a killed device is down until its program runs again."""
     bars = []
     came: defaultdict[str, list[float]] = defaultdict(list)
     for device, time, state in EventLog.made_of(events).of("state").rows("device", "time", "state"):
-        if state in ("up", "started"):
+        if state == "started":
             came[device].append(time)
     for strike in strikes(events):
         if strike.action not in ("kill", "pause"):
             continue
-        # "Undone" is when the restart was ordered; the device is back when it says so.
+        # "Undone" is when the restart was ordered; booting and loading the model take their time after that.
         back = [time for time in came[strike.target] if time > strike.struck]
         returned = min(back) if back and strike.action == "kill" else strike.undone
         bars.append(Bar(strike.target, "down", strike.struck, end if returned is None else returned, strike.action))

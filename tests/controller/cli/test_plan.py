@@ -124,3 +124,11 @@ def test_an_optimal_plan_says_what_an_even_one_would_take():
     assert optimal["even_step_time"] == even["step_time"] > optimal["step_time"]
     assert even["even_step_time"] is None
     assert "(2.56 s with partition: even)" in CliRunner().invoke(command_line, ["plan", "quickstart"]).output
+
+
+def test_the_plan_names_a_device_that_alone_is_quicker():
+    slow_link = ["--set", "network={link: {rate: 1mbit, delay: 50ms}}", "--set", "faults=[]"]
+    shown = CliRunner().invoke(command_line, ["plan", "quickstart", *slow_link]).output
+    assert "source alone would be quicker" in shown
+    shown = CliRunner().invoke(command_line, ["plan", "examples/federated"]).output
+    assert "alone would be quicker" not in shown

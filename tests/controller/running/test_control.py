@@ -68,6 +68,22 @@ def test_python_looks_at_a_run_and_strikes_it(run: Run, lab: RememberedLab) -> N
         found.strike(kill="z")
 
 
+def test_undo_reverts_kills_and_pauses(run: Run, lab: RememberedLab) -> None:
+    active = live()
+    for action, device in (("pause", "b"), ("kill", "c")):
+        handle = active.strike(**{action: device})
+        assert active.state()["in_force"] == {handle: f"{action} {device}"}
+        active.undo(handle)
+        assert active.state()["devices"][device] == "up"
+        with pytest.raises(InputError, match="is not in force"):
+            active.undo(handle)
+
+
+def test_restarting_a_device_that_is_up_is_no_fault(run: Run) -> None:
+    live().strike(restart="b")
+    assert run.events == []
+
+
 def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(run: Run, lab: RememberedLab) -> None:
     part = {"between": ["a", "b"], "down": "20ms", "up": "30ms"}
     endless = cast(Any, control.flap(control.reach(RUN), part, None))

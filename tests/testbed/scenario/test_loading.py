@@ -182,11 +182,12 @@ def test_a_file_that_is_not_there(write, tmp_path):
     (tmp_path / "scenarios" / "smoke" / "degrade.yaml").write_text(GOOD)
     assert load("quickstart").source.file == "scenarios/quickstart.yaml"
     assert load("smoke/degrade").source.file == "scenarios/smoke/degrade.yaml"
-    assert refusal("quikstart") == [
-        "scenarios/quikstart.yaml: there is no such scenario: did you mean 'scenarios/quickstart.yaml'?"
-    ]
-    assert refusal("degrade")[0].endswith("did you mean 'scenarios/smoke/degrade.yaml'?")
-    assert refusal("elsewhere/quickstart.yaml")[0].endswith("did you mean 'scenarios/quickstart.yaml'?")
+    assert load("smoke/degrade.yaml").source.file == "scenarios/smoke/degrade.yaml"
+    assert refusal("quikstart") == ["quikstart: no such scenario: did you mean 'quickstart'?"]
+    assert refusal("degrade")[0].endswith("did you mean 'smoke/degrade'?")
+    assert refusal("elsewhere/quickstart.yaml")[0].endswith("did you mean 'quickstart'?")
+    assert refusal("scenarios/smoke/degrad.yaml")[0].endswith("did you mean 'scenarios/smoke/degrade.yaml'?")
+    assert len(refusal("nothing-like-it")[0]) < 200
     assert refusal("scenarios") == ["scenarios: is a folder: name a scenario file in it"]
     assert "cannot be read" in refusal("small.yaml/x")[0] or "no such scenario" in refusal("small.yaml/x")[0]
 
@@ -194,7 +195,7 @@ def test_a_file_that_is_not_there(write, tmp_path):
 def test_the_testbeds_own_scenarios_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load("quickstart").source.file == str(SHIPPED / "quickstart.yaml")
-    assert refusal("quikstart")[0].endswith(f"did you mean '{SHIPPED / 'quickstart.yaml'}'?")
+    assert refusal("quikstart")[0].endswith("did you mean 'quickstart'?")
     (tmp_path / "scenarios").mkdir()
     (tmp_path / "scenarios" / "quickstart.yaml").write_text(GOOD)
     assert load("quickstart").source.file == "scenarios/quickstart.yaml"
