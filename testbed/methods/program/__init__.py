@@ -215,18 +215,18 @@ async def _followed(device: Device, process: Process, tree: ProcessTree) -> tupl
 
     assert process.stdout is not None
     assert process.stderr is not None
-    reading = asyncio.gather(follow(process.stdout, "stdout"), follow(process.stderr, "stderr"))
+    streams = {"stdout": process.stdout, "stderr": process.stderr}
+    readers = [asyncio.create_task(follow(stream, name)) for name, stream in streams.items()]
     collecting = asyncio.create_task(_collect(tree, process.pid))
     try:
         # `Process.wait` waits for the ends of both pipes as well in some versions of Python.
         await asyncio.to_thread(_await_end, process.pid)
     finally:
         collecting.cancel()
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
+        # Not `Process.kill`, which takes the status of a process that has ended from the one who waits for it.
         tree.kill(process.pid)
-    await reading
+    for reader in readers:
+        await reader
     return await process.wait(), " | ".join(last)
 
 

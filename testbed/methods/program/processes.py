@@ -7,11 +7,10 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-_END_SECONDS = 1.0
+_END_SECONDS = 2.0
 """How long processes may take to vanish once they are killed."""
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 """Where the kernel counts the processes of a container that it killed for want of memory, by version of cgroups."""
@@ -37,20 +36,22 @@ class ProcessTree:
                     os.waitpid(pid, os.WNOHANG)
 
     def kill(self, program: int) -> None:
-        """Kill all processes that a ``program`` started, also those that are started meanwhile.
+        """Kill a ``program`` and all processes that it started, also those that are started meanwhile.
 
         Takes milliseconds, and `_END_SECONDS` at most.
         """
         deadline = time.monotonic() + _END_SECONDS
-        while time.monotonic() < deadline:
-            left = [pid for pid in _descendants() if pid != program and pid not in self._earlier]
-            if not left:
-                return
+        while left := [pid for pid, state in _descendants().items() if not self._is_over(pid, state, program)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.collect_orphans(program)
+            if time.monotonic() > deadline:
+                return
             time.sleep(0.002)
+
+    def _is_over(self, pid: int, state: str, program: int) -> bool:
+        return pid in self._earlier or (pid == program and state == "Z")
 
 
 def _processes() -> dict[int, tuple[str, int]]:
@@ -66,16 +67,19 @@ def _processes() -> dict[int, tuple[str, int]]:
     return found
 
 
-def _descendants() -> Iterator[int]:
-    """Yield all descendants of this process."""
+def _descendants() -> dict[int, str]:
+    """Return the state of each descendant of this process, by number."""
+    processes = _processes()
     children: dict[int, list[int]] = {}
-    for pid, (_, parent) in _processes().items():
+    for pid, (_, parent) in processes.items():
         children.setdefault(parent, []).append(pid)
+    found: dict[int, str] = {}
     waiting = [os.getpid()]
     while waiting:
-        found = children.get(waiting.pop(), [])
-        yield from found
-        waiting += found
+        for pid in children.get(waiting.pop(), []):
+            found[pid] = processes[pid][0]
+            waiting.append(pid)
+    return found
 
 
 def killed_for_memory() -> int:
