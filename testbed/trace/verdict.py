@@ -79,6 +79,7 @@ def verdict(record: Record) -> dict[str, Any]:
     checks = [
         _course(outcome),
         _record(record),
+        *_missed_updates(record),
         *_faults(experiment, record.log, record.strikes),
         *_changes(record.log, experiment),
     ]
@@ -96,13 +97,13 @@ def verdict(record: Record) -> dict[str, Any]:
     else:
         checks += _left_out(experiment)
     reasons = [check.detail for check in checks if check.ok is False]
+    notes = "".join(f"; {check.detail}" for check in checks if check.ok is None and check.name in ("model", "rounds"))
     if reasons:
         kind, summary = "not trusted", "; ".join(reasons)
     elif emulated:
-        kind, summary = "trusted", "links, pacing, faults and host were all as the scenario asks"
+        kind, summary = "trusted", f"links, pacing, faults and host were all as the scenario asks{notes}"
     else:
-        left_out = "".join(f"; {check.detail}" for check in _left_out(experiment))
-        kind, summary = "prediction", f"simulated from the scenario's figures; nothing was measured{left_out}"
+        kind, summary = "prediction", f"simulated from the scenario's figures; nothing was measured{notes}"
     return {
         "kind": kind,
         "trusted": not reasons,
@@ -184,6 +185,20 @@ def _record(record: Record) -> Check:
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
     return Check("events", True, f"{len(log):,} events, none missing")
+
+
+def _missed_updates(record: Record) -> list[Check]:
+    """Judge rounds that ended without devices though no fault struck; a scenario's `round_deadline` asks for that."""
+    experiment, log = record.experiment, record.log
+    if not log.of("round") or experiment.faults or experiment.changes or log.of("fault"):
+        return []
+    late = sum(len(event.fields["devices"]) for event in log.of("missed"))
+    if not late:
+        return []
+    given = getattr(experiment.workload.method, "round_deadline", None) is not None
+    remedy = "" if given else ": give a larger round_deadline or use a less loaded host"
+    detail = f"{late} update{'s' * (late > 1)} missed the deadline of their round though no fault struck{remedy}"
+    return [Check("rounds", None if given else False, detail)]
 
 
 def _pairs(log: EventLog, *ends: str) -> Counter[Any]:

@@ -15,9 +15,9 @@ SHAPE = (1, 8, 8)
 
 
 def scenario(
-    method: str, devices: int = 2, *, workload=None, options=None, server="2mflops", speed="200kflops", **keys
+    method: str, devices: int | dict = 2, *, workload=None, options=None, server="2mflops", speed="200kflops", **keys
 ) -> Scenario:
-    """Return a scenario of a server and devices, all alike."""
+    """Return a scenario of a server and devices, all alike unless they are given as a scenario names them."""
     work = {
         "model": {"name": "mlp", "hidden": [12, 8]},
         "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"},
@@ -31,10 +31,12 @@ def scenario(
         work["data"] = {**work["data"], "split": "lead"}
     if "epochs" in work:
         del work["steps"]
+    if isinstance(devices, int):
+        devices = {"server": {"speed": server, "processors": 4}, "device": {"speed": speed, "count": devices}}
     tree = {
         "name": "test",
         "seed": 3,
-        "devices": {"server": {"speed": server, "processors": 4}, "device": {"speed": speed, "count": devices}},
+        "devices": devices,
         "network": {"topology": "star", "link": {"rate": "1mbit", "delay": "2ms"}},
         "workload": work,
         "time_limit": "100000s",

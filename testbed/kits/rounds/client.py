@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from testbed.common.lazy import torch
+from testbed.device import Cost, Span
 from testbed.kits.layers.shard import Adjust, State
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
@@ -149,10 +150,12 @@ class LocalTraining:
 class Client:
     """One device from the start of its program on; knows nothing from before."""
 
-    def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining) -> None:
+    def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True) -> None:
+        """``alone``: it trains a round to its end without the server."""
         self._mailbox = mailbox
         self._server = server
         self._training = training
+        self._alone = alone
         self._incarnation = mailbox.device.now()
         self._running: asyncio.Task[None] | None = None
         mailbox.on(Begin, self._begin)
@@ -164,7 +167,19 @@ class Client:
         await asyncio.get_running_loop().create_future()
 
     def _answer(self, ping: Ping) -> None:
-        self._mailbox.post(ping.sender, Here())
+        self._mailbox.start(self._report_idle(ping.sender))
+
+    async def _report_idle(self, server: str) -> None:
+        """Answer once this device computes no more: invited earlier, it would be late again."""
+        running = self._running
+        if running is not None and not running.done():
+            if self._alone:
+                await asyncio.wait([running])
+            else:
+                # The server has left the round, which therefore never ends. A layer that is being computed does.
+                running.cancel()
+                await self._mailbox.device.compute(lambda: None, Cost(), Span("idle"))
+        self._mailbox.post(server, Here())
 
     def _begin(self, begin: Begin) -> None:
         """Give up the round before, if it goes on, for this one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -67,38 +67,40 @@ def _throughput(record: Record) -> float | None:
 
 
 def _missed(record: Record) -> int | None:
-    return sum(len(event.fields["devices"]) for event in record.of("missed")) if _rounds(record) else None
+    return sum(len(item["missed"]) for item in _round_list(record)) if _rounds(record) else None
 
 
 def _round_list(record: Record) -> list[dict[str, Any]]:
-    missed: dict[int, list[str]] = {}
+    """List the rounds; a device that was late for one attempt at a round and took part in another did not miss it."""
+    late: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
-        missed.setdefault(event.fields["round"], []).extend(event.fields["devices"])
-    return [
-        {"time": event.time, **event.fields, "missed": missed.get(event.fields["round"], [])}
-        for event in _rounds(record)
-    ]
+        late.setdefault(event.fields["round"], {}).update(dict.fromkeys(event.fields["devices"]))
+    rounds = []
+    for event in _rounds(record):
+        missed = [name for name in late.get(event.fields["round"], ()) if name not in event.fields["samples"]]
+        rounds.append({"time": event.time, **event.fields, "missed": missed})
+    return rounds
 
 
 ROUNDS = Table(
     "Rounds",
     "Each ends when the server has averaged the models that it was sent. Took part: devices with an update in the "
-    "average. Missed: those that were to train and sent none in time.",
+    "average. Missed: devices that were invited and are not among these, or the number of their updates.",
     "round_list",
     (
         Column("Round", "number", "round"),
         Column("Ended", "moment", "time"),
         Column("Time", "seconds", "duration"),
         Column("Samples", "number", lambda item: sum(item["samples"].values())),
-        Column("Took part", "text", lambda item: _names(item["samples"])),
-        Column("Missed", "text", lambda item: _names(item["missed"])),
+        Column("Took part", "text", lambda item: _names(item["samples"], "devices")),
+        Column("Missed", "text", lambda item: _names(item["missed"], "updates")),
     ),
 )
 
 
-def _names(devices: Mapping[str, int] | list[str]) -> str:
-    names = list(devices)
-    return ", ".join(names) if len(names) <= 8 else f"{len(names)} devices"
+def _names(devices: Collection[str], many: str) -> str:
+    """Return the names of a few devices; the number of ``many`` devices, or of their updates."""
+    return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
 
 
 ROUND_TIME = Figure(

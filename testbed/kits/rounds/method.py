@@ -32,9 +32,6 @@ from testbed.kits.rounds.server import GlobalModel, Merge, Server, ServerSide, m
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
 
-LATE = 3.0
-"""How many times what a round should take it may take by default."""
-
 
 @dataclass(frozen=True)
 class Hooks:
@@ -117,7 +114,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
                 await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
             else:
                 training = local_training(device, job, replace(hooks, train_local=with_server(mailbox, server)))
-                await Client(mailbox, server, training).serve()
+                await Client(mailbox, server, training, alone=False).serve()
 
 
 def _codecs(job: Job[O, RoundDetails]) -> dict[str, Codec]:
@@ -157,8 +154,8 @@ async def hold_rounds(
         shared = {first: Layers(device, problem, first, depth) for first in splits.values()} if in_turn else {}
         copies = {name: shared.get(first) or Layers(device, problem, first, depth) for name, first in splits.items()}
         side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
-    deadline = options.round_deadline or LATE * max(client.round_time for client in clients.values())
-    policy = RoundPolicy(0 if in_turn else hooks.min_updates, deadline, hooks.choose)
+    planned = {name: client.round_time for name, client in clients.items()}
+    policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
     changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
     server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
     size = problem.workload.batch_size

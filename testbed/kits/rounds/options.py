@@ -25,7 +25,9 @@ class RoundOptions(Options):
         None, ge=1, description="iterations of a device in a round, of a workload in steps; default: 1"
     )
     round_deadline: Duration | None = Field(
-        None, description="a round ends then without devices that are late; default: three times what it should take"
+        None,
+        description="a round ends then without late devices; default: 10 s, or three times its planned time and its "
+        "measured overhead where that is more",
     )
     evaluate_every: StepsOrTime = Field(1, description="rounds from one evaluation to the next, or a time")
 

@@ -1,16 +1,17 @@
 """Who takes part in which round, on the server, whatever happens to the devices meanwhile.
 
 A round is over when all its devices have sent their updates, or at its deadline with enough of them. A device that is
-late is left out of the rounds after, until it answers a ping; one that has started again is there for the next round.
-Each attempt at a round is a configuration with a number of its own, so that what is left of another one counts nowhere.
+late is left out of the following rounds until it computes no more and answers a ping; a device that has started again
+is invited to the next round. Each attempt at a round is a configuration with a number of its own, so that messages of
+earlier attempts are dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from testbed.common.seeds import derive
@@ -40,13 +41,19 @@ class RoundPolicy:
 
     min_updates: int
     """Updates that a round needs."""
-    deadline: float
-    """Seconds after its begin at which a round ends without those that are late."""
+    deadline: float | None = None
+    """Seconds after its begin at which a round ends without late devices; None: adapted to the measured rounds."""
     choose: Choose = everyone
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """Planned seconds of a round of each device."""
 
 
 STARTUP = 30.0
-"""Seconds that a program's first round has beside: devices do not all start at once."""
+"""Extra seconds of a program's first round: devices do not all start at once."""
+LATE = 3.0
+"""Default deadline of a round, as a multiple of the planned time and the largest measured overhead."""
+LEAST_DEADLINE = 10.0
+"""Lower bound of the default deadline in seconds: a busy host may delay a round of milliseconds by seconds."""
 
 Serve = Callable[[Begun], Coroutine[Any, Any, None]]
 """What the server does for a device that trains: runs beside the round, until the device's last iteration."""
@@ -67,6 +74,10 @@ class Rounds:
         self._restarted: set[str] = set()
         """Devices that began the present round and have started again since."""
         self._updates: dict[str, Update] = {}
+        self._began_at = 0.0
+        """When the present round began."""
+        self._overhead: float | None = None
+        """Largest time by which an update took longer than planned; None before the first update."""
         self._serve: Callable[[Begun], None] = lambda begun: None
         mailbox.on(Hello, self._greeted)
         mailbox.on(Here, lambda here: self._absent.discard(here.sender))
@@ -83,20 +94,19 @@ class Rounds:
         invitation to a configuration. A round with too few updates at twice its deadline is begun again with the
         devices that are there then, and has twice the time.
         """
-        least, allowed = min(self._policy.min_updates, len(devices)), self._policy.deadline
-        if self._mailbox.configuration == 0:
-            allowed += STARTUP
+        least, times = min(self._policy.min_updates, len(devices)), 1
+        startup = STARTUP if self._mailbox.configuration == 0 else 0.0
         while True:
             chosen = self._choose(number, await self.present(devices, least))
             await self._open()
-            start = self._device.now()
+            self._began_at = self._device.now()
             async with Tasks() as tasks:
                 serving: dict[str, asyncio.Task[None]] = {}
                 if serve is not None:
                     self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})  # noqa: B023
                 for name in chosen:
                     self._mailbox.post(name, invite(name, self._mailbox.configuration))
-                await self._collect(chosen, least, start + allowed, start + 2 * allowed)
+                await self._collect(chosen, least, startup, times)
                 updates = [self._updates[name] for name in chosen if name in self._updates]
                 await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
                 self._serve = lambda begun: None  # one that begins now is too late for this round
@@ -104,7 +114,7 @@ class Rounds:
             self._miss(number, [name for name in chosen if name not in there])
             if len(updates) >= least:
                 return updates
-            allowed *= 2
+            times *= 2
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
         """Return the devices that are there as far as is known, as soon as there are at least this many."""
@@ -134,15 +144,36 @@ class Rounds:
         self._updates.clear()
         self._serve = lambda begun: None
 
-    async def _collect(self, chosen: Sequence[str], least: int, deadline: float, end: float) -> None:
-        """Wait until all have sent an update or lost what they had; from the deadline on for enough updates only."""
+    def _allowed(self, chosen: Sequence[str], enough: bool) -> float:
+        """Return the seconds from its begin after which a round ends, ``enough`` updates being there or too few.
+
+        Without a given deadline an update may take three times as long as the slowest device's plan and the largest
+        overhead of any update so far: of a busy host, or of devices that share a channel. Before the first update the
+        overhead is unknown, and all devices may share one channel.
+        """
+        if self._policy.deadline is not None:
+            return self._policy.deadline if enough else 2 * self._policy.deadline
+        planned = self._policy.planned
+        times = [planned.get(name, 0.0) for name in chosen]
+        seconds = max(LEAST_DEADLINE, LATE * (max(times, default=0.0) + (self._overhead or 0.0)))
+        if enough:
+            return seconds
+        return 2 * seconds if self._overhead is not None else max(2 * seconds, LATE * sum(times))
+
+    async def _collect(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
+        """Wait until all have sent an update or lost their round; from the deadline on for enough updates only.
+
+        The deadline has ``startup`` seconds in addition, ``times`` over.
+        """
         awaited = list(reversed(chosen))
         while True:
             while awaited and (awaited[-1] in self._updates or awaited[-1] in self._restarted):
                 awaited.pop()  # neither is taken back within a round
             if not awaited:
                 return
-            left = (deadline if len(self._updates) >= least else end) - self._device.now()
+            enough = len(self._updates) >= least
+            allowed = times * (self._allowed(chosen, enough) + (startup if enough else 2 * startup))
+            left = self._began_at + allowed - self._device.now()
             if left <= 0:
                 return
             await self._mailbox.changed(left)
@@ -168,3 +199,5 @@ class Rounds:
 
     def _updated(self, update: Update) -> None:
         self._updates[update.sender] = update
+        taken = self._device.now() - self._began_at
+        self._overhead = max(self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0))

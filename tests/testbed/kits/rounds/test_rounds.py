@@ -3,10 +3,17 @@
 import pytest
 import torch
 
+from testbed.prepare import Prepared
+from testbed.trace.metrics import metrics
 from tests.helpers.collaborating import of, prepared, run, scenario, took_part
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
 ALL = ["device1", "device2", "device3"]
+UNLIKE = {
+    "server": {"speed": "2mflops"},
+    "device": {"speed": "200kflops", "count": 2},
+    "slow": {"speed": "10kflops"},
+}
 
 
 def faulty(method: str, *faults: dict, options=None, rounds: int = 6):
@@ -123,3 +130,70 @@ def test_a_run_with_faults_is_the_same_each_time() -> None:
     assert one.weights is not None
     assert other.weights is not None
     assert all(torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_default_deadline_waits_for_devices_whose_messages_take_far_longer_than_planned(method: str) -> None:
+    """Planners do not know that the server's access is shared: here rounds take many times the planned time."""
+    devices = {"server": {"speed": "1gflops", "downlink": "1mbit", "uplink": "1mbit"}}
+    devices |= {"device": {"speed": "1gflops", "count": 12}}
+    spec = scenario(method, devices=devices, workload={"steps": 4, "batch_size": 8}, options={"local_steps": 2})
+    planned = max(portion.round_time for portion in prepared(spec).plan.details.portions.values())
+    outcome = run(spec)
+    if method != "split-learning":  # there devices take turns
+        assert of(outcome, "round")[1]["duration"] > 3 * planned
+    assert of(outcome, "missed") == []
+    assert all(len(names) == 12 for names in took_part(outcome))
+
+
+def test_an_overhead_of_seconds_in_rounds_of_milliseconds_loses_no_update() -> None:
+    """As of a busy host: one device of three answers seconds late."""
+    keys = {"workload": {"steps": 12}, "options": {"local_steps": 2}, "server": "1gflops", "speed": "1gflops"}
+    slow = {"throttle": {"device": "device2", "slowdown": 5000}, "at": "150ms", "for": "60s"}
+    outcome = run(scenario("federated", 3, faults=[slow], **keys))
+    assert of(outcome, "round")[-1]["duration"] > 1
+    assert of(outcome, "missed") == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_device_that_is_late_is_not_invited_while_it_still_computes(method: str) -> None:
+    options = {"local_steps": 2, "round_deadline": "1s"}
+    outcome = run(scenario(method, devices=UNLIKE, workload={"steps": 60}, options=options))
+    computed = [event.fields for event in outcome.events.of("compute") if event.device == "slow"]
+    invited = [
+        event.time
+        for event in outcome.events.of("receive")
+        if (event.device, event.fields["message"]) == ("slow", "begin")
+    ]
+    assert len(invited) > 1
+    for time in invited:
+        assert not [span for span in computed if span["start"] < time - 1e-6 < span["start"] + span["duration"] - 2e-6]
+
+
+def judged(spec) -> tuple[dict, Prepared]:
+    ready = prepared(spec)
+    return metrics(run(spec), ready.experiment, ready.plan, ready.method.declared), ready
+
+
+def test_updates_that_are_missed_without_a_fault_are_named_by_the_verdict() -> None:
+    spec = scenario("federated", devices=UNLIKE, workload={"steps": 8}, options={"round_deadline": "1s"})
+    found, ready = judged(spec)
+    assert found["missed_updates"] > 0
+    assert "though no fault struck" in found["verdict"]["summary"]
+    assert found["verdict"]["kind"] == "prediction"  # the scenario asks for this deadline
+    default = scenario("federated", devices=UNLIKE, workload={"steps": 8})
+    adapted = prepared(default)
+    untrusted = metrics(run(spec), adapted.experiment, ready.plan, ready.method.declared)["verdict"]
+    assert untrusted["kind"] == "not trusted"
+    assert "though no fault struck" in untrusted["reasons"][0]
+    assert judged(default)[0]["missed_updates"] == 0
+
+
+def test_nobody_both_takes_part_in_a_round_and_misses_it() -> None:
+    length = round_time("federated")
+    slow = {"throttle": {"device": "device2", "slowdown": 10}, "at": f"{1.1 * length}s", "for": f"{12 * length}s"}
+    options = {"round_deadline": f"{1.5 * length}s", "min_devices": 3}
+    found, _ = judged(faulty("federated", slow, options=options, rounds=3))
+    assert found["missed_updates"] == 0
+    for item in found["round_list"]:
+        assert not set(item["missed"]) & set(item["samples"])
