@@ -71,42 +71,64 @@ def up(
 
 @click.command()
 @click.argument("run", required=False)
-@click.option("--all", "everything", is_flag=True, help="Remove whatever any run has left on the engine.")
-def down(run: str | None, everything: bool) -> None:
+@click.option("--all", "everything", is_flag=True, help="Remove all runs of yours, and abandoned runs of anybody.")
+@click.option("--everyone", is_flag=True, help="Also remove runs of other users that are in progress.")
+def down(run: str | None, everything: bool, everyone: bool) -> None:
     """Remove a run: its containers, networks and state, even if only part of it is left.
 
     RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
     error; a run of which nothing is left ends with 2.
+
+    A run of another user (or of another state folder) is removed if RUN is its whole name, if it is abandoned (none of
+    its containers runs), or with --everyone.
     """
     from controller.hosts.removal import remove
-    from controller.lab.engine import connect
-    from controller.lab.removal import labelled_runs
+    from controller.lab.engine import connect_to_all
+    from controller.lab.removal import abandoned_runs, labelled_runs
 
     if everything and run:
         raise InputError("name a run or say --all, not both")
-    pattern = "*" if everything else runstate.choose(run)
-    client = connect()
-    known = sorted({*labelled_runs(client), *runstate.runs()})
-    meant = fnmatch.filter(known, pattern)
-    if not meant and not everything:
+    pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
+    own = runstate.runs()
+    engines: dict[str, DockerClient] = {}
+    removable = {pattern, *own}
+    for client in connect_to_all().values():
+        engines |= dict.fromkeys(labelled_runs(client), client)
+        removable |= abandoned_runs(client)
+    known = sorted({*engines, *own})
+    matches = fnmatch.filter(known, pattern)
+    others = [each for each in matches if each not in removable]
+    if everyone and others:
+        click.echo(f"ending the runs of other users: {', '.join(others)}")
+    chosen = matches if everyone else [each for each in matches if each in removable]
+    if not chosen and pattern != "*":
+        if others:
+            raise InputError(f"other users have the runs {', '.join(others)}: write one in full, or add --everyone")
         raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
-    for each in meant:
-        count = remove(each, client)
+    for each in chosen:
+        count = remove(each, engines.get(each))
         click.echo(f"{each}: removed {count} containers and networks")
-    if not meant:
+    if not chosen:
         click.echo("nothing to remove")
+    if others and not everyone:
+        click.echo(f"kept, as other users have them: {', '.join(others)} (--everyone ends them, too)")
 
 
 @click.command()
 @as_json
 def ps(as_json: bool) -> None:
-    """List the containers of every run on the engine, what each device does, and how far the run has come."""
+    """List the containers of every run on the engine, what each device does, and how far the run has come.
+
+    Runs of yours on another engine, which you used before, are listed as well.
+    """
     from controller.hosts.contexts import reach
-    from controller.lab.containers import running_labs
-    from controller.lab.engine import connect
+    from controller.lab.containers import RunningContainer, running_labs
+    from controller.lab.engine import connect_to_all
     from controller.results.files import Progress, progress
 
-    labs = running_labs(connect())
+    labs: dict[str, list[RunningContainer]] = {}
+    for client in connect_to_all().values():
+        labs |= running_labs(client)
     for run in runstate.runs():
         for host in runstate.hosts_of(run):
             with suppress(HostError):  # a host that is lost: the run says so itself

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
-import json
-import os
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import docker
 from docker.errors import DockerException
-from docker.tls import TLSConfig
 
-from controller.lab.engine import connect_to
+from controller.lab.engine import ANSWER_SECONDS, connect_to
+from controller.lab.engineaddress import SOCKET, find_context
 from testbed.common.errors import HostError, InputError
 
-SOCKET = "/var/run/docker.sock"
-"""Where an engine listens on its own host, unless its context says so."""
 OLDEST = 19
 """Version of an engine; older ones were never tried on one network with these."""
-ANSWER_SECONDS = 8
-"""For an engine to answer the first time."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +52,22 @@ class Host:
     kernel: str
 
 
-class _Certificates(TLSConfig):
-    """Those of a context, also where ``REQUESTS_CA_BUNDLE`` names others, which requests would prefer."""
-
-    def configure_client(self, client: docker.APIClient) -> None:
-        """Have the client of an engine use them."""
-        super().configure_client(client)
-        client.trust_env = False
-
-
 def reach(name: str) -> Host:
     """Connect to the engine of a context.
 
     Raises InputError where there is no such context; HostError where no engine answers.
     """
-    url, certificates = _endpoint(name)
-    given, where = url, SOCKET
-    scheme = urlsplit(url).scheme
-    if scheme == "unix":
-        where = urlsplit(url).path
-    elif scheme == "ssh":
-        url = f"unix://{_forwarded(name, url)}"
-    elif scheme == "tcp" and certificates is None and urlsplit(url).hostname not in ("localhost", "127.0.0.1"):
-        raise InputError(f"{name}: {url} is open to everybody on the way: give the context certificates, or use ssh://")
+    engine = find_context(name)
+    given, where = engine.url, SOCKET
+    if urlsplit(given).scheme == "unix":
+        where = urlsplit(given).path
+    elif engine.is_ssh:
+        engine = replace(engine, url=f"unix://{_forwarded(name, given)}")
+    elif not engine.certificates and not engine.is_local:
+        text = "is open to everybody on the way: give the context certificates, or use ssh://"
+        raise InputError(f"{name}: {given} {text}")
     try:
-        client = connect_to(url, certificates, timeout=ANSWER_SECONDS)
+        client = connect_to(engine, ANSWER_SECONDS)
         info = client.info()
     except (DockerException, OSError) as error:
         raise HostError(f"{name}: no engine answers at {given} ({error}): try 'docker --context {name} info'") from None
@@ -103,38 +87,6 @@ def reach(name: str) -> Host:
         version=str(info["ServerVersion"]),
         kernel=str(info["KernelVersion"]),
     )
-
-
-def _endpoint(name: str) -> tuple[str, TLSConfig | None]:
-    """Return where the engine of a context is, and its certificates.
-
-    Read here, as the engine's client finds contexts only beside a ``config.json``, which not everybody has.
-    """
-    contexts = _folder()
-    if name == "default":
-        return os.environ.get("DOCKER_HOST") or f"unix://{SOCKET}", None
-    key = hashlib.sha256(name.encode()).hexdigest()
-    try:
-        found = json.loads((contexts / "meta" / key / "meta.json").read_text())["Endpoints"]["docker"]
-    except FileNotFoundError:
-        raise InputError(
-            f"there is no docker context '{name}' (contexts: {', '.join(known())}): make it with "
-            f"'docker context create {name} --docker host=ssh://USER@ADDRESS'"
-        ) from None
-    files = {each: contexts / "tls" / key / "docker" / f"{each}.pem" for each in ("ca", "cert", "key")}
-    if not all(each.exists() for each in files.values()):
-        return str(found["Host"]), None
-    pair, ca = (str(files["cert"]), str(files["key"])), str(files["ca"])
-    return str(found["Host"]), _Certificates(client_cert=pair, ca_cert=ca, verify=not found.get("SkipTLSVerify"))
-
-
-def known() -> list[str]:
-    """Return the names of all docker contexts."""
-    return ["default", *sorted(json.loads(each.read_text())["Name"] for each in _folder().glob("meta/*/meta.json"))]
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "contexts"
 
 
 def reach_all(names: Sequence[str]) -> dict[str, Host]:

@@ -28,7 +28,8 @@ from controller.hosts.shaper import NothingPasses, Shapers
 from controller.lab import runstate
 from controller.lab.clients import Agent
 from controller.lab.containers import DeviceContainer, container_name
-from controller.lab.engine import connect, ensure_engine
+from controller.lab.engine import connect_to_run, ensure_engine
+from controller.lab.engineaddress import chosen_engine
 from controller.lab.health import Ending
 from controller.lab.images import ensure_images
 from controller.lab.lab import Lab, LinkBackend, Progress, RunLab, check_devices, new_state, trial_of
@@ -97,12 +98,14 @@ class HostsLab(RunLab):
         reached = reach_all(hosts)
         managing = manager(reached)
         placed = placement(trial.experiment, capacities(reached), given)
-        here = ensure_engine(say)
+        # An engine of another machine that the user has chosen may be reached by ssh only, as hosts are.
+        engine = chosen_engine()
+        here = ensure_engine(say, engine) if engine.is_local else next(iter(reached.values())).client
         images = ensure_images(here, say)
         devices = device_images(here, trial.scenario.workload, trial.experiment, images, say)
         bring(here, reached.values(), [images.shaper, *devices.values()], say)
         there = {name: [device for device, host in placed.items() if host == name] for name in reached}
-        state = new_state(trial, None, results, keep, there)
+        state = new_state(trial, None, results, keep, hosts=there)
         reaper = Reaper(state.run, "controller.hosts.removal")
         with (
             reaper.guarding(partial(remove_everywhere, state.run, reached.values()), keep),
@@ -401,10 +404,10 @@ def open_lab(run_id: str) -> AnyLab:
 def engine_of(run_id: str, device: str) -> docker.DockerClient:
     """Return the engine on which a device of a run is; raises HostError where it does not answer.
 
-    A run that this user has not started is looked for on the engine of this machine.
+    A run that this user has not started is looked for on the engine that this user means.
     """
     hosts = runstate.hosts_of(run_id)
     if not hosts:
-        return connect()
+        return connect_to_run(run_id)
     at = next((host for host, devices in hosts.items() if device in devices), next(iter(hosts)))
     return reach(at).client

@@ -10,7 +10,7 @@ import docker
 
 from controller.hosts.contexts import Host, reach
 from controller.lab import reaper, runstate
-from controller.lab.engine import connect
+from controller.lab.engine import connect_to_run
 from controller.lab.removal import remove_from, remove_run
 from testbed.common.errors import HostError, TestbedError
 
@@ -60,7 +60,7 @@ def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True)
     hosts = runstate.hosts_of(run)
     if hosts:
         return remove_everywhere(run, hosts, settle=settle)
-    return remove_run(client or connect(), run, settle=settle)
+    return remove_run(client or connect_to_run(run), run, settle=settle)
 
 
 if __name__ == "__main__":

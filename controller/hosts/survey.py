@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from controller.hosts.channel import Channel
-from controller.hosts.contexts import Host, known, manager, reach
+from controller.hosts.contexts import Host, manager, reach
 from controller.hosts.provision import make_keeper
 from controller.lab.diagnosis import HostCheck
+from controller.lab.engineaddress import context_names
 from controller.lab.images import exists, names
 from controller.lab.removal import remove_from
 from controller.lab.runstate import RunState, new_id
@@ -46,7 +47,7 @@ class HostReport:
 
 def survey(wanted: Sequence[str]) -> list[HostReport]:
     """Return a report of each of these docker contexts; of all there are where none is named."""
-    asked = list(wanted) or known()
+    asked = list(wanted) or context_names()
     with ThreadPoolExecutor(len(asked)) as pool:
         reached = list(pool.map(_reach, asked))
         engines: dict[str, str] = {}

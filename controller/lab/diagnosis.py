@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,18 +18,27 @@ import docker
 from docker.errors import APIError
 
 from controller.lab import capability
-from controller.lab.engine import connect, facts, is_local, refusal_within, refuse_rootless
+from controller.lab.containers import look, make_container, published_url, shaper_settings
+from controller.lab.engine import connect, facts, lab_problem, may_start, refusal_within
+from controller.lab.engineaddress import EngineAddress, chosen_engine
+from controller.lab.health import Health
 from controller.lab.images import REGISTRY_BASE, exists, names
+from controller.lab.networks import make_control_network
+from controller.lab.removal import remove_run
+from controller.lab.runstate import RunState, new_id
 from controller.shaping.backends import MODULES, MODULES_HELP
 from controller.shaping.capability import DEVICE_RATE
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_duration, format_rate
+from testbed.network.checks import SHAPER
 
 CheckStatus = Literal["ok", "missing", "unknown"]
 
 _REGISTRY_PATIENCE = 5.0
 _ROOM = 6 * 10**9
 """Bytes: the images take half of it, and twice as much while they are built."""
+_SHAPER_LEASE = 120.0
+"""Seconds after which the shaper that is tried ends, whoever else has."""
 _TRY_LINKS = (
     "import json; from controller.shaping.backends import backend_problems; print(json.dumps(backend_problems()))"
 )
@@ -54,16 +64,25 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     """
     yield _python()
     try:
-        client = connect()
+        engine = chosen_engine()
     except HostError as error:
-        startable = os.geteuid() == 0 and not os.environ.get("DOCKER_HOST") and shutil.which("apt-get") is not None
+        yield HostCheck("engine", "missing", "the current docker context is unknown", str(error), needed=True)
+        yield from _host(None)
+        return
+    try:
+        client = connect(engine)
+    except HostError as error:
+        startable = may_start(engine) and shutil.which("apt-get") is not None
         help_ = "'testbed images' as root installs and starts one" if startable else str(error)
         yield HostCheck("engine", "missing", "none answers", help_, needed=not startable)
         yield from _host(None)
         return
-    yield from _engine(client)
-    backends = list(_links(client))
+    yield from _engine(client, engine)
+    usable = lab_problem(client, engine) is None
+    backends = list(_links(client)) if usable else []
     yield from backends
+    if usable and exists(client, names().shaper) and not any(check.needed for check in backends):
+        yield _shaper(client)
     yield from _host(client)
     if measure:
         works = [name for name in ("netem", "userspace") if any(_works(check, name) for check in backends)]
@@ -105,12 +124,12 @@ def _python() -> HostCheck:
     return _judged("python", without, f"{version} in {sys.prefix}", helps, needed=bool(lacking))
 
 
-def _engine(client: docker.DockerClient) -> Iterator[HostCheck]:
+def _engine(client: docker.DockerClient, engine: EngineAddress) -> Iterator[HostCheck]:
     known, info = facts(client), client.info()
-    engine, cgroup = f"{known['name']} {known['version']}", known["cgroup"]
-    elsewhere = "" if is_local() else f"{engine} is on another machine"
-    fine = f"{engine} (API {known['api']}) on {known['system']}"
-    yield _judged("engine", elsewhere, fine, "run testbed on that machine", needed=True)
+    cgroup, at = known["cgroup"], f" at {engine.title}" if engine.chosen else ""
+    fine = f"{known['name']} {known['version']} (API {known['api']}) on {known['system']}{at}"
+    reason, remedy = lab_problem(client, engine) or ("", "")
+    yield _judged("engine", reason, fine, remedy, needed=True)
     yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
     limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
     without = f"{cgroup} without limits on {', '.join(limits)}" if limits else ""
@@ -140,12 +159,6 @@ def _registry(client: docker.DockerClient) -> HostCheck:
 
 def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
-    try:
-        refuse_rootless(client)
-    except HostError as error:
-        reason, _, help_ = str(error).partition("; ")
-        yield HostCheck("links", "missing", reason, help_, needed=True)
-        return
     image = names().shaper
     if not exists(client, image):
         yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")
@@ -165,6 +178,21 @@ def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
         yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, MODULES_HELP)
     if all(found[name] for name in ("netem", "userspace")):
         yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {MODULES_HELP}", needed=True)
+
+
+def _shaper(client: docker.DockerClient) -> HostCheck:
+    """Start a shaper as a run does, and ask it at its published port."""
+    state = RunState(new_id("doctor"), secrets.token_urlsafe(24), lease=_SHAPER_LEASE)
+    try:
+        make_control_network(client, state.run)
+        make_container(client, state.run, SHAPER, shaper_settings(state, names().shaper, "auto"))
+        url = look(client, state.run, SHAPER, "", lambda _name, found: published_url(found)).control_url
+        Health(client, state.run, {}).wait_for({SHAPER: url}, published=True)
+    except HostError as error:
+        return HostCheck("shaper", "missing", str(error), needed=True)
+    finally:
+        remove_run(client, state.run, settle=False)
+    return HostCheck("shaper", "ok", "starts, and answers at its published port")
 
 
 def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:

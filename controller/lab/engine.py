@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import docker
 import requests
 from docker.errors import DockerException
+from docker.tls import TLSConfig
 from requests.adapters import BaseAdapter
 
+from controller.lab import runstate
+from controller.lab.engineaddress import CERTIFICATES, EngineAddress, chosen_engine
 from controller.lab.paths import RECIPES, state_folder
 from testbed.common.errors import HostError
 
@@ -24,38 +26,86 @@ Say = Callable[[str], None]
 
 _POOL = 64
 _TIMEOUT = 120
+ANSWER_SECONDS = 8
+"""For an engine of another machine to answer the first time."""
 _START_PATIENCE = 60.0
 PATIENCE = 60.0
 """Seconds for which an engine that has answered may not answer."""
 _PAUSE = 0.25
+SIMULATE = "'--runtime simulate' needs no engine"
 
 
-def connect() -> docker.DockerClient:
-    """Return a client of the engine that ``DOCKER_HOST`` names, or of the local one.
+def connect(engine: EngineAddress | None = None) -> docker.DockerClient:
+    """Return a client of an engine, by default of the one that the user means; see `chosen_engine`.
 
-    Raises HostError where no engine answers; says what to do.
+    Raises HostError where no engine answers, with the reason and the remedy.
     """
-    client: docker.DockerClient | None = None
+    engine = engine or chosen_engine()
+    if engine.is_ssh:
+        raise HostError(f"{engine.title} is reached by ssh: {_hosts_advice(engine)}")
     try:
-        client = docker.from_env(timeout=_TIMEOUT, max_pool_size=_POOL)
-        client.ping()
-        _be_patient(client)
+        return connect_to(engine, _TIMEOUT if engine.is_local else ANSWER_SECONDS)
     except (DockerException, OSError) as error:
-        if client is not None:
-            client.close()
-        raise HostError(_advice(error)) from error
-    return client
+        raise HostError(_advice(engine, error)) from error
 
 
-def connect_to(url: str, tls: Any, timeout: int) -> docker.DockerClient:
-    """Return a client of the engine at a URL, which has to answer within ``timeout`` seconds at first.
+def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
+    """Return a client of an engine, which has to answer within ``timeout`` seconds at first.
 
-    Raises what the engine's client does where none answers.
+    Raises the errors of docker-py where no engine answers.
     """
-    docker.DockerClient(base_url=url, tls=tls or False, timeout=timeout, version="auto").close()
-    client = docker.DockerClient(base_url=url, tls=tls or False, timeout=_TIMEOUT, max_pool_size=_POOL)
+    tls: Any = certificates_of(engine) or False
+    if timeout < _TIMEOUT:
+        docker.DockerClient(base_url=engine.url, tls=tls, timeout=timeout, version="auto").close()
+    client = docker.DockerClient(base_url=engine.url, tls=tls, timeout=_TIMEOUT, version="auto", max_pool_size=_POOL)
     _be_patient(client)
     return client
+
+
+def connect_to_run(run: str) -> docker.DockerClient:
+    """Return a client of the engine that a run was made on, whichever the user means now.
+
+    A run of another user is looked for on the engine that this user means. Raises HostError as `connect` does.
+    """
+    return connect(runstate.read(run).engine if run in runstate.runs() else None)
+
+
+def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
+    """Return the engine that the user means now, and those on which this user's runs are.
+
+    Engines that do not answer are left out; raises HostError where none does.
+    """
+    states = [runstate.read(run) for run in runstate.runs()]
+    remembered = [state.engine for state in states if state.engine is not None and not state.hosts]
+    found: dict[EngineAddress, docker.DockerClient] = {}
+    refusals: list[HostError] = []
+    for engine in dict.fromkeys([chosen_engine(), *remembered]):
+        if engine.url in {each.url for each in found}:
+            continue
+        try:
+            found[engine] = connect(engine)
+        except HostError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
+
+
+class _Certificates(TLSConfig):
+    """Those of a context, also where ``REQUESTS_CA_BUNDLE`` names others, which requests would prefer."""
+
+    def configure_client(self, client: docker.APIClient) -> None:
+        """Have the client of an engine use them."""
+        super().configure_client(client)
+        client.trust_env = False
+
+
+def certificates_of(engine: EngineAddress) -> TLSConfig | None:
+    """Return the certificates for an engine; None where it is spoken to without TLS."""
+    if not engine.certificates:
+        return None
+    ca, certificate, key = (str(Path(engine.certificates) / name) for name in CERTIFICATES)
+    return _Certificates(client_cert=(certificate, key), ca_cert=ca, verify=engine.verify)
 
 
 def _be_patient(client: docker.DockerClient) -> None:
@@ -93,31 +143,50 @@ class _Patient(BaseAdapter):
         self._inner.close()
 
 
-def ensure_engine(say: Say) -> docker.DockerClient:
+def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.DockerClient:
     """Return a client; start the engine, or install Debian's, where none answers and we are root.
 
-    An engine named by ``DOCKER_HOST`` is somebody else's: it is used or reported, never started.
+    An engine that the user chose by ``DOCKER_HOST`` or a docker context is used or reported, never started.
     """
+    engine = engine or chosen_engine()
     try:
-        return connect()
+        return connect(engine)
     except HostError:
-        if not _may_start():
+        if not may_start(engine):
             raise
     if shutil.which("dockerd") is None:
         install_packages(["docker.io", "cgroupfs-mount"], say, why="no Docker engine answers and none is installed")
     try:
-        return connect()  # the package may have started it
+        return connect(engine)  # the package may have started it
     except HostError:
         return _start(say)
 
 
-def refuse_rootless(client: docker.DockerClient) -> None:
-    """Raise HostError for an engine whose containers may not see the host's processes, as the shaper has to."""
-    if "name=rootless" in (client.info().get("SecurityOptions") or ()):
-        raise HostError(
-            "the container engine is rootless: the shaper may not enter the network namespaces of devices there; "
-            "use an engine that root started (DOCKER_HOST=unix:///var/run/docker.sock), or '--runtime simulate'"
-        )
+def lab_problem(client: docker.DockerClient, engine: EngineAddress) -> tuple[str, str] | None:
+    """Return why no lab can be on an engine, and the remedy; None where one can."""
+    if not engine.is_local:
+        reason = f"{engine.title} is another machine, whose published ports are out of reach from here"
+        return reason, _hosts_advice(engine)
+    options = client.info().get("SecurityOptions") or ()
+    for option, reason in _REFUSED_OPTIONS.items():
+        if option in options:
+            return reason, "use an engine without it, by DOCKER_HOST or a docker context"
+    return None
+
+
+_REFUSED_OPTIONS = {
+    "name=rootless": "the container engine is rootless: the shaper may not enter the network namespaces of devices",
+    "name=userns": "the container engine remaps user namespaces (userns-remap): the shaper may not see the devices' "
+    "processes, nor enter their network namespaces",
+}
+"""Security options of an engine, as it lists them, and why no lab can be there."""
+
+
+def refuse_unusable(client: docker.DockerClient, engine: EngineAddress) -> None:
+    """Raise HostError for an engine on which no lab can be."""
+    problem = lab_problem(client, engine)
+    if problem is not None:
+        raise HostError("; ".join([*problem, SIMULATE]))
 
 
 def facts(client: docker.DockerClient) -> dict[str, Any]:
@@ -158,14 +227,6 @@ def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
     return answers[0] if answers else f"no answer within {seconds:.0f} s"
 
 
-def is_local(host: str | None = None) -> bool:
-    """Return whether ports that the engine publishes on its loopback can be reached from here."""
-    host = os.environ.get("DOCKER_HOST", "") if host is None else host
-    if not host or host.startswith(("unix://", "/")):
-        return True
-    return urlsplit(host).hostname in ("localhost", "127.0.0.1", "::1")
-
-
 def install_packages(packages: list[str], say: Say, why: str) -> None:
     """Install Debian packages, saying so; the caller is root.
 
@@ -180,24 +241,32 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
         raise HostError(_last_line(done.stdout))
 
 
-def _may_start() -> bool:
-    return os.geteuid() == 0 and not os.environ.get("DOCKER_HOST")
+def may_start(engine: EngineAddress) -> bool:
+    """Return whether an engine that does not answer may be installed or started here."""
+    return os.geteuid() == 0 and not engine.chosen
 
 
-def _advice(error: BaseException) -> str:
-    """Say why no engine answers, in terms of what the user can do."""
-    host = os.environ.get("DOCKER_HOST")
-    if host:
-        reason = _reason(str(error))
-        return f"no Docker engine answers at DOCKER_HOST={host} ({reason}): start it, or unset DOCKER_HOST"
+def _hosts_advice(engine: EngineAddress) -> str:
+    if engine.context:
+        return f"run testbed on that machine, or here with '--hosts {engine.context}' (docs/hosts.md)"
+    context = f"'docker context create NAME --docker host={engine.url}'"
+    return f"run testbed on that machine, or make a docker context by {context} and add '--hosts NAME' (docs/hosts.md)"
+
+
+def _advice(engine: EngineAddress, error: BaseException) -> str:
+    """Return why no engine answers, and the remedy."""
+    if engine.chosen:
+        reason = f"no Docker engine answers at {engine.title} ({_reason(str(error))})"
+        return f"{reason}: start it, or {engine.switch_back}; {SIMULATE}"
     if "Permission denied" in str(error):
         return (
             "the Docker engine refuses this user: add the user to the group 'docker' (sudo usermod -aG docker "
-            f"{os.environ.get('USER', '$USER')}) and log in again, or run as root"
+            f"{os.environ.get('USER', '$USER')}) and log in again, or run as root; {SIMULATE}"
         )
     if shutil.which("dockerd") is None:
-        return "there is no Docker engine: run 'testbed images' once as root, or 'sudo apt-get install docker.io'"
-    return "no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root"
+        remedy = "run 'testbed images' once as root, or 'sudo apt-get install docker.io'"
+        return f"there is no Docker engine: {remedy}; {SIMULATE}"
+    return f"no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root; {SIMULATE}"
 
 
 def _reason(text: str) -> str:
@@ -232,7 +301,7 @@ def _wait(process: subprocess.Popen[bytes] | None, log: str) -> docker.DockerCli
     deadline = time.monotonic() + _START_PATIENCE
     while True:
         try:
-            return connect()
+            return connect(EngineAddress())
         except HostError:
             if process is not None and process.poll() is not None:
                 raise HostError(f"the Docker engine does not start: {_complaint(Path(log))} (see {log})") from None

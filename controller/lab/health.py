@@ -17,6 +17,7 @@ import docker
 from docker.errors import NotFound
 
 from controller.lab.containers import container_logs, container_name
+from controller.lab.ports import port_problem
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_size
 
@@ -25,6 +26,8 @@ PATIENCE = 60.0
 INTERVAL = 0.04
 LOOK_INTERVAL = 0.5
 """Seconds between two looks whether a container still runs: on a busy host, asking costs what is asked for."""
+PORT_SECONDS = 1.0
+"""Seconds of silence after which a container is asked whether only its published port is out of reach."""
 KILLED = 137
 """The status of what SIGKILL has ended."""
 KILL_NOTED = 0.5
@@ -52,11 +55,11 @@ class Health:
         self._memory = memory
         self._kills = _killed_for_memory()
 
-    def wait_for(self, urls: Mapping[str, str]) -> None:
-        """Return once all containers answer, given by name with their control URL.
+    def wait_for(self, urls: Mapping[str, str], *, published: bool = False) -> None:
+        """Return once all containers answer, given by name with their control URL; ``published`` by the engine.
 
         Raises HostError, with the last line that it wrote, for a container that has ended, or for one that stays silent
-        for `PATIENCE` seconds in which no other answered either.
+        for `PATIENCE` seconds in which no other answered either; and for a published port that is out of reach.
         """
         waiting = dict(urls)
         began = looked = time.monotonic()
@@ -71,6 +74,8 @@ class Health:
                 looked = now
                 for name in waiting:
                     self.check_alive(name)
+                    if published and now - began > PORT_SECONDS:
+                        self._check_port(name, urls[name])
             if now - began > PATIENCE:
                 self._give_up(next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s")
             time.sleep(INTERVAL)
@@ -126,6 +131,11 @@ class Health:
         if ending.starved:
             raise HostError(f"{name} {ending.text}")
         self._give_up(name, ending.text)
+
+    def _check_port(self, name: str, url: str) -> None:
+        problem = port_problem(self._client, container_name(self._run, name), url)
+        if problem:
+            raise HostError(f"{name}: {problem}")
 
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(container_logs(self._client, self._run, name)).decode(errors="replace").strip().splitlines()

@@ -33,7 +33,8 @@ from controller.lab.containers import (
     published_url,
     shaper_settings,
 )
-from controller.lab.engine import connect, ensure_engine, facts, is_local, refuse_rootless
+from controller.lab.engine import connect, ensure_engine, facts, refuse_unusable
+from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
 from controller.lab.networks import data_subnet, device_addresses, make_control_network
@@ -171,16 +172,12 @@ class Lab(RunLab):
         """
         say = progress or (lambda _text: None)
         check_devices(trial.experiment)
-        client = ensure_engine(say)
-        refuse_rootless(client)
-        if not is_local():
-            raise HostError(
-                "DOCKER_HOST is another machine, whose loopback ports cannot be reached from here: "
-                "run testbed there, or forward its engine and ports with ssh"
-            )
+        engine = chosen_engine()
+        client = ensure_engine(say, engine)
+        refuse_unusable(client, engine)
         images = ensure_images(client, say)
         devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
-        state = new_state(trial, run_id, results, keep)
+        state = new_state(trial, run_id, results, keep, engine)
         reaper = Reaper(state.run)
         with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
             runstate.write(state)
@@ -199,7 +196,8 @@ class Lab(RunLab):
 
         Raises InputError where there is no such run; HostError where no engine answers.
         """
-        state, client = runstate.read(run_id), connect()
+        state = runstate.read(run_id)
+        client = connect(state.engine)
         trial = trial_of(state)
         subnet = data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices))
         lab = cls(client, state, trial, subnet)
@@ -374,7 +372,7 @@ class Lab(RunLab):
             made = [pool.submit(make_container, self._client, self.run_id, *each) for each in settings.items()]
             made[0].result()
             self._shaper_url = self.look(SHAPER).control_url
-            self.health.wait_for({SHAPER: self._shaper_url})
+            self.health.wait_for({SHAPER: self._shaper_url}, published=not self._state.hosts)
             for each in made:
                 each.result()
             self.devices = {device.name: device for device in pool.map(self.look, self._here)}
@@ -394,7 +392,12 @@ class Lab(RunLab):
 
 
 def new_state(
-    trial: Trial, run_id: str | None, results: Path | None, keep: bool, hosts: Mapping[str, list[str]] | None = None
+    trial: Trial,
+    run_id: str | None,
+    results: Path | None,
+    keep: bool,
+    engine: EngineAddress | None = None,
+    hosts: Mapping[str, list[str]] | None = None,
 ) -> runstate.RunState:
     """Return the state of a run that begins, with an id that no other run has unless one is given."""
     return runstate.RunState(
@@ -405,6 +408,7 @@ def new_state(
         repetition=trial.repetition,
         results=None if results is None else str(results),
         lease=None if keep else LEASE_SECONDS,
+        engine=engine,
         hosts=dict(hosts or {}),
     )
 

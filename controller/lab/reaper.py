@@ -117,10 +117,10 @@ def main(run: str, remove: Callable[[str], object]) -> None:
 
 def _remove(run: str) -> int:
     # Imported only now: for the length of a run this process should be small.
-    from controller.lab.engine import connect
+    from controller.lab.engine import connect_to_run
     from controller.lab.removal import remove_run
 
-    return remove_run(connect(), run)
+    return remove_run(connect_to_run(run), run)
 
 
 if __name__ == "__main__":

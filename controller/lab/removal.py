@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import docker
@@ -19,6 +20,8 @@ ADDRESS = "testbed.address"
 ROLE = "testbed.role"
 
 _PATIENCE = 30.0
+_BEING_MADE = 300.0
+"""Seconds for which a run without a running container counts as one that is being made."""
 _SETTLE = 0.4
 """Seconds after which a request whose sender was killed has had its effect in the engine."""
 _WORKERS = 8
@@ -30,6 +33,25 @@ def labelled_runs(client: docker.DockerClient) -> set[str]:
     networks = client.api.networks(filters={"label": RUN})
     volumes = client.api.volumes(filters={"label": RUN})["Volumes"] or []
     return {str(thing["Labels"][RUN]) for thing in [*containers, *networks, *volumes]}
+
+
+def abandoned_runs(client: docker.DockerClient) -> set[str]:
+    """Return the runs, of any user, of which no container runs and to which nothing was added for some minutes.
+
+    The shaper of a run ends when nobody has renewed its lease, so that a run whose controller is gone becomes one.
+    """
+    label = {"label": RUN}
+    containers = client.api.containers(all=True, filters=label)
+    alive = {str(each["Labels"][RUN]) for each in containers if each["State"] in ("running", "paused", "restarting")}
+    made = [(str(each["Labels"][RUN]), float(each["Created"])) for each in containers]
+    volumes = client.api.volumes(filters=label)["Volumes"] or []
+    dated = [(each, "Created") for each in client.api.networks(filters=label)]
+    dated += [(each, "CreatedAt") for each in volumes]
+    for each, key in dated:
+        made.append((str(each["Labels"][RUN]), datetime.fromisoformat(each[key]).timestamp()))
+    # A run that is just being made has networks before it has a container.
+    fresh = {run for run, at in made if time.time() - at < _BEING_MADE}
+    return {run for run, _ in made} - alive - fresh
 
 
 def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from controller.lab.engineaddress import EngineAddress
 from controller.lab.paths import state_folder
 from testbed.common.errors import InputError
 from testbed.wire.token import derived
@@ -29,6 +30,8 @@ class RunState:
     """The folder that the run is written to; None of a lab that stands without a run."""
     lease: float | None = None
     """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
+    engine: EngineAddress | None = None
+    """The engine that the run was made on; None of a run over several hosts."""
     hosts: dict[str, list[str]] = field(default_factory=dict)
     """The devices on each of several hosts, by the docker context of its engine; empty of a lab on one engine."""
     ways: list[tuple[str, str, float]] = field(default_factory=list)
@@ -90,10 +93,12 @@ def read(run: str) -> RunState:
     Raises InputError where there is no such run of this user.
     """
     try:
-        return RunState(**json.loads(path_of(run).read_text()))
+        found = json.loads(path_of(run).read_text())
     except FileNotFoundError:
         known = ", ".join(runs()) or "there is none"
         raise InputError(f"there is no run '{run}' here (runs: {known})") from None
+    engine = found.get("engine")
+    return RunState(**{**found, "engine": None if engine is None else EngineAddress(**engine)})
 
 
 def hosts_of(run: str) -> dict[str, list[str]]:

@@ -107,7 +107,8 @@ def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
     assert host["Memory"] == host["MemorySwap"] == 300 * 2**20
     assert host["PidsLimit"] > 0
     assert host["RestartPolicy"]["Name"] in ("", "no")
-    assert (host["NetworkMode"], host["PortBindings"]) == ("none", None)
+    assert host["NetworkMode"] == "none"
+    assert not host["PortBindings"]  # None, or of Docker 29 an empty object
     code, said = inside(client, lab, "source", "import os; print(os.getuid()); open('/opt/x', 'w')")
     assert code != 0
     assert "10001\n" in said  # standard output and error come in either order

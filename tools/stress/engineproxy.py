@@ -7,8 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
-ENGINE = "/var/run/docker.sock"
+from controller.lab.engineaddress import chosen_engine
 
 
 class EngineProxy:
@@ -18,6 +19,7 @@ class EngineProxy:
         self.address = f"unix://{path}"
         """For ``DOCKER_HOST``."""
         self._path = path
+        self._engine = urlsplit(chosen_engine().url).path
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self.mend()
@@ -44,7 +46,7 @@ class EngineProxy:
             while True:
                 near, _ = listener.accept()
                 far = socket.socket(socket.AF_UNIX)
-                far.connect(ENGINE)
+                far.connect(self._engine)
                 self._open |= {near, far}
                 for one, other in ((near, far), (far, near)):
                     threading.Thread(target=self._pass, args=(one, other), daemon=True).start()

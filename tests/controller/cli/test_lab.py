@@ -30,7 +30,7 @@ api = SimpleNamespace(
     exec_start=lambda *_, **__: socket.SocketIO(ours, "rwb"),
     exec_inspect=lambda _: {{"ExitCode": 3}},
 )
-engine.connect = lambda: SimpleNamespace(api=api)
+engine.connect = lambda _: SimpleNamespace(api=api)
 runstate.choose = lambda run: "r-00000000"
 threading.Thread(target=answer, daemon=True).start()
 execute(["-i", "a", "--", "true"])

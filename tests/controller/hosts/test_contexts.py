@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -15,8 +13,9 @@ from typing import Any
 import pytest
 
 from controller.hosts import contexts
-from controller.hosts.contexts import Host, known, manager, reach, reach_all
+from controller.hosts.contexts import Host, manager, reach, reach_all
 from testbed.common.errors import HostError, InputError
+from tests.helpers.dockercontexts import context
 
 
 def host(name: str, **changes: Any) -> Host:
@@ -42,26 +41,6 @@ def host(name: str, **changes: Any) -> Host:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     return tmp_path
-
-
-def context(folder: Path, name: str, url: str) -> None:
-    """Write a context as docker does."""
-    place = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest()
-    place.mkdir(parents=True)
-    written = {"Name": name, "Metadata": {}, "Endpoints": {"docker": {"Host": url, "SkipTLSVerify": False}}}
-    (place / "meta.json").write_text(json.dumps(written))
-
-
-def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) -> None:
-    context(folder, "b", "unix:///b")
-    context(folder, "a", "unix:///a")
-    assert known() == ["default", "a", "b"]
-
-
-def test_a_context_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
-    context(folder, "a", "unix:///a")
-    with pytest.raises(InputError, match=r"no docker context 'x' \(contexts: default, a\): .*docker context create x"):
-        reach("x")
 
 
 def test_an_engine_that_does_not_answer_is_named_with_how_to_try_it(folder: Path) -> None:

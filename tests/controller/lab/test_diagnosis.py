@@ -5,7 +5,6 @@ import pytest
 from docker.errors import APIError
 
 from controller.lab import diagnosis, engine
-from testbed.common.errors import HostError
 
 
 def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_modules(
@@ -32,12 +31,3 @@ def test_an_engine_has_its_own_name(component: str, name: str) -> None:
     client: Any = SimpleNamespace(info=dict, version=lambda: {"Version": "4.3.1", "Components": [{"Name": component}]})
     found = engine.facts(client)
     assert (found["name"], found["version"]) == (name, "4.3.1")
-
-
-def test_a_rootless_engine_is_refused_before_anything_is_made() -> None:
-    client: Any = SimpleNamespace(info=lambda: {"SecurityOptions": ["name=seccomp,profile=default", "name=rootless"]})
-    with pytest.raises(HostError, match=r"rootless: .*; use an engine that root started"):
-        engine.refuse_rootless(client)
-    checks = list(diagnosis._links(client))
-    assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
-    assert checks[0].help.startswith("use an engine that root started")

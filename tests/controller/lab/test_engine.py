@@ -1,27 +1,83 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
 from requests.adapters import BaseAdapter
 
-from controller.lab import engine
+from controller.lab import engine, runstate
+from controller.lab.engineaddress import EngineAddress
 from testbed.common.errors import HostError
+from tests.helpers.dockercontexts import context
+
+
+@pytest.fixture(autouse=True)
+def configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty folder as docker's configuration, in place of this user's."""
+    folder = tmp_path / "docker"
+    folder.mkdir()
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("DOCKER_CONTEXT", raising=False)
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    return folder
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail the test when root would start or install anything."""
+    monkeypatch.setattr(engine.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(engine.subprocess, "Popen", lambda *_a, **_k: pytest.fail("started something"))
+    monkeypatch.setattr(engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something"))
+
+
+@pytest.mark.usefixtures("started")
+@pytest.mark.parametrize("url", ["unix:///nowhere/docker.sock", "tcp://127.0.0.2:1"])
+def test_an_engine_of_the_current_context_is_reported_and_never_started(configuration: Path, url: str) -> None:
+    context(configuration, "away", url, use=True)
+    with pytest.raises(
+        HostError, match=r"the docker context 'away' .*'docker context use default'.*--runtime simulate"
+    ):
+        engine.ensure_engine(print)
+
+
+@pytest.mark.usefixtures("started")
+def test_an_engine_over_ssh_is_refused_with_the_way_over_hosts(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context(configuration, "lab", "ssh://me@lab", use=True)
+    with pytest.raises(HostError, match=r"reached by ssh: .*'--hosts lab'"):
+        engine.ensure_engine(print)
+    monkeypatch.setenv("DOCKER_HOST", "ssh://me@lab")
+    with pytest.raises(HostError, match=r"docker context create NAME --docker host=ssh://me@lab.*'--hosts NAME'"):
+        engine.connect()
 
 
 @pytest.mark.parametrize(
-    ("host", "local"),
+    ("address", "option", "text"),
     [
-        ("", True),
-        ("unix:///run/user/1000/docker.sock", True),
-        ("tcp://127.0.0.1:2375", True),
-        ("tcp://localhost:2375", True),
-        ("tcp://192.0.2.7:2376", False),
-        ("ssh://me@lab", False),
+        (EngineAddress("tcp://192.0.2.7:2376", "lab", True), "", "another machine.*'--hosts lab'"),
+        (EngineAddress(), "name=rootless", "rootless"),
+        (EngineAddress(), "name=userns", "userns-remap"),
     ],
 )
-def test_an_engine_is_local_when_its_loopback_is_ours(host: str, local: bool) -> None:
-    assert engine.is_local(host) is local
+def test_an_engine_without_room_for_a_lab_is_refused_with_a_remedy(
+    address: EngineAddress, option: str, text: str
+) -> None:
+    client: Any = SimpleNamespace(info=lambda: {"SecurityOptions": ["name=seccomp,profile=default", option]})
+    with pytest.raises(HostError, match=f"{text}.*--runtime simulate"):
+        engine.refuse_unusable(client, address)
+
+
+def test_a_run_is_looked_for_on_the_engine_that_it_was_made_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = EngineAddress("unix:///first.sock"), EngineAddress("unix:///second.sock")
+    runstate.write(runstate.RunState("x-1", "secret", engine=first))
+    monkeypatch.setattr(engine, "connect", lambda address=None: address or second)
+    monkeypatch.setattr(engine, "chosen_engine", lambda: second)
+    assert engine.connect_to_run("x-1") == first
+    assert engine.connect_to_run("of-another-user") == second
+    assert list(engine.connect_to_all()) == [second, first]
 
 
 def test_somebody_elses_engine_is_reported_and_never_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,18 +90,16 @@ def test_somebody_elses_engine_is_reported_and_never_started(monkeypatch: pytest
 
 
 def test_without_root_no_engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setattr(engine.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(engine.docker, "from_env", lambda **_k: (_ for _ in ()).throw(OSError("FileNotFoundError")))
+    monkeypatch.setattr(engine, "connect_to", lambda *_: (_ for _ in ()).throw(OSError("FileNotFoundError")))
     monkeypatch.setattr(engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something"))
     monkeypatch.setattr(engine.shutil, "which", lambda *_a, **_k: None)
     with pytest.raises(HostError, match=r"there is no Docker engine: .* as root"):
         engine.ensure_engine(print)
 
 
-def test_a_user_outside_the_group_is_told_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
-    assert "group 'docker'" in engine._advice(PermissionError(13, "Permission denied"))
+def test_a_user_outside_the_group_is_told_about_it() -> None:
+    assert "group 'docker'" in engine._advice(EngineAddress(), PermissionError(13, "Permission denied"))
 
 
 def test_the_engines_own_complaint_is_found_in_its_log(tmp_path: Path) -> None:
