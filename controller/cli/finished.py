@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from testbed.common.errors import ExpectationError, StoppedError, TestbedError
+from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
 
 if TYPE_CHECKING:
     from controller.results.reproduction import ReproducedRow
@@ -65,7 +65,7 @@ def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) 
 
 
 def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
-    """Raise what decides the exit status: a run that failed, or an expectation that does not hold."""
+    """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
     from controller.report.sections import found_text
 
     for finished in runs:
@@ -74,6 +74,14 @@ def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
             if finished.outcome.status == "interrupted":
                 raise StoppedError(f"the run was interrupted: {error[-1]}; what it left is in {finished.path}")
             raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; what it left is in {finished.path}")
+    diverged = [
+        f"{finished.path.name} ({finished.metrics['divergence']})"
+        for finished in runs
+        if finished.metrics.get("diverged") and all(each.key != "diverged" for each in finished.expectations)
+    ]
+    if diverged:
+        text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
+        raise DivergedError(f"training diverged: {', '.join(diverged)}: {text}")
     missed = [
         (f"{finished.path.name}: " if len(runs) > 1 else "")
         + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"

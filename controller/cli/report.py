@@ -108,7 +108,7 @@ def compare(
     from controller.results.comparison import side_by_side
     from controller.results.files import load_figures, places
     from testbed.common.errors import InputError
-    from testbed.trace.metrics import finite
+    from testbed.trace.events import finite
 
     runs = [load_figures(place) for folder in folders for place in places(folder)]
     if len(runs) < 2:

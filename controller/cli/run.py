@@ -114,7 +114,8 @@ def run(
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
 
     Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
-    its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 130 when you stop it.
+    its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 4 when training diverged (its
+    loss is not a finite number); 130 when you stop it.
 
     \b
     Examples:

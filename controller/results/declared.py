@@ -14,9 +14,8 @@ from typing import Any
 from testbed.methods import METHODS
 from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
-from testbed.trace.events import EventType
+from testbed.trace.events import EventType, finite
 from testbed.trace.figures import NOTHING, Column, Curve, Figure, Reporting, Row, Table
-from testbed.trace.metrics import finite
 from testbed.trace.record import Record
 from testbed.validation import find_method
 

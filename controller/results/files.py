@@ -30,7 +30,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.scenario.loading import parse, read_keys
 from testbed.scenario.schema import PaperPart, Scenario, Trial
-from testbed.trace.events import LEADING, Event
+from testbed.trace.events import LEADING, Event, restore_loss
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
@@ -191,7 +191,7 @@ def _read_events(path: Path) -> EventLog:
         first = 1
         while lines := list(islice(file, _AT_ONCE)):
             try:
-                found = json.loads(f"[{','.join(lines)}]")
+                found = _read_lines(lines)
                 begun = {keys[:3] for keys in set(map(tuple, found))}
                 if begun != {LEADING} or {type(fields["event"]) for fields in found} != {str}:
                     raise ValueError
@@ -206,6 +206,16 @@ def _read_events(path: Path) -> EventLog:
                     add(form, values[:2] + values[3:])
             first += len(lines)
     return events
+
+
+def _read_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Read lines of events together."""
+    text = f"[{','.join(lines)}]"
+    found: list[dict[str, Any]] = json.loads(text)
+    if '"loss": null' in text:
+        for fields in found:
+            restore_loss(fields)
+    return found
 
 
 def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:

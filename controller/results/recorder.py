@@ -28,9 +28,9 @@ from testbed.common.yamltext import written
 from testbed.plan import Plan
 from testbed.scenario.schema import PaperPart, Scenario, Trial
 from testbed.trace import perfetto
-from testbed.trace.events import Event
+from testbed.trace.events import Event, finite
 from testbed.trace.log import EventLog
-from testbed.trace.metrics import finite, metrics
+from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.workload import WorkloadPart
 

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from controller.results.rows import Row, write_csv
 from controller.results.run import Run
 from testbed.scenario.schema import value_label
+from testbed.trace.events import finite
 from testbed.trace.figures import Figure
-from testbed.trace.metrics import finite
 
 CONFIDENCE = 0.95
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -21,6 +20,7 @@ from controller.results.files import begun
 from controller.watch.feed import batches
 from testbed.common.errors import InputError, TestbedError
 from testbed.scenario.schema import Trial
+from testbed.trace.events import LINES
 from testbed.trace.figures import Reporting
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
@@ -75,7 +75,7 @@ def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
 
 
 def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.Response:
-    lines = (f"data: {json.dumps(batch)}\n\n" for batch in batches(folder, drawn, pace))
+    lines = (f"data: {LINES.encode(batch)}\n\n" for batch in batches(folder, drawn, pace))
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 

@@ -55,6 +55,12 @@ class ExpectationError(TestbedError):
     """The run ended, but an ``expect`` condition of its scenario does not hold."""
 
 
+class DivergedError(TestbedError):
+    """The run ended, but its loss is not a finite number."""
+
+    exit_code = 4
+
+
 class StoppedError(TestbedError):
     """The user has stopped a run, by Ctrl-C."""
 

@@ -99,13 +99,13 @@ async def _train(
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)
-        forward = partial(shard.forward_loss, (step, 0), images, labels, samples)
+        forward = partial(shard.forward_loss, (step, 0), images, labels, problem.training.weight(labels))
         backward = partial(shard.backward, (step, 0))
         loss = await device.compute(forward, costs.forward(units, samples), Span("forward", step))
         await device.compute(backward, costs.backward(units, samples), Span("backward", step))
         update = partial(shard.update, step)
         await device.compute(update, costs.update(units, problem.training), Span("update", step))
-        device.record("step", step=step, samples=samples, **loss_fields(loss))
+        device.record("step", step=step, samples=samples, **loss_fields(loss, problem.workload.numerics != "none"))
         done = step + 1
         if done == training.steps or due(done, device.now()):
             score = Score(problem.training)

@@ -17,6 +17,7 @@ received. Boxes are in shares of the network's input, from its upper left corner
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,6 +67,12 @@ EVENTS = (
     EventType("state", "the program is up, started, finished, failed or stopped", (), ("state", "error")),
     EventType("step", "a training step is done", ("batch",), ("step", "loss", "samples")),
     EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss", "metrics")),
+    EventType(
+        "diverged",
+        "the loss or the weights that a device (`target`) sent are not finite numbers",
+        ("batch",),
+        ("step", "target"),
+    ),
     EventType("request", "an inference is done", ("batch",), ("request", "latency")),
     EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
     EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),
@@ -108,7 +115,36 @@ DIGITS = 9
 """Decimal places of an event's seconds in a file."""
 LEADING = ("time", "device", "event")
 """Keys that every line of a file begins with."""
-LINES = json.JSONEncoder(check_circular=False)
+
+
+def finite(value: Any) -> Any:
+    """Return the same value with None for numbers that JSON does not know: a diverged loss is no number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def restore_loss(fields: dict[str, Any]) -> None:
+    """Make the loss of a line that was read NaN where it is null: the line could not hold it."""
+    if fields.get("loss", 0.0) is None:
+        fields["loss"] = math.nan
+
+
+class _LineEncoder(json.JSONEncoder):
+    """Writes null for numbers that are not finite: every line is valid JSON."""
+
+    def encode(self, o: Any) -> str:
+        try:
+            return super().encode(o)
+        except ValueError:
+            return super().encode(finite(o))
+
+
+LINES = _LineEncoder(check_circular=False, allow_nan=False)
 """Writes what stands in a line."""
 _NONE: Mapping[str, Any] = {}
 
@@ -137,4 +173,5 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
 
         Raises KeyError, TypeError or AttributeError for what is no event.
         """
+        restore_loss(fields)
         return Event(fields.pop("time"), fields.pop("device"), fields.pop("event"), fields)

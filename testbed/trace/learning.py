@@ -15,9 +15,25 @@ def _last_evaluation(record: Record) -> dict[str, Any]:
     return dict(evaluations[-1].fields) if evaluations else {}
 
 
+def _is_lost(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)
+
+
 def _diverged(record: Record) -> bool | None:
-    """Return True where the last test loss is infinite or no number, None elsewhere."""
-    return None if math.isfinite(_last_evaluation(record).get("loss") or 0.0) else True
+    """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
+    last = [_last_evaluation(record).get("loss"), record.steps[-1].loss if record.steps else None]
+    return True if any(map(_is_lost, last)) else None
+
+
+def _divergence(record: Record) -> str | None:
+    """Return where and when a diverged run first had numbers that are not finite."""
+    if not _diverged(record):
+        return None
+    lost = list(record.of("diverged").rows("time", "target", "step"))
+    reported = record.events.of("step", "evaluate").rows("time", "device", "step", "loss")
+    lost += [(time, device, step) for time, device, step, loss in reported if _is_lost(loss)]
+    _, device, step = min(lost, key=lambda each: each[0])
+    return f"{device}, {'round' if record.of('round') else 'step'} {step}"
 
 
 FIGURES = (
@@ -43,7 +59,8 @@ FIGURES = (
         lambda record: _last_evaluation(record).get("metrics"),
         compared=True,
     ),
-    Figure("diverged", "bool", "the test loss is infinite or no number at the end", _diverged),
+    Figure("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _diverged),
+    Figure("divergence", "text", "device and step, or round, of the first loss that is not finite", _divergence),
     Figure(
         "loss",
         "number",
@@ -68,6 +85,6 @@ def _metrics(metrics: Metrics) -> str:
 ROWS = (
     Row("Accuracy", "{accuracy}", "on the test data"),
     Row("Metrics", _metrics, "on the test data", when=lambda metrics: metrics.get("metrics")),
-    Row("Diverged", "{diverged}", "the loss is no number any more: try a smaller learning_rate"),
+    Row("Diverged", "{divergence}", "the loss is not a finite number: try a smaller learning_rate"),
     Row("Loss", "{loss}", "at first {loss_first}"),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace import devices, phases, recovery, traffic
+from testbed.trace.events import finite
 from testbed.trace.figures import NOTHING, Reporting
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Record, Step
@@ -62,17 +62,6 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Repo
                 )
     clean: dict[str, Any] = finite(found)
     return clean
-
-
-def finite(value: Any) -> Any:
-    """Return the same value with None for numbers that JSON does not know: a diverged loss is no number."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
 
 
 def _series(record: Record) -> dict[str, list[dict[str, Any]]]:

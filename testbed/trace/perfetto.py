@@ -13,7 +13,7 @@ from itertools import islice
 from typing import IO, Any
 
 from testbed.trace.disturbances import recoveries, strikes
-from testbed.trace.events import TESTBED, Event
+from testbed.trace.events import LINES, TESTBED, Event
 from testbed.trace.gantt import CHARTED, Bar, bars
 from testbed.trace.intervals import lanes
 from testbed.trace.log import EventLog
@@ -37,7 +37,7 @@ def write(file: IO[str], events: Sequence[Event], end: float, title: str = "test
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n')
     between, records = "", _records(log, charted, end, title)
     while some := list(islice(records, _AT_ONCE)):  # all of them together are large, one by one takes twice as long
-        file.write(between + json.dumps(some)[1:-1])
+        file.write(between + LINES.encode(some)[1:-1])
         between = ",\n"
     file.write("\n]}\n")
 

@@ -85,15 +85,40 @@ class Recipe:
         part = self.part
         return {name: make(each, self.codes, part.loss.name, self.classes) for name, each in part.metrics.items()}
 
-    def loss(self, outputs: torch.Tensor, labels: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return these samples' part of the mean loss of ``samples``, no axes; arguments are (samples, ...)."""
+    def weight(self, labels: torch.Tensor) -> float:
+        """Return the share of a batch's mean loss that labels, (samples, ...), carry, in samples.
+
+        A loss that ignores labels divides by those that it counts, and one that weighs classes by their weights.
+        """
+        samples, criterion = len(labels), self._criterion
+        if labels.is_meta or labels.is_floating_point() or isinstance(criterion, torch.nn.CTCLoss):
+            return samples
+        counted: torch.Tensor = labels != _ignored(criterion)
+        classes = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+        if isinstance(criterion, classes) and criterion.weight is not None:
+            counted = criterion.weight[labels.where(counted, 0)] * counted
+        return samples * (float(counted.sum()) / labels.numel())
+
+    def loss(self, outputs: torch.Tensor, labels: torch.Tensor, whole: float | None) -> torch.Tensor:
+        """Return these samples' part of the mean loss of a batch, no axes; arguments are (samples, ...).
+
+        ``whole`` is the `weight` of all labels of the batch; None: these are all, and at least one of them counts.
+        """
+        weight = whole if whole is None else self.weight(labels)
+        if weight == 0:
+            return (outputs * 0.0).sum()  # the mean of no labels would be NaN, and so would its gradients
         if isinstance(self._criterion, torch.nn.CTCLoss):
-            return temporal_loss(self._criterion, outputs, labels) * (len(labels) / samples)
-        outputs = aligned(outputs, labels)
-        if self._criterion is None and labels.ndim == 1:
-            return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / samples
-        found: torch.Tensor = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
-        return found if len(labels) == samples else found * (len(labels) / samples)
+            found = temporal_loss(self._criterion, outputs, labels)
+        else:
+            outputs = aligned(outputs, labels)
+            if self._criterion is None and labels.ndim == 1:
+                counted = (labels != _ignored(None)).sum() if whole is None else whole
+                return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / counted
+            found = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
+        if weight is None or weight == whole or getattr(self._criterion, "reduction", "mean") == "sum":
+            return found
+        assert whole is not None
+        return found * (weight / whole)
 
     def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
         """Return how many answers are right, and how many there are: of samples, (samples, ...), or their tokens."""
@@ -154,6 +179,13 @@ class Recipe:
     @cached_property
     def _schedule(self) -> Schedule | None:
         return Schedule(self.part.schedules, self.codes, self.steps, self._made) if self.part.schedules else None
+
+
+def _ignored(criterion: Any) -> int:
+    """Return the label that a loss ignores; a loss that does not say so ignores torch's default."""
+    options = getattr(criterion, "keywords", {})  # of a function with its options
+    found = options.get("ignore_index", getattr(getattr(criterion, "func", criterion), "ignore_index", -100))
+    return int(found)
 
 
 def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

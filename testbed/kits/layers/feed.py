@@ -19,9 +19,9 @@ from testbed.training.recipe import Recipe
 from testbed.workload import WorkloadPart
 
 
-def loss_fields(loss: float) -> dict[str, float]:
-    """Return the fields of an event for a loss; none for nan, the loss of what was not computed."""
-    return {} if math.isnan(loss) else {"loss": loss}
+def loss_fields(loss: float, computed: bool) -> dict[str, float]:
+    """Return the fields of an event for a loss; none where a run without numbers computed no loss."""
+    return {"loss": loss} if computed else {}
 
 
 _PLAIN = Recipe()
@@ -37,6 +37,8 @@ class Score:
         self._answers = 0
         """Those that are right or wrong: of samples, or of each token of theirs."""
         self._loss = 0.0
+        self._weight = 0.0
+        """The samples that the loss counts."""
         self._metrics = training.metrics()
 
     def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:
@@ -49,6 +51,7 @@ class Score:
             right, answers = self._training.right(outputs, wanted)
             self._correct, self._answers = self._correct + right, self._answers + answers
         self._loss += float(self._training.loss(outputs, wanted, 1))
+        self._weight += self._training.weight(wanted)
         for name, metric in self._metrics.items():
             update(metric, name, outputs, wanted)
 
@@ -58,17 +61,17 @@ class Score:
         return self._correct / self._answers if self._answers else None
 
     @property
-    def loss(self) -> float:
-        """Mean loss."""
-        return self._loss / self.samples
+    def loss(self) -> float | None:
+        """Mean loss; None where the loss counts no label."""
+        return self._loss / self._weight if self._weight else None
 
     def fields(self) -> dict[str, Any]:
         """Return accuracy, loss and metrics as an event has them; nothing where there was nothing to score."""
         if not self.samples:
             return {}
         metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
-        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
-        return {**accuracy, "loss": self.loss, **({"metrics": metrics} if metrics else {})}
+        found = {"accuracy": self.accuracy, "loss": self.loss, "metrics": metrics or None}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Training:

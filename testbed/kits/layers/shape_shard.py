@@ -68,7 +68,7 @@ class ShapeShard:
         key: Hashable,
         inputs: torch.Tensor,
         labels: torch.Tensor,
-        samples: int,
+        whole: float,
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:

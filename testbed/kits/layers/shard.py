@@ -122,19 +122,19 @@ class Shard:
         key: Key,
         inputs: torch.Tensor,
         labels: torch.Tensor,
-        samples: int,
+        whole: float,
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
         """Forward through the model's end; return this micro-batch's part of the batch's mean loss.
 
         ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or what else the loss takes.
-        ``samples`` is the size of the whole batch: each part weighs as many samples as it has, so the parts add up
-        to the mean, and their gradients to its gradient, however unevenly the batch was split.
+        ``whole`` is the `Recipe.weight` of all labels of the batch: each part carries the weight of its own labels, so
+        the parts add up to the mean, and their gradients to its gradient, however unevenly the batch was split.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version, rows)
-        loss = self._training.loss(outputs, labels, samples)
+        loss = self._training.loss(outputs, labels, whole)
         self._kept[key] = (inputs, loss)
         return float(loss.detach())
 

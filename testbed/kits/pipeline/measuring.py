@@ -47,6 +47,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
     ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
     """
     units, samples = problem.model.units, len(labels)
+    whole = problem.training.weight(labels)
     shards = [make(problem, unit, unit + 1, device.name) for unit in range(len(units))]
     forward, backward, update = ([0.0] * len(units) for _ in range(3))
 
@@ -63,7 +64,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
             if index + 1 < len(shards):
                 values = await timed(forward, index, partial(shard.forward, (run, 0), values), cost)
             else:
-                await timed(forward, index, partial(shard.forward_loss, (run, 0), values, labels, samples), cost)
+                await timed(forward, index, partial(shard.forward_loss, (run, 0), values, labels, whole), cost)
         gradient: torch.Tensor | None = None
         for index in reversed(range(len(shards))):
             one, shard = units[index : index + 1], shards[index]

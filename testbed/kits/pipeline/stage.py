@@ -238,8 +238,10 @@ class _Executor:
         rows = micro_batches(given.samples, given.micros)[given.micro].start, given.samples
         loss = 0.0
         if stage.position.after is None:
-            labels = await self._labels_of(given)
-            work = partial(shard.forward_loss, key, inputs, labels, given.samples, version, rows)
+            labels = await self._labels_of(given.batch)
+            own = labels[micro_batches(given.samples, given.micros)[given.micro]]
+            whole = stage.problem.training.weight(labels)
+            work = partial(shard.forward_loss, key, inputs, own, whole, version, rows)
             loss, seconds = await stage.timed(work, cost, span)
         else:
             forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
@@ -249,11 +251,11 @@ class _Executor:
         policy.forward_done(passage)
         return True
 
-    async def _labels_of(self, given: Activation) -> Any:
-        """Return the labels of a micro-batch, (samples,)."""
-        if self._labels is None or self._labels.batch != given.batch:
-            self._labels = await self._stage.mailbox.take(Labels, given.batch)
-        return self._labels.tensor[micro_batches(given.samples, given.micros)[given.micro]]
+    async def _labels_of(self, batch: int) -> Any:
+        """Return the labels of a batch, (samples,)."""
+        if self._labels is None or self._labels.batch != batch:
+            self._labels = await self._stage.mailbox.take(Labels, batch)
+        return self._labels.tensor
 
     async def backward(self, number: int) -> None:
         """Do one backward, with the gradient of the stage after or with that of the loss."""

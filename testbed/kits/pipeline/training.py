@@ -59,6 +59,7 @@ class SynchronousTrainer:
         self._recovery = recovery
         self._options = job.problem.options
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
+        self._computed = job.problem.workload.numerics != "none"
         self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
         self._due = Due(self._options.evaluate_every, supervisor.device.now())
         self._reports: dict[str, Loss | Updated] = {}
@@ -109,7 +110,7 @@ class SynchronousTrainer:
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is not None and loss.loss is not None and len(self._reports) == 2:
-            fields = {"step": loss.batch, "samples": self._training.samples, **loss_fields(loss.loss)}
+            fields = {"step": loss.batch, "samples": self._training.samples, **loss_fields(loss.loss, self._computed)}
             self._supervisor.device.record("step", **fields)
             self._supervisor.progress += 1
 
@@ -134,6 +135,7 @@ class AsynchronousTrainer:
         self._options = problem.options
         self._problem = problem
         self._training = Training(job.dataset, problem.workload, problem.seed)
+        self._computed = problem.workload.numerics != "none"
         self._steps = self._training.steps
         points = recovery.points
         self._evaluations = Evaluations(supervisor, job, self._steps, points.has_all, points.weights)
@@ -237,7 +239,9 @@ class AsynchronousTrainer:
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
-        self._device.record("step", step=batch, samples=self._training.samples, **loss_fields(updated.loss))
+        self._device.record(
+            "step", step=batch, samples=self._training.samples, **loss_fields(updated.loss, self._computed)
+        )
         self._done = batch + 1
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:

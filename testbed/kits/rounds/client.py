@@ -35,7 +35,8 @@ class LocalRound:
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
         ((images, labels),) = self.share.iteration(step, self.layers.numbers)
-        loss = await self.layers.forward_loss(step, 0, images, labels, len(labels))
+        whole = self.layers.training.weight(labels)
+        loss = await self.layers.forward_loss(step, 0, images, labels, len(labels), whole)
         await self.layers.backward(step, 0, len(labels))
         return loss
 
@@ -100,9 +101,12 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
         for step in local.steps:
             mini_batches = local.share.iteration(step, local.layers.numbers)
             samples = sum(len(labels) for _, labels in mini_batches)
+            weight = sum(local.layers.training.weight(labels) for _, labels in mini_batches)
+            whole = None if weight == samples else weight
             for micro, (images, labels) in enumerate(mini_batches):
                 activation = await local.layers.forward(step, micro, images, samples)
-                mailbox.post(server, DeviceActivation(mailbox.configuration, step, micro, samples, activation, labels))
+                number = mailbox.configuration
+                mailbox.post(server, DeviceActivation(number, step, micro, samples, activation, labels, whole))
             for micro, (_, labels) in enumerate(mini_batches):
                 gradient = await mailbox.take(ActivationGradient, (step, micro))
                 await local.layers.backward(step, micro, len(labels), gradient.tensor)

@@ -61,14 +61,14 @@ class Layers:
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def forward_loss(
-        self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int
+        self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int, whole: float
     ) -> float:
         """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples.
 
-        ``inputs`` are (samples, ...), ``labels`` (samples,).
+        ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `Recipe.weight` of all labels.
         """
         rows = (micro * len(inputs), samples)
-        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, samples, rows=rows)
+        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows)
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
 
     async def backward(

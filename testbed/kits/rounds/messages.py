@@ -54,6 +54,8 @@ class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", 
     """(samples of the mini-batch, ...)"""
     labels: torch.Tensor
     """(samples of the mini-batch,)"""
+    whole: float | None = None
+    """Weight of all labels of the iteration; None where each sample counts as one."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -106,6 +107,7 @@ class GlobalModel:
         """What there is to record of the last of them."""
         self.state: State = layers.weights()
         self._memory: Memory = {}
+        self._diverged = False
         if kept is not None:
             self.state = {name: kept.tensors[name] for name in self.state}
             self._memory = {name: tensor for name, tensor in kept.tensors.items() if name not in self.state}
@@ -143,16 +145,28 @@ class GlobalModel:
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round that began at ``start``, and save to the disk, with what there is to record of it."""
+        self._report_divergence(trained)
         samples: dict[str, int] = {}
         for each in trained:
             samples[each.device] = samples.get(each.device, 0) + each.samples
         loss = sum(each.loss * each.samples for each in trained) / sum(samples.values())
         duration = self._device.now() - start
         made = {"round": self.rounds, "start": start, "duration": duration, "samples": samples}
-        self._report = {**made, **loss_fields(loss)}
+        self._report = {**made, **loss_fields(loss, self.numbers)}
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
         await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **self._memory}))
+
+    def _report_divergence(self, trained: Sequence[Trained]) -> None:
+        """Record, once, which devices sent numbers that are not finite."""
+        if self._diverged or not self.numbers:
+            return
+        self._diverged = not (_is_finite(self.state) and all(math.isfinite(each.loss) for each in trained))
+        if not self._diverged:
+            return
+        for each in trained:
+            if not (math.isfinite(each.loss) and _is_finite(each.state)):
+                self._device.record("diverged", step=self.rounds, target=each.device)
 
     def is_reported(self) -> bool:
         """Say whether all of the last round was recorded; not so if the program before a restart ended meanwhile."""
@@ -206,7 +220,8 @@ class ServerSide:
         for step in steps:
             for micro in range(self.parallel[begun.sender]):
                 given = await self.mailbox.take(DeviceActivation, (begun.sender, step, micro))
-                loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples)
+                whole = given.samples if given.whole is None else given.whole
+                loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples, whole)
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
                 self.mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
@@ -275,6 +290,10 @@ class Server:
             return self.side.join(update)
         assert update.loss is not None
         return update.state, update.loss
+
+
+def _is_finite(state: State) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
 def _added(start: State, changes: State) -> State:

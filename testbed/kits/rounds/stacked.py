@@ -94,6 +94,8 @@ class Stack:
         for place, step in enumerate(first.steps):
             batches = zip(*(each.share.iteration(each.steps[place])[0] for each in trainings), strict=True)
             images, labels = (torch.stack(parts) for parts in batches)
+            if not all(map(training.weight, labels)):
+                raise InputError("'stacked' needs a label that counts in every batch: use full", ("numerics",))
             gradients, loss = self._step(weights, images, labels)
             optimizer.step(weights, gradients, training.settings(step))
             losses.append(loss)
@@ -110,7 +112,7 @@ class Stack:
         module = model.build(0, len(model.units), self._problem.seed)
 
         def loss(weights: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return recipe.loss(functional_call(module, weights, (images,)).float(), labels, len(labels))
+            return recipe.loss(functional_call(module, weights, (images,)).float(), labels, None)
 
         return vmap(grad_and_value(loss))
 

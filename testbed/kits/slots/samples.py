@@ -101,7 +101,7 @@ class TestRuns:
     def finish(self) -> dict[str, Any]:
         """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and begin again."""
         accuracies = [run.accuracy or 0.0 for run in self._scores]
-        loss = fmean(run.loss for run in self._scores)
+        loss = fmean(run.loss or 0.0 for run in self._scores)
         self._scores, self._scored = [Score() for _ in self._scores], 0
         return {"accuracy": fmean(accuracies), "loss": loss, "deviation": pstdev(accuracies), "runs": accuracies}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from controller.cli.finished import judge
 from controller.results import files
 from controller.results.run import Run
-from testbed.common.errors import ExpectationError, StoppedError, TestbedError
+from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
 from tests.helpers import recorded
 
 
@@ -55,6 +57,29 @@ def test_a_run_that_did_not_come_to_its_end_says_why_before_anything_is_expected
     with pytest.raises(kind, match=said) as raised:
         judge([failed], [])
     assert type(raised.value) is kind
+
+
+def diverged(folder: Path, **keys: Any) -> Run:
+    """Return a run, read from its files, whose training loss is NaN from step 3 on."""
+    events = []
+    for event in recorded.events(faulty=False):
+        step = event.fields.get("step", 0)
+        lost = event.event == "step" and step >= 3
+        events.append(event._replace(fields={**event.fields, "loss": math.nan}) if lost else event)
+    return run(folder, events=events, **keys)
+
+
+def test_a_diverged_run_has_a_status_of_its_own_and_names_device_and_step(tmp_path: Path) -> None:
+    found = diverged(tmp_path, expect={"accuracy": "> 0.99"})
+    with pytest.raises(DivergedError, match=r"run \(\w+, step 3\)") as raised:
+        judge([found], [])
+    assert raised.value.exit_code == 4
+    for line in (found.path / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_scenario_may_expect_divergence(tmp_path: Path) -> None:
+    judge([diverged(tmp_path, expect={"diverged": "== true"})], [])
 
 
 def test_a_failure_without_a_reason_says_so(tmp_path: Path) -> None:
