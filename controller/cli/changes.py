@@ -307,7 +307,7 @@ def probe(source: str | None, destination: str | None, run_id: str | None, as_js
             [
                 each.source,
                 each.destination,
-                describe(each.requested.to_json()),
+                describe(each.expected.to_json()),
                 formats.rate(each.rate) if each.rate is not None else formats.NONE,
                 formats.seconds(each.delay),
                 formats.share(each.loss),

@@ -58,6 +58,7 @@ def combined(
                 source,
                 destination,
                 requested=link,
+                limit=slowest.rate,
                 rate=here["rate"],
                 delay=delay,
                 loss=lost / sent if sent else None,

@@ -109,8 +109,8 @@ class Shaper:
         self._request("POST", "/set", {"links": links_to_json(links)})
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
-        """Measure these links between the devices themselves; a few seconds for a lab."""
-        answer = self._request("POST", "/probe", {"pairs": [*pairs]}, timeout=120)
+        """Measure these links between the devices themselves: seconds, or minutes of many slow links."""
+        answer = self._request("POST", "/probe", {"pairs": [*pairs]}, timeout=600)
         return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
@@ -122,7 +122,7 @@ class Shaper:
     ) -> list[dict[str, Any]]:
         """Measure links between hosts, of which each does its half; see `controller.shaping.probes.measure_half`."""
         asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
-        return list(self._request("POST", "/half", asked, timeout=120)["measurements"])
+        return list(self._request("POST", "/half", asked, timeout=600)["measurements"])
 
     def renew(self) -> None:
         """Let the container live for another lease."""

@@ -53,7 +53,7 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
         {
             "source": each.source,
             "destination": each.destination,
-            "requested": each.requested.to_json(),
+            "requested": each.expected.to_json(),
             "measured": each.figures(),
             "problem": each.problem,
             "bytes": 0,

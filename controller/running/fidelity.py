@@ -20,6 +20,8 @@ from testbed.trace.outcome import LinkMeasurement
 SAMPLE_SECONDS = 0.25
 SATURATED = 0.95
 """Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
+BUSY = 0.8
+"""Share of all processors busy, on average, from which load explains links that are outside their tolerance."""
 _MARGIN = 0.95
 """Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
 _PAUSE = 1.0
@@ -100,18 +102,17 @@ def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]
 
 
 class LinksError(HostError):
-    """Links are not what the scenario asks for, and nobody said that they may be so."""
+    """Links are outside their tolerance, and the user has not accepted that.
 
-    def __init__(self, measurements: Sequence[LinkMeasurement], stolen: float = 0.0) -> None:
+    ``host`` holds what `HostMonitor` found while the links were measured, and ``neighbours_refused``: how often the
+    kernel's neighbour table had no room meanwhile.
+    """
+
+    def __init__(self, measurements: Sequence[LinkMeasurement], host: Mapping[str, float] | None = None) -> None:
         bad = [each for each in measurements if each.problem]
-        advice = _advice(bad)
-        from testbed.trace.verdict import STOLEN_SHARE  # late: who watches a host needs no numpy
-
-        if stolen > STOLEN_SHARE:
-            advice = f"a hypervisor kept {stolen:.0%} of the processors' time for others: try again later, {advice}"
         super().__init__(
-            f"{len(bad)} of {len(measurements)} links are not what the scenario asks for: {advice}, "
-            "or --accept-links to run all the same (the verdict says so)"
+            f"{len(bad)} of {len(measurements)} links are not what the scenario asks for: "
+            f"{'; '.join(_causes(measurements, host or {}))}; --accept-links runs all the same (the verdict says so)"
         )
         self.measurements = list(measurements)
 
@@ -124,12 +125,13 @@ def verified(
 ) -> list[LinkMeasurement]:
     """Measure these links; raise `LinksError` when one stays outside its tolerance, unless that is accepted.
 
-    Links outside their tolerance are measured again for ``patience`` seconds: hosts that others share are often slow
-    for a few seconds and then are not.
+    Links outside their tolerance, and no others, are measured again for ``patience`` seconds: hosts that others share
+    are often slow for a few seconds and then are not.
     """
     until = time.monotonic() + patience
     monitor = HostMonitor()
     monitor.start()
+    refused = neighbours_refused()
     try:
         found = {(each.source, each.destination): each for each in probe(pairs)}
         while not accept and (bad := _outside(found.values())) and time.monotonic() < until:
@@ -138,7 +140,8 @@ def verified(
     finally:
         host = monitor.stop()
     if not accept and _outside(found.values()):
-        raise LinksError(list(found.values()), host.get("host_stolen", 0.0))
+        host["neighbours_refused"] = neighbours_refused() - refused
+        raise LinksError(list(found.values()), host)
     return list(found.values())
 
 
@@ -153,19 +156,51 @@ def nearest_rate(carried: float) -> float:
     return math.floor(advised / unit) * unit
 
 
-def _advice(bad: Sequence[LinkMeasurement]) -> str:
-    slow = [each for each in bad if _too_slow(each)]
-    if not slow:
-        return "use a less loaded host"
-    worst = min(slow, key=lambda each: (each.rate or 0) / (each.requested.rate or 1))
-    assert worst.rate
-    assert worst.requested.rate
-    return (
-        f"the rate of {worst.source} -> {worst.destination}, {format_rate(worst.requested.rate)}, is above what this "
-        f"host was measured to carry: use at most {format_rate(nearest_rate(worst.rate))}, a less loaded host"
-    )
+def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> int:
+    """Return how often the kernel's neighbour table has had no room since boot; 0 where the kernel does not count."""
+    try:
+        header, *processors = statistics.read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    column = header.split().index("table_fulls")
+    return sum(int(line.split()[column], 16) for line in processors)
+
+
+def _causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) -> list[str]:
+    """Return the causes that the measurements show, each with its remedy."""
+    from testbed.trace.verdict import STOLEN_SHARE  # late: who watches a host needs no numpy
+
+    causes = []
+    stolen, load = host.get("host_stolen", 0.0), host.get("host_load")
+    if host.get("neighbours_refused"):
+        causes.append(
+            "the kernel's neighbour table overflowed, which costs other programs packets as well: raise "
+            "net.ipv4.neigh.default.gc_thresh1, gc_thresh2 and gc_thresh3 by sysctl"
+        )
+    if stolen > STOLEN_SHARE:
+        causes.append(f"a hypervisor kept {stolen:.0%} of the processors' time for others: try again later")
+    if load is not None and load >= BUSY:
+        causes.append(f"the processors of this host were {load:.0%} busy: use a less loaded host")
+    if worst := _beyond_the_host(measurements):
+        assert worst.rate
+        asked, carried = format_rate(worst.expected.rate or 0), format_rate(nearest_rate(worst.rate))
+        causes.append(
+            f"the rate of {worst.source} -> {worst.destination}, {asked}, is above what this host was measured to "
+            f"carry: use at most {carried}"
+        )
+    if causes:
+        return causes
+    idle = "" if load is None else f"the processors of this host were {load:.0%} busy, so load is not the cause; "
+    return [f"{idle}'testbed up' and 'testbed link probe' measure single links"]
+
+
+def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
+    """Return the link that falls furthest short of its rate, unless this host carried as much over another link."""
+    most = max((each.rate for each in measurements if each.rate and not each.problem), default=0.0)
+    slow = [each for each in measurements if _too_slow(each) and (each.expected.rate or 0) > most]
+    return min(slow, key=lambda each: (each.rate or 0) / (each.expected.rate or 1), default=None)
 
 
 def _too_slow(each: LinkMeasurement) -> bool:
-    wanted = each.requested.rate
-    return bool(wanted and each.rate and each.rate < RATE_LOWEST * wanted)
+    wanted = each.expected.rate
+    return bool(each.problem and wanted and each.rate and each.rate < RATE_LOWEST * wanted)

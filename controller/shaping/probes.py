@@ -14,9 +14,10 @@ import os
 import socket
 import statistics
 import time
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from controller.shaping import tolerance
@@ -33,6 +34,8 @@ _PACKETS_PER_SECOND = 2500
 """Packets on all links together: more would make the measurement a load on the host of its own."""
 _MOST_SECONDS = 1.0
 _ATTEMPTS = 3
+_AGAIN_SECONDS = 30.0
+"""No further attempt begins after so long: measuring many slow links of different kinds takes minutes by itself."""
 _BETWEEN = 0.1
 """Seconds between two parts of a measurement by several hosts: more than they know each other's clocks by."""
 
@@ -49,9 +52,9 @@ class _Tally:
     medium: Hashable = None
     """The channel on which a packet spends its transmission time before the delay of the link begins."""
     crowd: int = 1
-    """Links measured on the same channel, or behind the same access limit."""
-    place: int = 0
-    """Its number among those, from 0."""
+    """Turns that the links take that share a channel or an access limit with this one."""
+    place: int | None = None
+    """Its turn, from 0; None where it shares nothing."""
     late: bool = False
     """Whether the lowest rate is the downlink's: packets meet it after the kernel has noted their arrival."""
     sent: int = 0
@@ -71,6 +74,7 @@ class _Tally:
         return LinkMeasurement(
             *self.pair,
             requested=self.asked,
+            limit=self.link.rate,
             rate=self.rate,
             delay=delay,
             loss=lost / self.sent if self.sent else None,
@@ -90,14 +94,14 @@ def measure(
     results: dict[Pair, LinkMeasurement] = {}
     media = media or {}
     representatives = _one_of_each(links, sites, media)
-    wanted = dict(links)
+    wanted, until = dict(links), time.monotonic() + _AGAIN_SECONDS
     for _ in range(_ATTEMPTS):
         tallies = _tallies(wanted, sites, media, representatives)
         with sockets(sites, {name for pair in wanted for name in pair}) as ends:
             _measure(tallies, representatives, media, ends)
         results |= {tally.pair: tally.measurement() for tally in tallies}
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
-        if not wanted:
+        if not wanted or time.monotonic() > until:
             break
     return [results[pair] for pair in links]
 
@@ -160,21 +164,45 @@ def _tallies(
 ) -> list[_Tally]:
     """Return what is to be measured of each link."""
     tallies = []
-    crowds = Counter(media[pair].channels for pair in links if pair in media)
-    places: Counter[Hashable] = Counter()
+    turns, crowds = _turns(links, sites, media)
     for pair, asked in links.items():
         tally = _Tally(pair, asked, _on_the_way(pair, asked, sites, media), 0)
-        out = sum(other[0] == pair[0] for other in links) if sites[pair[0]].uplink else 1
-        into = sum(other[1] == pair[1] for other in links) if sites[pair[1]].downlink else 1
-        tally.crowd = max(out, into)
         tally.late = tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
-        if pair in media:
-            tally.medium = media[pair].channels
-            tally.crowd, tally.place = max(tally.crowd, crowds[tally.medium]), places[tally.medium]
-            places[tally.medium] += 1
+        tally.crowd, tally.place = crowds.get(pair, 1), turns.get(pair)
+        tally.medium = media[pair].channels if pair in media else None
         tally.packets = _packets(tally, len(links), pair in representatives)
         tallies.append(tally)
     return tallies
+
+
+def _turns(
+    pairs: Iterable[Pair], sites: Mapping[str, Site], media: Mapping[Pair, Route]
+) -> tuple[dict[Pair, int], dict[Pair, int]]:
+    """Return the turn of each link that shares a rate with others, and how many turns those take.
+
+    Links of the same turn share nothing, so that their packets do not wait for each other.
+    """
+    shared = {pair: _shared_rates(pair, sites, media) for pair in pairs}
+    turns: dict[Pair, int] = {}
+    taken: dict[Hashable, set[int]] = defaultdict(set)
+    for pair, rates_of_pair in shared.items():
+        if rates_of_pair:
+            busy = set[int]().union(*(taken[each] for each in rates_of_pair))
+            turns[pair] = next(turn for turn in count() if turn not in busy)
+            for each in rates_of_pair:
+                taken[each].add(turns[pair])
+    return turns, {pair: 1 + max(max(taken[each]) for each in shared[pair]) for pair in turns}
+
+
+def _shared_rates(pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Hashable]:
+    """Return what a link shares with others: an uplink, a downlink, channels."""
+    source, destination = pair
+    found: set[Hashable] = set(media[pair].channels) if pair in media else set()
+    if sites[source].uplink is not None:
+        found.add(("uplink", source))
+    if sites[destination].downlink is not None:
+        found.add(("downlink", destination))
+    return found
 
 
 def _trains(
@@ -219,14 +247,14 @@ def _packets(tally: _Tally, links: int, representative: bool) -> int:
     """Return how many small packets a link is given."""
     link = tally.link
     fair = int(_PACKETS_PER_SECOND * _MOST_SECONDS / links)
-    count = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
+    packets = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
     loss = expected_loss(link)
     if link.up and loss and representative:
         # Thirty packets lost bound the loss to about half of itself.
-        count = max(count, min(2000, round(30 / loss)))
+        packets = max(packets, min(2000, round(30 / loss)))
     if link.rate:
-        count = min(count, max(_FEWEST_PACKETS, int(_MOST_SECONDS / tally.gap)))
-    return count
+        packets = min(packets, max(_FEWEST_PACKETS, int(_MOST_SECONDS / tally.gap)))
+    return packets
 
 
 def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None = None) -> float:
@@ -274,7 +302,7 @@ def _schedule(tallies: Sequence[_Tally], start: float) -> list[tuple[float, int,
     schedule = []
     for index, tally in enumerate(tallies):
         gap = max(span / tally.packets, tally.gap)
-        among, place = (len(tallies), index) if tally.medium is None else (tally.crowd, tally.place)
+        among, place = (len(tallies), index) if tally.place is None else (tally.crowd, tally.place)
         first = start + gap * place / among
         schedule += [(first + gap * number, index, number) for number in range(tally.packets)]
     return sorted(schedule)

@@ -10,7 +10,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,6 +37,8 @@ _TRAIN_SECONDS = 0.12
 _MOST_SECONDS = 1.0
 """Seconds of the fewest frames over a slow link, at most: they are smaller there."""
 _FEWEST_FRAMES = 24
+_AT_ONCE = 64
+"""Frames sent to a downlink before arrivals are looked at: they are noticed only then."""
 _SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
 
 
@@ -145,9 +147,14 @@ class _Train:
     frame: int
     frames: int
     together: int
-    """Frames handed to the kernel in one piece: half a bucket at most, so that the pace is kept."""
+    """Frames handed to the kernel in one piece, which the link's rate lets pass at once: one on all but fast links."""
     sent: int = 0
     stamps: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def frame_seconds(self) -> float:
+        """Return the seconds that a frame takes at the link's rate."""
+        return self.link.transmission_time(self.frame)
 
     def rate(self) -> float | None:
         """Return bit/s on the wire, without what the bucket let through at once; None when too little arrived."""
@@ -157,15 +164,39 @@ class _Train:
         if len(counted) < 2 or self.stamps[counted[-1]] <= self.stamps[counted[0]]:
             return None
         if self.late:
-            # What was lost on its way never came to the downlink.
-            times = sorted(self.stamps[number] for number in counted)
-            return (len(times) - 1) * self.frame * 8 / (times[-1] - times[0])
+            # Frames that were lost never came to the downlink, so arrivals are counted, whatever their numbers.
+            spacing = slope_below(sorted(self.stamps[number] for number in counted))
+            return self.frame * 8 / spacing if spacing > 0 else None
         if self.link.jitter or self.link.reorder:
             # Of packets that each had a delay of its own, two alone say too little.
             slope = statistics.linear_regression(counted, [self.stamps[number] for number in counted]).slope
             return self.frame * 8 / slope if slope > 0 else None
         first, last = counted[0], counted[-1]
         return (last - first) * self.frame * 8 / (self.stamps[last] - self.stamps[first])
+
+
+def slope_below(times: Sequence[float]) -> float:
+    """Return the seconds from one arrival to the next, given at least two instants at which arrivals were noticed.
+
+    An arrival is noticed late, never early: this process sends meanwhile, and others take the processor. So the true
+    arrivals lie on a line below all points, and the edge of the lower convex hull under the middle is that line unless
+    half of the arrivals were noticed late.
+    """
+    hull: list[int] = []
+    for index in range(len(times)):
+        while len(hull) > 1 and _turns_down(times, hull[-2], hull[-1], index):
+            hull.pop()
+        hull.append(index)
+    middle = (len(times) - 1) / 2
+    right = next(place for place, index in enumerate(hull) if index > middle)
+    first, last = hull[right - 1], hull[right]
+    return (times[last] - times[first]) / (last - first)
+
+
+def _turns_down(times: Sequence[float], first: int, second: int, third: int) -> bool:
+    """Return whether the second point lies on or above the line from the first to the third."""
+    rise, run = times[second] - times[first], second - first
+    return rise * (third - first) >= (times[third] - times[first]) * run
 
 
 def _unmetered(rate: float, frame: int) -> int:
@@ -179,7 +210,7 @@ def _train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds
     largest = min(ends[name].frame for name in pair)
     frame = int(min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
-    together = max(1, min(40, burst(rate) // frame // 2))
+    together = max(1, min(40, burst(rate) // FRAME // 2))
     return _Train(pair, link, late, frame, _unmetered(rate, frame) + frames, together)
 
 
@@ -193,8 +224,9 @@ def _push(index: int, train: _Train, run: bytes, ends: Mapping[str, Ends | FarEn
     sender, address = ends[source].sender, ends[destination].target
     assert sender is not None
     content = train.frame - HEADERS
+    most = train.sent + _AT_ONCE if train.late else train.frames
     with contextlib.suppress(BlockingIOError):
-        while train.sent < train.frames:
+        while train.sent < min(train.frames, most):
             following = range(train.sent, min(train.frames, train.sent + train.together))
             piece = b"".join(CONTENT.pack(run, index, number, 0.0).ljust(content, b"\0") for number in following)
             sender.sendto(piece, address)
@@ -221,8 +253,13 @@ def _note_arrivals(receiver: socket.socket, run: bytes, trains: Mapping[int, _Tr
 def seconds(links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends | FarEnds]) -> float:
     """Return within which time `rates` is over."""
     trains = [_train(pair, link, pair in late, ends) for pair, link in links.items()]
-    longest = max(train.frames * train.frame * 8 / (train.link.rate or 1) for train in trains)
-    return 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2
+    longest = max(train.frames * train.frame_seconds for train in trains)
+    return 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2 + _rest(trains)
+
+
+def _rest(trains: Iterable[_Train]) -> float:
+    """Return the seconds after which a bucket that the last frame has emptied delays no further packet."""
+    return max(train.frame_seconds for train in trains)
 
 
 def rates(
@@ -247,7 +284,7 @@ def rates(
         sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, train.frame - HEADERS)
     until = time.monotonic() + seconds(links, late, ends)
     quiet = max(longest_delay(link) for link in links.values()) + 0.1
-    quiet += 10 * FRAME * 8 / min(link.rate or 1 for link in links.values())
+    quiet += 10 * max(train.frame_seconds for train in trains)
     last_heard = time.monotonic() + (0.2 if len(coming) > len(leaving) else 0.0)
     receivers = [found for pair in links if (found := ends[pair[1]].receiver) is not None]
     with Listener(receivers) as listener:
@@ -257,11 +294,12 @@ def rates(
                 break
             if not sending and now > last_heard + quiet:
                 break
-            for receiver in listener.ready(0.002 if sending else 0.02):
+            for receiver in listener.ready((0.0 if late else 0.002) if sending else 0.02):
                 last_heard = time.monotonic()
                 _note_arrivals(receiver, run, by_index)
     for train in leaving.values():
         sender = ends[train.pair[0]].sender
         assert sender is not None
         sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
+    time.sleep(_rest(trains))
     return {train.pair: train.rate() for train in trains}

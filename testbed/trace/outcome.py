@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,13 @@ class LinkMeasurement:
     packets: int = 0
     problem: str | None = None
     """Why this link is outside its tolerance."""
+    limit: float | None = None
+    """Lowest rate on the way in bit/s: the link's, an access's or a cell's; None without any."""
+
+    @property
+    def expected(self) -> Link:
+        """The link with the rate that applies, which an access or a cell may set."""
+        return self.requested if self.limit is None else replace(self.requested, rate=self.limit)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""

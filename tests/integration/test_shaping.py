@@ -239,6 +239,30 @@ def test_probes_find_what_is_not_as_asked(net: Network, shaping: Shaping) -> Non
     assert "mbit instead of 50 mbit" in (found.problem or "")
 
 
+def test_probes_verify_links_as_slow_as_sensors_have(net: Network, shaping: Shaping) -> None:
+    links = {
+        ("a", "b"): Link(rate=8e3, delay=0.02),
+        ("b", "a"): Link(rate=27e3, delay=0.02),
+        ("b", "c"): Link(rate=64e3, delay=0.02),
+        ("c", "b"): Link(rate=8e3, delay=0.02),
+    }
+    shaping.attach(net.endpoints.values(), links)
+    measured = {(each.source, each.destination): each for each in shaping.probe(list(links))}
+    assert [each.problem for each in measured.values()] == [None] * 4
+    for pair, rate in ((("a", "b"), 8e3), (("b", "a"), 27e3), (("b", "c"), 64e3)):
+        assert measured[pair].rate == pytest.approx(rate, rel=0.01)
+
+
+def test_probes_verify_an_access_whose_sender_has_no_limit(net: Network, shaping: Shaping) -> None:
+    limited = [replace(net.endpoints[name], uplink=50e6, downlink=50e6) for name in "bc"]
+    shaping.attach([net.endpoints["a"], *limited], mesh(Link(delay=0.005)))
+    measured = shaping.probe(list(mesh(Link())))
+    assert [each.problem for each in measured] == [None] * 6
+    by_pair = {(each.source, each.destination): each for each in measured}
+    assert by_pair["a", "b"].rate == pytest.approx(50e6, rel=0.03)
+    assert by_pair["a", "b"].limit == 50e6
+
+
 def test_losses_of_the_queues_are_counted(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(rate=1e6, delay=0.001)))
     sender = net.inside("a", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))

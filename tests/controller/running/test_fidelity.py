@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from controller.report.tables import draw
 from controller.report.terminal import measurements_table
-from controller.running.fidelity import LinksError, nearest_rate, verified
+from controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verified
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 
@@ -63,15 +64,41 @@ def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_wor
     assert "--accept-links" in text
 
 
-def test_other_problems_blame_the_load() -> None:
-    with pytest.raises(LinksError, match="use a less loaded host"):
-        verify(Probe([*FINE, LATE]))
+def test_load_is_blamed_only_where_it_was_measured() -> None:
+    assert "were 97% busy: use a less loaded host" in str(LinksError([*FINE, LATE], {"host_load": 0.97}))
+    idle = str(LinksError([*FINE, LATE], {"host_load": 0.31}))
+    assert "use a less loaded host" not in idle
+    assert "31% busy, so load is not the cause" in idle
+
+
+def test_a_rate_that_another_link_carried_is_not_above_what_the_host_carries() -> None:
+    slow = LinkMeasurement("a", "c", Link(rate=64e3), 61e3, 0.005, 0.0, 30, problem="carries 0.061 mbit")
+    assert "above what this host was measured to carry" not in str(LinksError([*FINE, slow], {"host_load": 0.2}))
+
+
+def test_an_overflow_of_the_neighbour_table_is_named(tmp_path: Path) -> None:
+    lost = LinkMeasurement("a", "c", Link(rate=2e7), None, None, 1.0, 10, problem="none of 10 packets arrived")
+    assert "gc_thresh3" in str(LinksError([*FINE, lost], {"host_load": 0.5, "neighbours_refused": 7}))
+    table = tmp_path / "arp_cache"
+    table.write_text("entries  allocs table_fulls\n00000011 0000006f 0000000a\n00000011 00000072 00000002\n")
+    assert neighbours_refused(table) == 12
+    assert neighbours_refused(tmp_path / "elsewhere") == 0
 
 
 def test_a_hypervisor_that_takes_the_processors_is_named() -> None:
-    text = str(LinksError([*FINE, LATE], stolen=0.24))
+    text = str(LinksError([*FINE, LATE], {"host_stolen": 0.24}))
     assert "a hypervisor kept 24% of the processors' time for others: try again later" in text
-    assert "hypervisor" not in str(LinksError([*FINE, LATE], stolen=0.01))
+    assert "hypervisor" not in str(LinksError([*FINE, LATE], {"host_stolen": 0.01}))
+
+
+def test_the_table_shows_the_limit_of_an_access() -> None:
+    problem = "carries 60.25 mbit instead of 50 mbit"
+    limited = LinkMeasurement("hub", "board1", Link(delay=0.005), 60.25e6, 0.00515, 0.0, 30, problem, limit=50e6)
+    console = Console(width=140)
+    with console.capture() as captured:
+        console.print(draw(measurements_table([limited]), 140))
+    assert "50 mbit, 5 ms" in captured.get()
+    assert LinkMeasurement.from_json(limited.to_json()) == limited
 
 
 def test_the_table_shows_what_is_wrong_first() -> None:

@@ -11,7 +11,8 @@ from controller.shaping import netem, nfqueue, sender, tolerance
 from controller.shaping.chain import receiving
 from controller.shaping.helper import LatenessHistogram
 from controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
-from controller.shaping.probes import rounds
+from controller.shaping.probes import _turns, rounds
+from controller.shaping.trains import Site
 from testbed.network.link import GilbertElliott, Link
 
 A = Endpoint("a", 1, "198.18.0.2")
@@ -286,3 +287,19 @@ def test_rounds_share_no_device() -> None:
     for each in made:
         names = [name for pair in each for name in pair]
         assert len(names) == len(set(names))
+
+
+def test_links_that_share_an_access_are_probed_in_turn() -> None:
+    sites = {name: Site(None, name, uplink, downlink) for name, uplink, downlink in ACCESSES}
+    pairs = [(a, b) for a in "abcd" for b in "abcd" if a != b]
+    turns, crowds = _turns(pairs, sites, {})
+    assert ("a", "d") not in turns, "it shares nothing"
+    for name in "bc":
+        out = [turns[pair] for pair in pairs if pair[0] == name]
+        into = [turns[pair] for pair in pairs if pair[1] == name]
+        assert len(set(out)) == len(out) == 3
+        assert len(set(into)) == len(into) == 3
+    assert all(turns[pair] < crowds[pair] for pair in turns)
+
+
+ACCESSES = (("a", None, None), ("b", 1e6, 1e6), ("c", 1e6, 1e6), ("d", None, None))

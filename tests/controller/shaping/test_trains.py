@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from controller.shaping.plan import FRAME, burst
-from controller.shaping.trains import SMALL_FRAME, FarEnds, Listener, _Train, _train, _unmetered, seconds
+from controller.shaping.trains import (
+    SMALL_FRAME,
+    FarEnds,
+    Listener,
+    _Train,
+    _train,
+    _unmetered,
+    seconds,
+    slope_below,
+)
 from testbed.network.link import Link
 
 ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
@@ -33,6 +43,29 @@ def test_the_rate_is_that_of_the_frames_after_the_bucket(rate: float, lost: int)
     assert came(rate, lost=lost, jitter=0.001, delay=0.005).rate() == pytest.approx(rate)
     # Of a downlink nobody knows which frames came to it: all that came count.
     assert came(rate, late=True, lost=0).rate() == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "noticed",
+    [
+        lambda index, when: max(when, 0.048),
+        lambda index, when: 0.140 if when > 0.07 else when,
+        lambda index, when: when + 0.003 * (index % 7),
+    ],
+    ids=["sender still busy", "reader kept from the processor at the end", "reader late now and then"],
+)
+def test_arrivals_that_are_noticed_late_do_not_change_the_rate_of_a_downlink(
+    noticed: Callable[[int, float], float],
+) -> None:
+    spacing = FRAME * 8 / 50e6
+    assert slope_below([noticed(index, index * spacing) for index in range(495)]) == pytest.approx(spacing, rel=0.002)
+
+
+@pytest.mark.parametrize("rate", [8e3, 16e3, 27e3, 64e3, 128e3, 250e3, 1e6, 100e6])
+def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(rate: float) -> None:
+    train = _train(PAIR, Link(rate=rate), False, ENDS)
+    assert train.together == 1, "several in one piece leave at once and arrive at the rate of no link"
+    assert train.frames * train.frame_seconds < 5
 
 
 def test_too_little_is_no_rate() -> None:
