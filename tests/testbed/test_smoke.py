@@ -13,6 +13,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.registry import figures_of
 from tests.helpers import ROOT
+from tests.helpers.runs import of
 
 FOLDER = ROOT / "scenarios" / "smoke"
 
@@ -33,3 +34,11 @@ def test_smoke_scenario(file):
             if not result.holds
         ] == []
         assert figures["duration"] < 45, "it has to be over within a minute on containers, setting up included"
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_the_quickstart_learns_from_seeds_whose_loss_is_slow_to_fall(seed):
+    (trial,) = trials(load("quickstart", [f"seed={seed}", "faults=[]", "workload.method={name: single}"]))
+    ready = prepare(trial)
+    outcome = simulate(ready, load_data(ready.scenario.workload.data))
+    assert of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, "three points above what the scenario expects"
