@@ -129,7 +129,7 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
         ("POST", "/lease", renew),
         ("POST", "/leave", runner.leave),
         ("PUT", "/speed", lambda: runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
-        ("PUT", "/links", lambda: runner.set_message_loss(_body(JSON_LIMIT))),
+        ("PUT", "/links", lambda: runner.set_links(_body(JSON_LIMIT))),
     ):
         app.add_url_rule(path, path, partial(_done, runner, act), methods=[method])
     for path, content, kind in (

@@ -12,11 +12,9 @@ from agent.settings import Address, Settings, address
 from testbed import deployment
 from testbed.common.errors import InputError
 from testbed.method import Method, Problem
+from testbed.network.link import slowness
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
-
-_FEW_PACKETS = 8 * 1514
-"""Bytes that a kernel puts into a queue before it waits for acknowledgements, generously."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Peer:
 
     address: Address
     slowness: float
-    """Seconds that a few full packets there and back take as the scenario has the links."""
+    """Seconds that a few full packets there and back take as the scenario has the links (`testbed.network.link`)."""
     sent: str
     """Token of the messages to it."""
     received: str
@@ -65,8 +63,7 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             if len(ways) < 2:
                 raise InputError(f"peers: there are no links with '{peer}' both ways")
             links = [problem.links[pair] for pair in ways]
-            slowness = sum(link.delay + link.transmission_time(_FEW_PACKETS) for link in links)
-            peers[peer] = Peer(address(given.address, DATA_PORT), slowness, given.sent, given.received)
+            peers[peer] = Peer(address(given.address, DATA_PORT), slowness(*links), given.sent, given.received)
         message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
         broadcast = None if found.broadcast is None else address(found.broadcast, CAST_PORT)
         plan = found.plan.with_details(method.Details)

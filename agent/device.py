@@ -45,6 +45,7 @@ class RealDevice:
         log: EventLog,
         pace: Pace | None = None,
         hears: Hears = lambda message, _header, _number: message,
+        slowness: Mapping[str, float] | None = None,
     ) -> None:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
@@ -57,6 +58,7 @@ class RealDevice:
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
+        self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(slowness or {})
         self._computes = deployment.problem.workload.numerics == "full"
         self._message_limit = settings.message_limit
         self._origin = origin
@@ -84,6 +86,16 @@ class RealDevice:
         self._caster.close()
         for lane in self.lanes.values():
             lane.close()
+
+    def set_slowness(self, slowness: Mapping[str, float]) -> None:
+        """Have the time-outs of the ways to some peers follow changed links; may be called from any thread."""
+        self._from_thread(self._adapt, slowness)
+
+    def _adapt(self, slowness: Mapping[str, float]) -> None:
+        self._slowness |= slowness
+        for peer, seconds in slowness.items():
+            if peer in self.lanes:
+                self.lanes[peer].set_slowness(seconds)
 
     def now(self) -> float:
         """Return seconds since the workload started."""
@@ -185,7 +197,7 @@ class RealDevice:
             )
         if peer not in self.lanes:
             known = self._peers[peer]
-            self.lanes[peer] = Lane(peer, known.address, known.sent, known.slowness)
+            self.lanes[peer] = Lane(peer, known.address, known.sent, self._slowness[peer])
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.advance_to(delivery.ended)
         self.totals.moved("sent", len(body))

@@ -112,6 +112,8 @@ class DataServer:
     def __init__(self, settings: Settings) -> None:
         """Listen; nobody is answered before `serve`."""
         self.limit = settings.message_limit
+        self.slowness = 0.0
+        """Seconds that a few packets from the slowest peer and back take: so much longer a connection may be silent."""
         self.inbox: Inbox | None = None
         """Inbox of the program that runs; without one, senders are asked to try again later."""
         self._listener = socket.create_server(settings.data, backlog=128)
@@ -199,9 +201,10 @@ class _Connection:
         """Give the connection up if nothing has come for a while, but for what is too little to wake up for."""
         if self._reading:
             self._readable()
-        if time.monotonic() - self._heard > STALLED_AFTER:
+        longest = STALLED_AFTER + self._server.slowness
+        if time.monotonic() - self._heard > longest:
             if self._reading:
-                self._refuse(Refused(408, f"nothing came for {STALLED_AFTER} s"))
+                self._refuse(Refused(408, f"nothing came for {longest:g} s"))
             else:
                 self.close()
 

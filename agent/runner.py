@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ WATCH_SECONDS = 1.0
 """Between two records of what the host kept a device waiting for."""
 DISK_SECONDS = 2.0
 """Between two looks at how much a device keeps."""
+MOST_SLOWNESS = 2_000_000.0
+"""Seconds there and back that time-outs allow for, at most: what fits into the kernel's milliseconds."""
 STOP_SECONDS = 3.0
 """How long a program may take to end once it is cancelled."""
 
@@ -56,6 +58,8 @@ class Runner:
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
         self._message_loss: dict[str, float] = {}
+        self._slowness: dict[str, float] = {}
+        """Seconds that a few packets there and back take, by peer, with the links as they are now."""
         self._dataset: Dataset | None = None
         self._weights: dict[str, torch.Tensor] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -95,6 +99,8 @@ class Runner:
             if self._deployment.method.needs_torch:
                 _import_torch()
             self._message_loss = dict(self._deployment.message_loss)
+            self._slowness = {}
+            self._follow_links({name: peer.slowness for name, peer in self._deployment.peers.items()})
             self._dataset = self._weights = self.error = None
             self.device = self._data.inbox = None
             self.log.reopen()
@@ -122,15 +128,24 @@ class Runner:
             self.needs_ready("a shard")
             self._weights = weights
 
-    def set_message_loss(self, body: bytearray) -> None:
-        """Lose another fraction of some devices' casts, from now on: JSON such as ``{"message_loss": {"a": 0.2}}``.
+    def set_links(self, body: bytearray) -> None:
+        """Adapt to links that have changed: JSON such as ``{"message_loss": {"a": 0.2}, "slowness": {"a": 4.0}}``.
 
-        Raises `Refused` before a deployment.
+        Of casts by ``message_loss`` that fraction is lost from now on; time-outs of connections allow for ``slowness``,
+        the seconds that a few packets there and back take. Raises `Refused` before a deployment.
         """
         with self._lock:
             if self._deployment is None:
                 raise Refused(409, "links come after a deployment")
-            self._message_loss = {**self._message_loss, **_fractions(body, self._deployment.peers)}
+            found = _link_changes(body, self._deployment.peers)
+            self._message_loss = {**self._message_loss, **found["message_loss"]}
+            self._follow_links(found["slowness"])
+            if self.device is not None:
+                self.device.set_slowness(found["slowness"])
+
+    def _follow_links(self, slowness: Mapping[str, float]) -> None:
+        self._slowness = {**self._slowness, **slowness}
+        self._data.slowness = max(self._slowness.values(), default=0.0)
 
     def _hears(self, deployment: Deployment) -> Hears:
         """Return what decides what this device hears of a cast, with the links as they are at that moment."""
@@ -218,7 +233,7 @@ class Runner:
         from testbed.method import Job
 
         settings, problem = self.settings, deployment.problem
-        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment))
+        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment), self._slowness)
         self._loop().on_timer = device.on_timer
         job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
         with self._lock:
@@ -286,20 +301,30 @@ async def _watch_disk(device: RealDevice, program: asyncio.Task[None] | None) ->
             raise
 
 
-def _fractions(body: bytearray, peers: Collection[str]) -> dict[str, float]:
+_LINK_CHANGES = {"message_loss": (1.0, "fraction from 0 to 1"), "slowness": (MOST_SLOWNESS, "number of seconds")}
+"""Keys of a body of ``PUT /links``: the largest value, and the kind of value."""
+
+
+def _link_changes(body: bytearray, peers: Collection[str]) -> dict[str, dict[str, float]]:
+    """Read the values of `_LINK_CHANGES`, by peer; a key may be missing. Raises `Refused`."""
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise Refused(400, 'the body is JSON such as {"message_loss": {"device": 0.2}}') from error
-    given = document.get("message_loss") if isinstance(document, dict) and len(document) == 1 else None
-    if not isinstance(given, dict):
-        raise Refused(400, "the body holds 'message_loss' alone: fractions by sender")
-    for sender, fraction in given.items():
-        if sender not in peers:
-            raise Refused(400, f"'{sender}' is no peer of this device")
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            raise Refused(400, f"the message loss from '{sender}' is a fraction from 0 to 1")
-    return {sender: float(fraction) for sender, fraction in given.items()}
+    if not isinstance(document, dict) or not document.keys() <= _LINK_CHANGES.keys():
+        raise Refused(400, f"the body must have no keys but {', '.join(_LINK_CHANGES)}")
+    found: dict[str, dict[str, float]] = {}
+    for key, (most, kind) in _LINK_CHANGES.items():
+        given = document.get(key, {})
+        if not isinstance(given, dict):
+            raise Refused(400, f"'{key}' must be a mapping from device to {kind}")
+        for peer, value in given.items():
+            if peer not in peers:
+                raise Refused(400, f"'{peer}' is no peer of this device")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise Refused(400, f"the {key} of '{peer}' must be a {kind}")
+        found[key] = {peer: float(value) for peer, value in given.items()}
+    return found
 
 
 @cache

@@ -59,7 +59,7 @@ class Connection:
     """Requests to one address. What is written and not answered when it breaks has to be written again."""
 
     def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
-        """``slowness`` is what a few packets there and back take on this link, in seconds."""
+        """``slowness`` is what a few packets there and back take on this link as it is now, in seconds."""
         self._address = address
         self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
         self._socket: socket.socket | None = None
@@ -73,6 +73,25 @@ class Connection:
         self._slowness = slowness
         self._connect_seconds = CONNECT_SECONDS + slowness
         self._stall_seconds = STALL_SECONDS + slowness
+
+    def set_slowness(self, slowness: float) -> None:
+        """Wait for a link that has become slower or quicker as long as it now takes.
+
+        A connection that is up waits longer at once, and shorter from its next answer on: what left before the link
+        became quicker still takes its time.
+        """
+        self._slowness = slowness
+        self._connect_seconds = CONNECT_SECONDS + slowness
+        self._set_stall_seconds(max(self._stall_seconds, STALL_SECONDS + slowness))
+
+    def _set_stall_seconds(self, seconds: float) -> None:
+        if seconds != self._stall_seconds:
+            self._stall_seconds = seconds
+            if self._socket is not None:
+                self._limit_stall(self._socket)
+
+    def _limit_stall(self, link: socket.socket) -> None:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
 
     async def open(self) -> None:
         """Connect, unless there is a connection that the peer has kept.
@@ -148,7 +167,7 @@ class Connection:
                 raise ConnectionResetError("the peer's answer has no end")
         if answers:
             self._used = True
-            self._stall_seconds = STALL_SECONDS + self._slowness
+            self._set_stall_seconds(STALL_SECONDS + self._slowness)
             self._ask(False)
         return answers
 
@@ -182,7 +201,7 @@ class Connection:
         link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
+        self._limit_stall(link)
         for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
             link.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
@@ -300,6 +319,10 @@ class Lane:
         except asyncio.CancelledError:
             self._withdraw(outgoing)
             raise
+
+    def set_slowness(self, slowness: float) -> None:
+        """Have time-outs allow for what a few packets there and back take from now on, in seconds."""
+        self._connection.set_slowness(slowness)
 
     def close(self) -> None:
         """Let go of the connection, and of what is under way."""

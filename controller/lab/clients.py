@@ -212,9 +212,14 @@ class Agent:
         """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
-    def set_message_loss(self, fractions: Mapping[str, float]) -> None:
-        """Let the device lose these fractions, by sender, of the casts it would hear, from now on."""
-        self._request("PUT", "/links", json={"message_loss": dict(fractions)})
+    def set_links(self, message_loss: Mapping[str, float], slowness: Mapping[str, float]) -> None:
+        """Have the device adapt to changed links with some peers.
+
+        ``message_loss`` has the fractions of their casts that it loses from now on, ``slowness`` the seconds there and
+        back (`testbed.network.link.slowness`) that its time-outs have to allow for.
+        """
+        document = {"message_loss": dict(message_loss), "slowness": dict(slowness)}
+        self._request("PUT", "/links", json={key: values for key, values in document.items() if values})
 
     def events(self, after: int = 0) -> Iterator[Event]:
         """Yield the events from number ``after`` on as they are recorded, until the program is over.

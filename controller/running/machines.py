@@ -10,9 +10,9 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from controller.hosts.lab import AnyLab
@@ -22,7 +22,7 @@ from testbed.common.errors import TestbedError
 from testbed.faults.conditions import Changed, Conditions, DeviceState, RecordedStep
 from testbed.faults.device_actions import MIN_FACTOR
 from testbed.faults.parts import ActionPart
-from testbed.network.link import Link, Pair, links_from_json, links_to_json
+from testbed.network.link import Link, Pair, links_from_json, links_to_json, slowness
 from testbed.trace.events import link_fields
 
 if TYPE_CHECKING:
@@ -33,8 +33,19 @@ HALTED = MIN_FACTOR
 RETIRE_SECONDS = 60.0
 """How long a device may take to hand over what it holds."""
 RETIRE_INTERVAL = 0.1
+_SLOWNESS_STEP = 0.5
+"""Seconds there and back: changes within a step are not sent. Time-outs have two seconds to spare, and a trace of a
+radio link changes its rate many times a second."""
 _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
 """In the engine's words; in any other state a device is down."""
+
+
+@dataclass
+class _LinkChanges:
+    """Changes of its links that a device has to know, by peer."""
+
+    message_loss: dict[str, float] = field(default_factory=dict)
+    slowness: dict[str, float] = field(default_factory=dict)
 
 
 class Containers:
@@ -91,8 +102,7 @@ class Containers:
         draft = self._path.with_suffix(f".{os.getpid()}")
         draft.write_text(json.dumps(_written(now)))
         draft.replace(self._path)
-        losses = changed.links.items()
-        self._send_losses({p: link for p, link in losses if link.message_loss != before.link(p).message_loss})
+        self._send_links(changed.links, before.link, now.link)
         self._send_speeds(changed.speeds)
 
     def kill(self, device: str) -> None:
@@ -140,23 +150,40 @@ class Containers:
         reached for a while.
         """
         now = self.shown
-        incoming = {pair: now.link(pair) for pair in now.links if pair[1] == name}
-        if any(link.message_loss or now.links[pair].message_loss for pair, link in incoming.items()):
-            self._send_losses(incoming)
+        own = [pair for pair in now.links if name in pair]
+        known = now.links.__getitem__ if fresh else None
+        self._send_links(own, known, now.link, [name])
         if not fresh or now.factor(name) != 1.0:
             self._send_speeds({name: now.factor(name)})
 
-    def _send_losses(self, links: Mapping[Pair, Link]) -> None:
-        """Send the receivers which fraction of casts they lose whole: the one thing of a link that agents do."""
-        by_receiver: dict[str, dict[str, float]] = {}
-        for (source, destination), link in links.items():
-            by_receiver.setdefault(destination, {})[source] = link.message_loss
-        for name, fractions in by_receiver.items():
-            # One that is dead, or whose program is not there yet, learns of it when it is deployed.
-            with suppress(AgentGone):
-                agent = self._agent(name)
-                if agent is not None and agent.health()["state"] != "idle":
-                    agent.set_message_loss(fractions)
+    def _send_links(
+        self,
+        pairs: Iterable[Pair],
+        before: Callable[[Pair], Link] | None,
+        now: Callable[[Pair], Link],
+        receivers: Collection[str] | None = None,
+    ) -> None:
+        """Send devices what is theirs to do about links that differ from those ``before``; None: it is not known.
+
+        A receiver loses casts, and both ends of a slow connection wait longer. ``receivers`` None: all devices.
+        """
+        changes: dict[str, _LinkChanges] = {}
+        for source, destination in pairs:
+            there, back = (source, destination), (destination, source)
+            if before is None or now(there).message_loss != before(there).message_loss:
+                changes.setdefault(destination, _LinkChanges()).message_loss[source] = now(there).message_loss
+            if back in self.experiment.links:
+                found = slowness(now(there), now(back))
+                if before is None or _coarse(found) != _coarse(slowness(before(there), before(back))):
+                    changes.setdefault(source, _LinkChanges()).slowness[destination] = found
+                    changes.setdefault(destination, _LinkChanges()).slowness[source] = found
+        for name, change in changes.items():
+            if receivers is None or name in receivers:
+                # One that is dead, or whose program is not there yet, learns of it when it is deployed.
+                with suppress(AgentGone):
+                    agent = self._agent(name)
+                    if agent is not None and agent.health()["state"] != "idle":
+                        agent.set_links(change.message_loss, change.slowness)
 
     def _send_speeds(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():
@@ -169,6 +196,10 @@ class Containers:
         if self._lab.devices[name].state != "running":
             self._lab.refresh()
         return self._lab.agent(name) if self._lab.devices[name].state == "running" else None
+
+
+def _coarse(seconds: float) -> int:
+    return int(seconds / _SLOWNESS_STEP)
 
 
 def _written(now: Conditions) -> dict[str, Any]:

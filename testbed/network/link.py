@@ -91,6 +91,17 @@ class Link:
         return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})
 
 
+_FEW_PACKETS = 8 * 1514
+"""Bytes that a kernel puts into a queue before it waits for acknowledgements, generously."""
+_DEVIATIONS = 3
+"""Standard deviations by which jitter may delay a packet that is not lost."""
+
+
+def slowness(there: Link, back: Link) -> float:
+    """Return the seconds that a few full packets may take there and back: what a time-out has to allow for."""
+    return sum(link.delay + _DEVIATIONS * link.jitter + link.transmission_time(_FEW_PACKETS) for link in (there, back))
+
+
 def links_to_json(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
     """Return directed links as plain values: source, destination and the figures of each."""
     return [{"source": pair[0], "destination": pair[1], **link.to_json()} for pair, link in links.items()]

@@ -101,6 +101,24 @@ def test_many_messages_are_under_way_at_once(receiver: Receiver) -> None:
     assert [each.ended for each in found] == sorted(each.ended for each in found)
 
 
+def test_a_connection_waits_longer_at_once_and_shorter_from_its_next_answer(receiver: Receiver) -> None:
+    async def main() -> list[int]:
+        lane = Lane("b", receiver.address, TOKEN, slowness=0.5)
+        await lane.deliver(numbered(0))
+        link = lane._connection._socket
+        assert link is not None
+        found = []
+        for slowness in (4.0, 0.0):
+            lane.set_slowness(slowness)
+            found.append(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        await lane.deliver(numbered(1))
+        found.append(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        lane.close()
+        return found
+
+    assert asyncio.run(main()) == [6000, 6000, 2000]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_link_that_breaks_loses_nothing_and_repeats_nothing(seed: int) -> None:
     chance = random.Random(seed)

@@ -63,7 +63,7 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
     assert refusal(made.start, 0.0) == (409, f"a start {idle}")
     assert refusal(made.stop) == (409, "no program runs: this device is idle")
     assert refusal(made.weights) == (409, "this device's program exposes no weights")
-    assert refusal(made.set_message_loss, bytearray(b'{"message_loss": {}}')) == (409, "links come after a deployment")
+    assert refusal(made.set_links, bytearray(b'{"message_loss": {}}')) == (409, "links come after a deployment")
     for put in (made.put_data, made.put_shard):
         assert refusal(put, bytearray(b"garbage"))[0] == 400
     made.leave()  # nobody to say it to
@@ -140,15 +140,16 @@ def test_who_fills_its_disk_is_ended_with_the_reason(made: Runner, monkeypatch: 
     [
         (b"nonsense", "the body is JSON such as"),
         (b"[" * 100_000, "the body is JSON such as"),
-        (b'{"message_loss": 1}', "holds 'message_loss' alone"),
-        (b'{"message_loss": {}, "more": 1}', "holds 'message_loss' alone"),
+        (b'{"message_loss": 1}', "'message_loss' must be a mapping"),
+        (b'{"message_loss": {}, "more": 1}', "must have no keys but message_loss, slowness"),
+        (b'{"slowness": {"b": -1}}', "the slowness of 'b' must be a number of seconds"),
         (b'{"message_loss": {"c": 0.1}}', "'c' is no peer"),
-        (b'{"message_loss": {"b": true}}', "is a fraction from 0 to 1"),
-        (b'{"message_loss": {"b": 1.1}}', "is a fraction from 0 to 1"),
+        (b'{"message_loss": {"b": true}}', "must be a fraction from 0 to 1"),
+        (b'{"message_loss": {"b": 1.1}}', "must be a fraction from 0 to 1"),
     ],
 )
 def test_losses_that_are_none_are_refused(made: Runner, body: bytes, complaint: str) -> None:
-    status, text = refusal(deployed(made, "nothing").set_message_loss, bytearray(body))
+    status, text = refusal(deployed(made, "nothing").set_links, bytearray(body))
     assert status == 400
     assert complaint in text
 

@@ -17,6 +17,7 @@ class RememberedAgent:
     def __init__(self) -> None:
         self.factors: list[float] = []
         self.losses: list[Mapping[str, float]] = []
+        self.slowness: list[Mapping[str, float]] = []
         self.gone = False
         self.leaving = False
 
@@ -31,8 +32,11 @@ class RememberedAgent:
             raise AgentGone("paused")
         self.factors.append(factor)
 
-    def set_message_loss(self, fractions: Mapping[str, float]) -> None:
-        self.losses.append(fractions)
+    def set_links(self, message_loss: Mapping[str, float], slowness: Mapping[str, float]) -> None:
+        if message_loss:
+            self.losses.append(message_loss)
+        if slowness:
+            self.slowness.append(slowness)
 
 
 class RememberedLab:

@@ -412,7 +412,7 @@ def test_links_that_cannot_be(pair: list[LoopbackDevice], body: bytes, complaint
     refused = ask(pair[1], "PUT", "/links", data=body)
     assert refused.status_code == 400
     assert complaint in refused.json()["error"]
-    pair[1].agent.set_message_loss({"a": 0.5})
+    pair[1].agent.set_links({"a": 0.5}, {})
 
 
 # Requests that are refused

@@ -128,6 +128,33 @@ def test_receivers_are_told_which_casts_they_lose(lab: RememberedLab) -> None:
     assert lab.agents["c"].losses == []
 
 
+def test_both_ends_of_a_link_wait_as_long_as_it_takes_now(lab: RememberedLab) -> None:
+    few_packets = 2 * 8 * 1514 * 8 / 10e6
+    own = pytest.approx(0.01 + few_packets)
+    do(lab, degrade={"from": "a", "to": "b", "delay": "2s"})
+    slow = pytest.approx(2.005 + few_packets)
+    assert (lab.agents["a"].slowness, lab.agents["b"].slowness) == ([{"b": slow}], [{"a": slow}])
+    assert lab.agents["c"].slowness == []
+    do(lab, heal="all")
+    assert (lab.agents["a"].slowness[1:], lab.agents["b"].slowness[1:]) == ([{"b": own}], [{"a": own}])
+
+
+def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(lab: RememberedLab) -> None:
+    for step in range(1, 11):
+        delay = f"{step * 100}ms"
+        change = Change(1.0, "link a->b delay", delay, (("a", "b"),), LinkPart.model_validate({"delay": delay}))
+        carry_out(Changes([change]), containers(lab))
+    assert [seconds["b"] for seconds in lab.agents["a"].slowness] == pytest.approx([0.5244, 1.0244], abs=1e-3)
+
+
+def test_a_device_that_boots_waits_as_long_as_its_links_take_now(lab: RememberedLab) -> None:
+    do(lab, kill="b")
+    do(lab, handle="slow", degrade={"device": "b", "delay": "1s"})
+    told = len(lab.agents["b"].slowness)
+    do(lab, restart="b")
+    assert set(lab.agents["b"].slowness[told]) == {"a", "c"}
+
+
 def test_an_obstruction_is_told_to_receivers_as_what_they_lose(lab: RememberedLab) -> None:
     radio = Radio(Propagation(0, -80, 2, 40, 8), dict.fromkeys("ac", (0.0, 0.0)) | {"b": (0.0, 100.0)}, None, 1)
     lab.experiment = replace(lab.experiment, radio=radio)
