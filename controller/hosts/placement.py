@@ -9,9 +9,11 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from controller.lab.memory import RESERVED, device_memory
 from testbed.common.errors import InputError, Key
+from testbed.common.formats import size
 from testbed.common.part import Name, Part
-from testbed.common.quantities import Duration, format_size
+from testbed.common.quantities import Duration
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
@@ -20,10 +22,6 @@ from testbed.scenario.schema import Trial
 
 CORE_SPEED = 2e9
 """FLOP/s that a core is taken to give, where nobody has measured it."""
-RESERVED = 1 << 30
-"""Bytes of a host's memory that are left to its engine and shaper."""
-AGENT = 256 << 20
-"""Bytes that a device takes at least, unless it is held to less: its agent with torch. Limits are seldom reached."""
 ACTIONS = {"kill_host": "kill", "restart_host": "restart", "partition_hosts": "partition"}
 """What strikes hosts, and as what it strikes their devices."""
 
@@ -111,7 +109,7 @@ def loads(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], hosts: Map
     for host, capacity in hosts.items():
         here = tuple(name for name, where in placed.items() if where == host)
         cores = sum(specs[name].speed * specs[name].processors for name in here) / capacity.speed
-        found[host] = Load(here, cores, sum(min(specs[name].memory, AGENT) for name in here))
+        found[host] = Load(here, cores, sum(device_memory(specs[name]) for name in here))
     return found
 
 
@@ -119,8 +117,8 @@ def _check_memory(placed: Mapping[str, str], specs: Mapping[str, DeviceSpec], ho
     for host, load in loads(placed, specs, hosts).items():
         if load.memory > hosts[host].memory - RESERVED:
             raise InputError(
-                f"{host} has {format_size(hosts[host].memory)} of memory, its {len(load.devices)} devices take at "
-                f"least {format_size(load.memory)}, and {format_size(RESERVED)} is kept for its engine: place some "
+                f"{host} has {size(hosts[host].memory)} of memory, its {len(load.devices)} devices take at "
+                f"least {size(load.memory)}, and {size(RESERVED)} is kept for its engine: place some "
                 "elsewhere, or add a host"
             )
 

@@ -125,14 +125,13 @@ def _python() -> HostCheck:
 
 
 def _engine(client: docker.DockerClient, engine: EngineAddress) -> Iterator[HostCheck]:
-    known, info = facts(client), client.info()
+    known = facts(client)
     cgroup, at = known["cgroup"], f" at {engine.title}" if engine.chosen else ""
     fine = f"{known['name']} {known['version']} (API {known['api']}) on {known['system']}{at}"
     reason, remedy = lab_problem(client, engine) or ("", "")
     yield _judged("engine", reason, fine, remedy, needed=True)
     yield HostCheck("kernel", "ok", f"{known['kernel']}, {known['architecture']}")
-    limits = [name for name, key in (("memory", "MemoryLimit"), ("processes", "PidsLimit")) if not info.get(key)]
-    without = f"{cgroup} without limits on {', '.join(limits)}" if limits else ""
+    without = f"{cgroup} without limits on {', '.join(known['unlimited'])}" if known["unlimited"] else ""
     helps = "boot with cgroup_enable=memory, or use cgroup v2: limits of devices are ignored without"
     yield _judged("cgroup", without, f"{cgroup} with limits on memory and processes", helps)
     copies = "vfs copies every image for each container" if known["storage"] == "vfs" else ""

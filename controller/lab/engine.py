@@ -189,8 +189,15 @@ def refuse_unusable(client: docker.DockerClient, engine: EngineAddress) -> None:
         raise HostError("; ".join([*problem, SIMULATE]))
 
 
+_LIMITS = {"memory": "MemoryLimit", "processes": "PidsLimit"}
+"""Limits of containers that need a controller of control groups, and how an engine reports it."""
+
+
 def facts(client: docker.DockerClient) -> dict[str, Any]:
-    """Return what the engine says of itself and of the machine it runs on; ``memory`` is in bytes."""
+    """Return what the engine says of itself and of the machine it runs on.
+
+    ``memory`` is in bytes; ``unlimited`` names the limits of containers that this machine's kernel ignores.
+    """
     info, version = client.info(), client.version()
     parts = [str(part.get("Name", "")) for part in version.get("Components") or ()]
     return {
@@ -204,6 +211,7 @@ def facts(client: docker.DockerClient) -> dict[str, Any]:
         "storage": str(info.get("Driver", "")),
         "cores": int(info.get("NCPU", 0)),
         "memory": int(info.get("MemTotal", 0)),
+        "unlimited": [name for name, key in _LIMITS.items() if not info.get(key)],
     }
 
 

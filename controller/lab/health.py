@@ -18,6 +18,7 @@ from docker.errors import NotFound
 
 from controller.lab.containers import container_logs, container_name
 from controller.lab.ports import port_problem
+from controller.lab.removal import RUN
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_size
 
@@ -30,6 +31,10 @@ PORT_SECONDS = 1.0
 """Seconds of silence after which a container is asked whether only its published port is out of reach."""
 KILLED = 137
 """The status of what SIGKILL has ended."""
+TERMINATED = (0, 143)
+"""The statuses of agents and shapers after SIGTERM."""
+STOP_SECONDS = 12.0
+"""Seconds within which an engine that stops has ended all containers: it kills those that take 10 s."""
 KILL_NOTED = 0.5
 """Seconds within which the engine's events have a kill."""
 
@@ -98,12 +103,27 @@ class Health:
         code = status["ExitCode"]
         if self._was_asked(name, status):
             return Ending(f"was ended through the engine (exit code {code})", asked=True)
+        if code in TERMINATED and self._all_end():
+            return Ending("was ended with all other containers of the run: the container engine was stopped")
         if code != KILLED:
             return Ending(f"ended by itself with exit code {code}")
         # With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
         return (
             self._starvation(name) if _killed_for_memory() > self._kills else Ending("was ended from outside (SIGKILL)")
         )
+
+    def _all_end(self) -> bool:
+        """Wait for all containers of the run to end; return whether they do.
+
+        An engine that is stopped in an orderly way ends its containers first, of which it notes no event.
+        """
+        deadline = time.monotonic() + STOP_SECONDS
+        running = {"label": f"{RUN}={self._run}", "status": "running"}
+        while self._client.api.containers(filters=running):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(LOOK_INTERVAL)
+        return True
 
     def _ended(self, name: str) -> dict[str, Any] | None:
         """Return the engine's state of a container that has ended, else None."""

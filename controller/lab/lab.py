@@ -37,6 +37,7 @@ from controller.lab.engine import connect, ensure_engine, facts, refuse_unusable
 from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
+from controller.lab.memory import check_memory
 from controller.lab.networks import data_subnet, device_addresses, make_control_network
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
@@ -49,6 +50,7 @@ from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
+from testbed.validation import find_method
 from testbed.workload import by_device
 
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
@@ -175,6 +177,11 @@ class Lab(RunLab):
         engine = chosen_engine()
         client = ensure_engine(say, engine)
         refuse_unusable(client, engine)
+        needs_torch = find_method(trial.scenario).needs_torch
+        machine = facts(client)
+        check_memory(trial.experiment.devices, machine["memory"], torch=needs_torch)
+        if machine["unlimited"]:
+            say(f"no device is held to limits on {', '.join(machine['unlimited'])}: see 'testbed doctor'")
         images = ensure_images(client, say)
         devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
         state = new_state(trial, run_id, results, keep, engine)

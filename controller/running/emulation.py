@@ -70,6 +70,8 @@ def emulate(
         outcome.host = facts
         with suppress(HostError):
             outcome.fidelity |= since(before, lab.shaper.statistics())
+        engines = [each["engine"] for each in facts.get("hosts", {"": facts}).values()]
+        outcome.fidelity["unlimited"] = sorted({name for engine in engines for name in engine["unlimited"]})
         if keep or standing is not None:
             on_stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began

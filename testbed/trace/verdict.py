@@ -73,7 +73,8 @@ def verdict(record: Record) -> dict[str, Any]:
     Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
     ``host_stolen`` (shares of the run), ``queues`` (per device, packets dropped by kind) and ``lateness`` (of the delay
     lines, in seconds: ``mean``, and by percentile ``p50``, ``p99``), and ``clocks`` (of several hosts, by how many
-    seconds each may be off), ``lost`` (what a run that finished does not have, in words).
+    seconds each may be off), ``lost`` (what a run that finished does not have, in words), and ``unlimited`` (limits of
+    devices that the kernel ignored).
     """
     outcome, experiment = record.outcome, record.experiment
     checks = [
@@ -93,6 +94,7 @@ def verdict(record: Record) -> dict[str, Any]:
             *_queues(outcome.fidelity),
             *_delays(outcome.fidelity, experiment),
             *_clocks(outcome.fidelity),
+            *_limits(outcome.fidelity),
         ]
     else:
         checks += _left_out(experiment)
@@ -121,6 +123,15 @@ def _clocks(fidelity: Mapping[str, Any]) -> list[Check]:
     worst = max(clocks, key=lambda host: clocks[host])
     detail = f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
     return [_bounded("clocks", clocks[worst], CLOCKS, f"{detail}, that of {worst} the least", f"{CLOCKS * 1e3:g} ms")]
+
+
+def _limits(fidelity: Mapping[str, Any]) -> list[Check]:
+    """Judge whether the kernel enforced the limits of devices; the number of processes is none of the scenario's."""
+    unlimited: Sequence[str] = fidelity.get("unlimited", ())
+    if not unlimited:
+        return []
+    detail = f"this kernel held no device to limits on {' and '.join(unlimited)}"
+    return [Check("limits", "memory" not in unlimited, detail)]
 
 
 def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> Check:

@@ -66,8 +66,8 @@ def test_what_cannot_be_is_refused(given: dict[str, str], said: str) -> None:
 
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
-    devices = [device(f"d{number}", memory=8 * GB) for number in range(29)]
-    with pytest.raises(InputError, match=r"a has 8GiB of memory, its 29 devices take at least 7.25GiB"):
+    devices = [device(f"d{number}", memory=8 * GB) for number in range(50)]
+    with pytest.raises(InputError, match=r"a has 8.59 GB of memory, its 50 devices take at least 8.6 GB"):
         place(devices, {}, {"a": TWO["a"]}, {})
     assert place(devices[:28], {}, {"a": TWO["a"]}, {})
 

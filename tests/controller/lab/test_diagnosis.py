@@ -31,3 +31,8 @@ def test_an_engine_has_its_own_name(component: str, name: str) -> None:
     client: Any = SimpleNamespace(info=dict, version=lambda: {"Version": "4.3.1", "Components": [{"Name": component}]})
     found = engine.facts(client)
     assert (found["name"], found["version"]) == (name, "4.3.1")
+
+
+def test_limits_that_the_kernel_ignores_are_among_the_facts_of_an_engine() -> None:
+    client: Any = SimpleNamespace(info=lambda: {"MemoryLimit": False, "PidsLimit": True}, version=dict)
+    assert engine.facts(client)["unlimited"] == ["memory"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
@@ -33,3 +33,28 @@ def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch) -> N
     with pytest.raises(HostError, match="silent does not answer within 60 s; the last it said: I am here"):
         health.Health(Mock(), "run", {}).wait_for({"other": "there", "silent": "not there"})
     assert clock[0] <= 80.0
+
+
+def ended(code: int, running: list[int]) -> health.Health:
+    """Return the health of a run with a container that ended with a status, and in turns so many that run."""
+    status = {"Status": "exited", "ExitCode": code, "StartedAt": "2026-01-01T00:00:00Z"}
+    client = Mock()
+    client.api.inspect_container.return_value = {"State": {**status, "FinishedAt": "2026-01-01T00:01:00Z"}}
+    client.api.containers.side_effect = [[{}] * count for count in running]
+    client.events.return_value = MagicMock(__iter__=lambda _: iter(()))
+    return health.Health(client, "run", {})
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_engine_that_stops_in_an_orderly_way_is_named() -> None:
+    ending = ended(0, [3, 1, 0]).ending("shaper")
+    assert ending is not None
+    assert "the container engine was stopped" in ending.text
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_container_that_ends_while_others_run_has_ended_by_itself(code: int) -> None:
+    ending = ended(code, [3] * 9).ending("shaper")
+    assert ending is not None
+    assert ending.text == f"ended by itself with exit code {code}"

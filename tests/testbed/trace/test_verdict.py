@@ -250,3 +250,11 @@ def test_a_simulation_is_not_held_to_what_it_cannot_measure() -> None:
     assert {each["name"] for each in found["checks"]} == {"course", "events"}
     failed = verdict(recorded.calm_record(runtime="simulate", status="timed out", links=[], fidelity={}))
     assert (failed["kind"], failed["summary"]) == ("not trusted", "the run timed out")
+
+
+def test_a_kernel_that_ignores_memory_limits_makes_a_run_untrusted() -> None:
+    found = calm(fidelity={"unlimited": ["memory", "processes"]})["verdict"]
+    assert not found["trusted"]
+    assert "limits on memory and processes" in found["summary"]
+    assert calm(fidelity={"unlimited": ["processes"]})["verdict"]["trusted"]
+    assert calm(fidelity={"unlimited": []})["verdict"]["trusted"]
