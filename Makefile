@@ -14,7 +14,7 @@ VENV := .venv-$(NAMED)
 endif
 endif
 # Named after the lock's content, so that it is redone when that changes and only then.
-READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))
+READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))$(TESTBED_TORCH:%=-%)
 TESTBED := $(VENV)/bin/testbed
 
 # Files are compiled once, and not again by each of the many processes of a test run.
@@ -83,7 +83,7 @@ plain: ## remove the compiled simulator
 images: $(READY) ## build the container images that the present files ask for
 	@$(TESTBED) images
 
-environment: $(READY) ## the Python environment in .venv, from requirements.lock; PYTHON=python3.13 makes one of that
+environment: $(READY) ## the Python environment in .venv, from requirements.lock; PYTHON=python3.13 makes one of that; TESTBED_TORCH=cuda
 
 $(READY): requirements.lock
 	@images/environment $(PYTHON) $(VENV) $@

@@ -11,3 +11,6 @@ COPY --from=stage /opt/testbed/packages /opt/testbed/packages
 RUN useradd --no-create-home --uid 10001 --home-dir /tmp device
 ENV PYTHONPATH=/opt/testbed/code:/opt/testbed/packages PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 WORKDIR /tmp
+# An image whose packages cannot be imported fails here and not in a run.
+ARG MODULES
+RUN python3 -c "import ${MODULES}"

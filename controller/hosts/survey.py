@@ -11,7 +11,7 @@ from controller.hosts.contexts import Host, manager, reach
 from controller.hosts.provision import make_keeper
 from controller.lab.diagnosis import HostCheck
 from controller.lab.engineaddress import context_names
-from controller.lab.images import exists, names
+from controller.lab.images import exists, present_names
 from controller.lab.removal import remove_from
 from controller.lab.runstate import RunState, new_id
 from testbed.common.errors import TestbedError
@@ -78,7 +78,7 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     name, host = asked
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
-    tags = names()
+    tags = present_names(host.client)
     wanted = {"device": tags.device, "shaper": tags.shaper}
     there = tuple(kind for kind, tag in wanted.items() if exists(host.client, tag))
     missing = [f"the same engine as {doubled[name]}: leave one of them away"] if name in doubled else []

@@ -22,7 +22,7 @@ from controller.lab.containers import look, make_container, published_url, shape
 from controller.lab.engine import connect, facts, lab_problem, may_start, refusal_within
 from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
-from controller.lab.images import REGISTRY_BASE, exists, names
+from controller.lab.images import REGISTRY_BASE, exists, names, present_names
 from controller.lab.networks import make_control_network
 from controller.lab.removal import remove_run
 from controller.lab.runstate import RunState, new_id
@@ -141,8 +141,10 @@ def _engine(client: docker.DockerClient, engine: EngineAddress) -> Iterator[Host
 
 
 def _images(client: docker.DockerClient) -> HostCheck:
-    wanted = names()
-    lacking = ", ".join(kind for kind, tag in vars(wanted).items() if not exists(client, tag))
+    wanted = present_names(client)
+    # A run needs no other ones: those below may have been pruned, or another host may have brought these.
+    needed = {"device": wanted.device, "shaper": wanted.shaper}
+    lacking = ", ".join(kind for kind, tag in needed.items() if not exists(client, tag))
     unbuilt = f"not built yet: {lacking}" if lacking else ""
     return _judged("images", unbuilt, f"{wanted.device}, {wanted.shaper}", "'testbed images', or the first run does")
 

@@ -11,17 +11,13 @@ import fcntl
 import hashlib
 import io
 import os
-import platform
-import re
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import docker
@@ -29,10 +25,21 @@ from docker.errors import APIError, BuildError, ImageNotFound
 
 from controller.lab.engine import Say, install_packages, refusal_within
 from controller.lab.paths import BUILD, RECIPES, ROOT
+from controller.lab.wheels import (
+    PYTHON,
+    REQUIREMENTS,
+    Target,
+    describe_full_disk,
+    fetch_cpu_torch,
+    fetch_wheels,
+    host_machine,
+    machine_name,
+    read_list,
+    requirements,
+    torch_builds,
+)
 from testbed.common.errors import HostError
 
-PYTHON = "3.11"
-"""Python of every image, whichever the controller runs on: that of Debian 12."""
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 LABEL = "testbed.image"
@@ -52,9 +59,6 @@ CODE = {
 HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
 """What no image carries of that: scenarios are read, planned and simulated on the host."""
 
-REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
-"""Which lists of Python packages each image has."""
-
 SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "runtime": 4, "base": 2, "stage": 0}
 """How many images of each kind stay when others are built, so that going back to another version is quick."""
 
@@ -70,13 +74,41 @@ class ImageTags:
     shaper: str
 
 
-def names() -> ImageTags:
-    """Return the tags for the files as they are now; needs no engine."""
-    return _names({kind: _code_files(kind) for kind in ("device", "shaper")})
+def names(target: Target | None = None) -> ImageTags:
+    """Return the tags for the files as they are now; needs no engine.
+
+    Without a target, those for this machine's architecture and the preferred build of torch.
+    """
+    target = target or Target(host_machine(), torch_builds()[0])
+    return _names({kind: _code_files(kind) for kind in ("device", "shaper")}, target)
 
 
-def _names(code: Mapping[str, Mapping[str, bytes]]) -> ImageTags:
-    runtimes = {kind: _runtime_name(kind) for kind in code}
+def present_names(client: docker.DockerClient) -> ImageTags:
+    """Return the tags that a run on an engine uses: of the builds of torch, the first whose images are there."""
+    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
+    return _choose(client, [_names(code, target) for target in _targets(client)])
+
+
+def _targets(client: docker.DockerClient) -> list[Target]:
+    machine = machine_name(str(client.info().get("Architecture") or host_machine()))
+    return [Target(machine, torch) for torch in torch_builds()]
+
+
+def target_of(client: docker.DockerClient, tags: ImageTags) -> Target:
+    """Return the target for which images were built."""
+    return next(each for each in _targets(client) if names(each).device_runtime == tags.device_runtime)
+
+
+def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
+    for kind in ("device", "device_runtime"):
+        for tags in choices:
+            if exists(client, getattr(tags, kind)):
+                return tags
+    return choices[0]
+
+
+def _names(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
+    runtimes = {kind: _runtime_name(kind, target) for kind in code}
     tags = {kind: _code_name(kind, files, runtimes[kind]) for kind, files in code.items()}
     return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
 
@@ -87,8 +119,8 @@ def _base_name() -> str:
     return f"testbed/base:{digest(parts)}"
 
 
-def _runtime_name(kind: str) -> str:
-    packages = "\n".join(f"{name}=={version}" for name, version in requirements(kind).items())
+def _runtime_name(kind: str, target: Target) -> str:
+    packages = "\n".join(f"{name}{specifier}" for name, specifier in requirements(kind, target).items())
     parts = {"base": _base_name().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
     return f"testbed/runtime:{digest(parts)}"
 
@@ -105,24 +137,36 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     """
     # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
     code = {kind: _code_files(kind) for kind in ("device", "shaper")}
-    wanted = _names(code)
+    choices = {_names(code, target): target for target in _targets(client)}
+    wanted = _choose(client, list(choices))
     if exists(client, wanted.device) and exists(client, wanted.shaper):
         return wanted
     with one_at_a_time():
+        wanted = _choose(client, list(choices))
+        if not exists(client, wanted.device) and not exists(client, wanted.device_runtime):
+            wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
-            _ensure_image(client, kind, files, say)
+            _ensure_image(client, kind, files, choices[wanted], say)
         remove_images(client, keep=wanted, spare=SPARE)
     return wanted
 
 
+def _obtain_torch(choices: Mapping[ImageTags, Target], say: Say) -> ImageTags:
+    """Return the tags of the preferred build of torch if pip can fetch it, otherwise those of the other one."""
+    preferred, *others = choices
+    if not others or fetch_cpu_torch(choices[preferred], say):
+        return preferred
+    return others[0]
+
+
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
     """Return the tag of the image of the agent alone, which `images/program.Dockerfile` puts beside a user's."""
-    return _ensure_image(client, "agent", _code_files("agent"), say)
+    return _ensure_image(client, "agent", _code_files("agent"), _targets(client)[0], say)
 
 
-def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], say: Say) -> str:
+def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], target: Target, say: Say) -> str:
     """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
-    runtime, base = _runtime_name(kind), _base_name()
+    runtime, base = _runtime_name(kind, target), _base_name()
     tag = _code_name(kind, code, runtime)
     if exists(client, tag):
         return tag
@@ -130,7 +174,7 @@ def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, byt
         if not exists(client, base):
             _make_base(client, base, say)
         say(f"building the {kind}'s Python packages into {runtime}")
-        _build_runtime(client, kind, base, runtime)
+        _build_runtime(client, kind, base, runtime, target)
     say(f"building {tag}")
     files = {f"code/{name}": content for name, content in code.items()}
     build(client, tag, recipe(kind), files, {"RUNTIME": runtime}, {LABEL: kind})
@@ -187,14 +231,8 @@ def recipe(kind: str) -> bytes:
     return (RECIPES / f"{kind}.Dockerfile").read_bytes()
 
 
-def listed(path: Path) -> list[str]:
-    """Return the names in a file with one a line, without comments."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
-    return [line for line in lines if line]
-
-
 def _base_packages() -> list[str]:
-    return sorted({*listed(RECIPES / "base.packages"), *listed(RECIPES / "shaper.packages")})
+    return sorted({*read_list(RECIPES / "base.packages"), *read_list(RECIPES / "shaper.packages")})
 
 
 def _code_files(kind: str) -> dict[str, bytes]:
@@ -211,34 +249,6 @@ def _code_files(kind: str) -> dict[str, bytes]:
             ):
                 files[name] = path.read_bytes()
     return files
-
-
-def requirements(kind: str) -> dict[str, str]:
-    """Return name -> version of an image's Python packages and all that they need, as installed here.
-
-    The host's environment is made from ``requirements.lock``, so host and devices compute with the same versions.
-    Raises `HostError` where one is not installed here.
-    """
-    from packaging.requirements import Requirement
-
-    found: dict[str, str] = {}
-    lists = [RECIPES / f"{name}.requirements" for name in REQUIREMENTS[kind]]
-    waiting = [Requirement(line) for path in lists for line in listed(path)]
-    while waiting:
-        requirement = waiting.pop()
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        try:
-            distribution = metadata.distribution(requirement.name)
-        except metadata.PackageNotFoundError:
-            raise HostError(
-                f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not installed: "
-                "install it by pip, or in a checkout add it to requirements.lock and run 'make'"
-            ) from None
-        found[name] = distribution.version
-        waiting += [Requirement(line) for line in distribution.requires or ()]
-    return dict(sorted(found.items()))
 
 
 # Base image
@@ -292,6 +302,8 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
         command = _bootstrap_command(str(archive))
         done = subprocess.run(command, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, text=True)
         if done.returncode:
+            if full := describe_full_disk(done.stderr, Path(folder)):
+                raise HostError(f"mmdebstrap failed: {full}")
             complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
             raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
         labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
@@ -304,73 +316,20 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
 # Runtime image
 
 
-def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str) -> None:
-    wheels = fetch_wheels(requirements(kind))
+def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str, target: Target) -> None:
+    wheels = fetch_wheels(requirements(kind, target), target)
+    listed = [line for name in REQUIREMENTS[kind] for line in read_list(RECIPES / f"{name}.requirements")]
     build(
         client,
         tag,
         recipe("runtime"),
         {f"wheels/{path.name}": path for path in wheels},
-        {"BASE": base},
+        {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in listed))},
         {LABEL: "runtime", "testbed.runtime": kind},
     )
     # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
     for image in client.images.list(filters={"label": f"{LABEL}=stage", "dangling": True}):
         _remove(client, str(image.id))
-
-
-def fetch_wheels(versions: Mapping[str, str]) -> list[Path]:
-    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing.
-
-    Raises `HostError` where pip cannot fetch them.
-    """
-    folder = BUILD / "wheels"
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = {**versions, "pip": pip_version()}
-    missing = [f"{name}=={version}" for name, version in wanted.items() if _wheel(folder, name, version) is None]
-    if missing and (complaint := pip_wheels(folder, "--no-deps", *missing)):
-        raise HostError(f"pip cannot fetch the wheels for the images: {complaint}; check pip's configuration")
-    found = {name: _wheel(folder, name, version) for name, version in wanted.items()}
-    lost = [name for name, path in found.items() if path is None]
-    if lost:
-        raise HostError(f"pip made no wheel of {', '.join(lost)}: remove {folder} and try again")
-    return [path for path in found.values() if path is not None]
-
-
-def pip_version() -> str:
-    """Return the version of the host's pip; raises HostError where this environment has none."""
-    try:
-        return metadata.version("pip")
-    except metadata.PackageNotFoundError:
-        text = f"images are made of wheels that pip fetches, and there is none here: '{sys.executable} -m ensurepip'"
-        raise HostError(text) from None
-
-
-def pip_wheels(folder: Path, *arguments: str) -> str:
-    """Let the host's pip write wheels for the images' Python into a folder; return its complaint, empty if none.
-
-    Packages that come as source alone can be built only where the host has that Python, too.
-    """
-    command = ["wheel", "--wheel-dir", str(folder)]
-    if platform.python_version_tuple()[:2] != tuple(PYTHON.split(".")):
-        command = ["download", "--only-binary", ":all:", "--python-version", PYTHON, "--dest", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "--quiet", *command, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr[-200:]]
-    return lines[0] if done.returncode else ""
-
-
-def _wheel(folder: Path, name: str, version: str) -> Path | None:
-    """Find the wheel of one package and version, whatever way its name is spelt."""
-    for path in folder.glob("*.whl"):
-        stem, found, *_ = path.name.split("-")
-        if re.sub(r"[-_.]+", "-", stem).lower() == name and found == version:
-            return path
-    return None
 
 
 # Builder
@@ -386,10 +345,15 @@ def build(
     network: str | None = "none",
 ) -> None:
     """Build one image from a context made here, without a network unless asked for one; raises `HostError`."""
-    with tempfile.TemporaryFile() as context:
-        with tarfile.open(fileobj=context, mode="w") as archive:
-            for name, content in {"Dockerfile": recipe, **files}.items():
-                _add(archive, name, content)
+    # Not among the temporary files, which often lie in memory: the wheels of torch may take gigabytes.
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=BUILD) as context:
+        try:
+            with tarfile.open(fileobj=context, mode="w") as archive:
+                for name, content in {"Dockerfile": recipe, **files}.items():
+                    _add(archive, name, content)
+        except OSError as error:
+            raise HostError(f"the image {tag} cannot be built: {BUILD}: {error.strerror or error}") from error
         context.seek(0)
         try:
             client.images.build(

@@ -17,12 +17,12 @@ from controller.lab.images import (
     ensure_agent,
     exists,
     one_at_a_time,
-    pip_version,
-    pip_wheels,
     recipe,
+    target_of,
 )
 from controller.lab.paths import BUILD
-from testbed.common.errors import HostError, InputError
+from controller.lab.wheels import fetch_program_wheels
+from testbed.common.errors import InputError
 from testbed.experiment import Experiment
 from testbed.workload import ProgramPart, WorkloadPart, by_device
 
@@ -66,15 +66,8 @@ def _with_packages(client: docker.DockerClient, packages: Sequence[str], ours: I
     tag = f"testbed/packages:{digest({'on': ours.device_runtime.encode(), 'packages': wanted, 'recipe': file})}"
     if not exists(client, tag):
         say(f"building {tag} with {', '.join(packages)}")
-        wheels = _wheels(packages)
+        folder = BUILD / "packages" / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
+        wheels = fetch_program_wheels(folder, packages, target_of(client, ours), say)
         files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheels}
         build(client, tag, file, files, {"RUNTIME": ours.device_runtime}, {LABEL: "packages"})
     return tag
-
-
-def _wheels(packages: Sequence[str]) -> list[Path]:
-    """Return wheels of packages, of what they need, and of pip itself, fetched by the host's pip."""
-    folder = BUILD / "packages" / digest(dict.fromkeys(packages, b""))
-    if complaint := pip_wheels(folder, *packages, f"pip=={pip_version()}"):
-        raise HostError(f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names and pip's configuration")
-    return sorted(folder.glob("*.whl"))

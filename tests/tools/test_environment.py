@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,22 @@ def test_a_python_that_does_not_do_is_refused_before_anything_is_made(
     assert found.returncode == 3
     assert answer in found.stderr
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("wish", "installs"), [("", ["torch==2.13.0+cpu", "-r requirements.lock"]), ("cuda", ["-r requirements.lock"])]
+)
+def test_the_environment_gets_the_cpu_build_of_torch_unless_cuda_is_asked_for(
+    wish: str, installs: list[str], tmp_path: Path
+) -> None:
+    python = tmp_path / "an environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/calls"\n')
+    python.chmod(0o755)
+    made = [sys.executable, tmp_path / "an environment", tmp_path / "stamp"]
+    environment = {**os.environ, "TESTBED_TORCH": wish}
+    done = subprocess.run([ROOT / "images" / "environment", *made], cwd=ROOT, env=environment, timeout=60)
+    assert done.returncode == 0
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if " install " in line]
+    assert [line for line in calls if line.endswith(tuple(installs))] == calls[:-1]
+    assert len(calls) == len(installs) + 1

@@ -3,8 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab import images
-from testbed.common.errors import HostError
+from controller.lab import images, wheels
 
 
 @pytest.fixture
@@ -19,6 +18,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 target.write_bytes(path.read_bytes())
     monkeypatch.setattr(images, "ROOT", tmp_path)
     monkeypatch.setattr(images, "RECIPES", tmp_path / "images")
+    monkeypatch.setattr(wheels, "RECIPES", tmp_path / "images")
     return tmp_path
 
 
@@ -64,29 +64,7 @@ def test_the_hash_keeps_names_and_contents_apart() -> None:
     assert images.digest({"a": b"1", "b": b"2"}) == images.digest({"b": b"2", "a": b"1"})
 
 
-def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> None:
-    found = images.requirements("device")
-    assert found["torch"].startswith("2.13.0")
-    assert {"flask", "werkzeug", "markupsafe", "sympy", "typing-extensions"} <= set(found)
-    assert "pytest" not in found
-    assert "torch" not in images.requirements("shaper")
-
-
-def test_a_package_that_is_not_installed_is_reported_with_the_file_that_wants_it(checkout: Path) -> None:
-    (checkout / "images" / "device.requirements").write_text("no-such-package\n")
-    with pytest.raises(HostError, match=r"no-such-package.*images/device\.requirements.*requirements\.lock"):
-        images.requirements("device")
-
-
-def test_wheels_are_found_by_any_spelling_but_only_the_right_version(tmp_path: Path) -> None:
-    (tmp_path / "jaraco_functools-4.6.0-py3-none-any.whl").touch()
-    (tmp_path / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
-    assert images._wheel(tmp_path, "jaraco-functools", "4.6.0") is not None
-    assert images._wheel(tmp_path, "torch", "2.13.0+cpu") is not None
-    assert images._wheel(tmp_path, "torch", "2.13.0") is None
-
-
 def test_lists_may_have_comments(tmp_path: Path) -> None:
     path = tmp_path / "list"
     path.write_text("# what\niproute2\n\niptables  # why\n")
-    assert images.listed(path) == ["iproute2", "iptables"]
+    assert wheels.read_list(path) == ["iproute2", "iptables"]
