@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from rich.console import Console
 
 from controller.results.files import load_figures
-from controller.results.run import Run, value_text
+from controller.results.run import Run
 from controller.running.inputs import InitialWeights, load_data
 from controller.running.live import SHOWN, LiveProgress
 from controller.watch.feed import INTERVAL
@@ -26,6 +26,7 @@ from testbed.common import formats
 from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.scenario.points import value_text
 from testbed.simulation.world import drop_finished, rare_collection
 
 if TYPE_CHECKING:

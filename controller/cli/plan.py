@@ -11,13 +11,13 @@ import click
 from controller.cli.options import as_json, in_results, on_hosts, overrides
 from controller.cli.printing import dump, make_console, print_section
 from controller.report.tables import Column, figures
-from controller.results.run import point_text
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.kits.layers import costs
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.scenario.points import point_text
 from testbed.workload import by_device
 
 CLASSES_SHOWN = 4
@@ -140,21 +140,15 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
 
     Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
     """
-    from testbed.methods.single import Single, SingleOptions
-
     problem, chosen = prepared.problem, prepared.plan
     units_held = sum(piece.last - piece.first for piece in chosen.pieces)
     is_shared = problem.workload.task == "infer" or units_held == len(problem.model.units)
     if chosen.step_time is None or len(chosen.devices) < 2 or not is_shared:
         return None
     times = {}
-    for device in chosen.devices:
-        try:
-            alone = Single().plan(replace(problem, options=SingleOptions(device=device)))
-        except InputError:  # the whole model does not fit
-            continue
-        assert alone.step_time is not None
-        times[device] = alone.step_time
+    for device in map(problem.device, chosen.devices):
+        if costs.whole_memory(problem, device) <= device.memory:
+            times[device.name] = costs.whole_seconds(problem, device)
     best = min(times, key=times.__getitem__, default=None)
     if best is None or times[best] >= chosen.step_time:
         return None

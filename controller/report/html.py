@@ -20,8 +20,9 @@ from controller.report.terminal import VERDICTS
 from controller.report.thinning import abridged, devices_shown
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import facts_of
-from controller.results.run import Run, value_text
+from controller.results.run import Run
 from testbed.common.yamltext import written
+from testbed.scenario.points import value_text
 
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",

@@ -17,9 +17,10 @@ from controller.report.plots import FEW, SERIES, Axis, Bars, Draw, Line, bar_plo
 from controller.report.tables import Cell, Column, Section, figures
 from controller.report.terminal import VERDICTS, where
 from controller.results.reproduction import ReproducedRow, table
-from controller.results.run import Run, point_text, value_text
+from controller.results.run import Run
 from testbed.common import formats
 from testbed.scenario.paper import is_at
+from testbed.scenario.points import point_text, value_text
 from testbed.scenario.schema import PaperChart, PaperPart, PaperSeries
 
 MOST_MARKS = 12

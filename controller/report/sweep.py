@@ -17,11 +17,12 @@ from controller.report.plots import STYLES, Axis, Bars, Draw, Line, bar_plot, li
 from controller.report.tables import Cell, Column, Section
 from controller.report.terminal import where
 from controller.results.comparison import side_by_side
-from controller.results.run import Run, point_text, short_keys, value_text
+from controller.results.run import Run
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.common.formats import FigureKind, Scale
 from testbed.common.quantities import RATE_UNITS, on_one_scale
+from testbed.scenario.points import point_text, short_keys, value_text
 
 MOST_MARKED = 12
 """Places on the x axis that each have their figure."""

@@ -10,9 +10,10 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from controller.results.run import Run, point_parts
+from controller.results.run import Run
 from controller.results.summary import all_figures, interval, is_number
 from testbed.common.errors import InputError
+from testbed.scenario.points import point_parts
 
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
 """Keys of a scenario that change no figure."""

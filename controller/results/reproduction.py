@@ -9,13 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
-from controller.results.run import Run, point_text
+from controller.results.run import Run
 from controller.results.summary import CONFIDENCE, all_figures, interval, is_number
 from testbed.common import formats
 from testbed.common.conditions import parse_condition
 from testbed.common.formats import FigureKind
 from testbed.scenario.expect import look_up
 from testbed.scenario.paper import PLAN, is_at, paper_value, row_kind
+from testbed.scenario.points import point_text
 from testbed.scenario.schema import PaperPart, PaperRow
 from testbed.trace.figures import Figure
 

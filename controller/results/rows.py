@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from controller.results.run import Run, value_text
+from controller.results.run import Run
 from testbed.common.errors import InputError
 from testbed.common.lazy import need
-from testbed.scenario.schema import value_label
+from testbed.scenario.points import value_label, value_text
 
 if TYPE_CHECKING:
     import pandas as pd

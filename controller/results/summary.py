@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from controller.results.rows import Row, write_csv
 from controller.results.run import Run
-from testbed.scenario.schema import value_label
+from testbed.scenario.points import value_label
 from testbed.trace.events import finite
 from testbed.trace.figures import Figure
 

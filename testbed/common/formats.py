@@ -9,18 +9,20 @@ from typing import Literal
 
 NONE = "–"
 
-FigureKind = Literal["share", "seconds", "bytes", "number", "bool", "text"]
+FigureKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "text"]
 """What a figure is measured in."""
 
 
 _Steps = tuple[tuple[float, str], ...]
 _SECONDS: _Steps = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_JOULES: _Steps = ((1e3, "kJ"), (1.0, "J"))
 _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def unit(kind: FigureKind, highest: float) -> tuple[float, str]:
     """Return the unit for figures of a kind of which this is the highest: its size and its name, empty for numbers."""
-    steps = {"seconds": _SECONDS, "bytes": _BYTES, "share": ((0.01, "%"),)}.get(kind, ((1.0, ""),))
+    units = {"seconds": _SECONDS, "bytes": _BYTES, "joules": _JOULES, "share": ((0.01, "%"),)}
+    steps = units.get(kind, ((1.0, ""),))
     return next((step for step in steps if highest >= step[0]), steps[-1])
 
 
@@ -121,6 +123,11 @@ def size(value: float | None) -> str:
     return _scaled(value, _BYTES) if value else "0 B"
 
 
+def joules(value: float | None) -> str:
+    """Write an energy."""
+    return NONE if value is None else _scaled(value, _JOULES)
+
+
 def rate(value: float | None) -> str:
     """Write bit/s; a rate that is not limited is said to be so."""
     if value is None:
@@ -156,7 +163,7 @@ def of_kind(kind: FigureKind, value: float | bool | str | None) -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    writers = {"seconds": seconds, "bytes": size, "share": share}
+    writers = {"seconds": seconds, "bytes": size, "joules": joules, "share": share}
     return writers.get(kind, number)(value)
 
 

@@ -17,7 +17,6 @@ from testbed.kits.layers.shape_shard import ShapeShard
 from testbed.kits.layers.shape_shard import shard as make
 from testbed.kits.layers.shard import Shard, result_of
 from testbed.method import Job, Method, Options, Problem, StepsOrTime
-from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.plan import Piece, Plan
 from testbed.training.stopping import Stopping
 
@@ -47,25 +46,14 @@ class Single(Method[SingleOptions]):
         chosen = problem.options.device or names[0]
         if chosen not in names:
             raise InputError(f"there is no device '{chosen}': {nearest(chosen, names)}", ("method", "device"))
-        device, workload, model = problem.device(chosen), problem.workload, problem.model
-        units = model.units
-        if workload.task == "train":
-            size, state_values = workload.batch_size, problem.training.state_values
-            memory = training_bytes(model, range(len(units)), size, state_values, precision=device.precision)
-            work = [
-                costs.forward(units, workload.batch_size),
-                costs.backward(units, workload.batch_size),
-                costs.update(units, problem.training),
-            ]
-        else:
-            memory = inference_bytes(model, range(len(units)), workload.batch_size, device.precision)
-            work = [costs.forward(units, workload.batch_size)]
+        device = problem.device(chosen)
+        memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)
         return Plan(
             method=self.name,
             lead=chosen,
-            pieces=(Piece(device=chosen, first=0, last=len(units), memory=memory),),
-            step_time=sum(map(device.seconds, work)),
+            pieces=(Piece(device=chosen, first=0, last=len(problem.model.units), memory=memory),),
+            step_time=costs.whole_seconds(problem, device),
         )
 
     async def program(self, device: Device, job: Job[SingleOptions]) -> None:

@@ -22,8 +22,9 @@ from testbed.network.parts import PRESETS, LinkPart, overlay
 from testbed.network.radio import Radio
 from testbed.scenario import paper
 from testbed.scenario.loading import parse, put, read_keys, validate
+from testbed.scenario.points import LABEL, plain_value
 from testbed.scenario.radio import radio
-from testbed.scenario.schema import LABEL, DevicePart, ProfilePart, Scenario, Trial, plain_value
+from testbed.scenario.schema import DevicePart, ProfilePart, Scenario, Trial
 from testbed.scenario.trace import changes
 
 _MAX_NAME = 31

@@ -89,8 +89,12 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     header = next(iter(lines), 0)
     if header and [cell.strip().lower() for cell in lines[header].split(",")] == ["time", "what", "value"]:
         del lines[header]
+    example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
-        raise InputError(f"{file}: holds no entries: write lines such as 12.5,link a->b rate,10mbit")
+        raise InputError(f"{file}: holds no entries: write {example}")
+    number, first = next(iter(lines.items()))
+    if first.count(",") < 2:
+        raise InputError(f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}")
     return lines
 
 

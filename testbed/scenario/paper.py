@@ -9,7 +9,8 @@ from typing import Any
 from testbed.common.conditions import parse_condition, parse_target
 from testbed.common.errors import Diagnostic, Key, nearest
 from testbed.common.formats import FigureKind
-from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries, plain_value
+from testbed.scenario.points import plain_value
+from testbed.scenario.schema import PaperChart, PaperPart, PaperRow, PaperSeries
 from testbed.trace.figures import Figure
 from testbed.trace.registry import OF_DEVICES, kind_of
 

@@ -294,22 +294,6 @@ DATA_FOLDER = Path("data")
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
 """Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
 TOGETHER = "together"
-LABEL = "label"
-"""Key that names a swept value, as in ``{label: FedAvg, value: {...}}``, or an entry of ``points``."""
-
-
-def value_label(value: object) -> str | None:
-    """Return the label of a swept value, None without one."""
-    if isinstance(value, Mapping) and set(value) == {LABEL, "value"}:
-        return str(value[LABEL])
-    return None
-
-
-def plain_value(value: Any) -> Any:
-    """Return a swept value without its label."""
-    return value if value_label(value) is None else value["value"]
-
-
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
 

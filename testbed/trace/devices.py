@@ -30,7 +30,8 @@ OF_DEVICES: dict[str, FigureKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
     **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
-    **dict.fromkeys(["messages_sent", "messages_received", "flops", "energy"], "number"),
+    **dict.fromkeys(["messages_sent", "messages_received", "flops"], "number"),
+    "energy": "joules",
 }
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
@@ -150,8 +151,8 @@ def _energy(record: Record) -> float | None:
 FIGURES = (
     Figure(
         "energy",
-        "number",
-        "joules of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
+        "joules",
+        "of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
         _energy,
         compared=True,
     ),

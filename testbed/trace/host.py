@@ -92,7 +92,7 @@ ROWS = (
         "Processor time",
         "{processor_computing}",
         "of computing; beside it {processor_agents} of agents, {processor_shaper} of the shaper and "
-        "{processor_controller} of the controller: {overhead}",
+        "{processor_controller} of the controller, together {overhead} of the computing",
     ),
 )
 

@@ -8,13 +8,16 @@ state, such as momentum. The loss is charged nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
+from testbed.method import Problem
 from testbed.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.models.shapes import BYTES_PER_VALUE
+from testbed.partition.memory import inference_bytes, training_bytes
 from testbed.training.recipe import Recipe
 
 
@@ -46,6 +49,24 @@ def copy(units: Sequence[Unit], training: Recipe) -> Cost:
 def state_bytes(units: Sequence[Unit], training: Recipe) -> float:
     """Return the bytes of weights and optimizer state."""
     return BYTES_PER_VALUE * copy(units, training).of().flops
+
+
+def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
+    """Return the bytes that a device needs to hold the whole model and compute with it."""
+    model, workload = problem.model, problem.workload
+    units, samples = range(len(model.units)), workload.batch_size
+    if workload.task == "infer":
+        return inference_bytes(model, units, samples, device.precision)
+    return training_bytes(model, units, samples, problem.training.state_values, precision=device.precision)
+
+
+def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
+    """Return the seconds that one device alone takes for a step or a request."""
+    units, samples = problem.model.units, problem.workload.batch_size
+    seconds = device.seconds(forward(units, samples))
+    if problem.workload.task == "train":
+        seconds += device.seconds(backward(units, samples)) + device.seconds(update(units, problem.training))
+    return seconds
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from controller.results import files
-from controller.results.run import run_name, short_keys
+from controller.results.run import run_name
 from controller.results.summary import interval, summarize
+from testbed.scenario.points import short_keys
 from tests.helpers import recorded
 
 

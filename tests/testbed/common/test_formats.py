@@ -49,3 +49,13 @@ def test_figures_are_written_as_their_kind() -> None:
     assert figure("loss", 0.0123456, COMMON) == "0.0123"
     assert formats.rate(None) == "unlimited"
     assert formats.rate(49.87e6) == "49.9 mbit"
+
+
+def test_energy_has_a_unit() -> None:
+    assert [formats.of_kind("joules", value) for value in (0.5, 12.0, 4500.0)] == ["0.5 J", "12 J", "4.5 kJ"]
+
+
+def test_values_of_one_scale_share_the_unit_of_the_largest() -> None:
+    scale = formats.Scale.of("seconds", [0.873, 5.64, None])
+    assert scale.title("time") == "time (s)"
+    assert [scale.write(value) for value in (0.873, 5.64, None)] == ["0.873", "5.64", "–"]

@@ -326,3 +326,10 @@ def test_damaged_files_are_refused_or_read(write, position, length, new):
 def test_an_anchor_that_is_used_again_is_refused(write):
     with pytest.raises(InputError, match=r"^small.yaml:3: is not YAML: an anchor of this name stands above: give"):
         load(write(GOOD.replace("small", "&a small").replace("laptop", "&a laptop")))
+
+
+def test_a_trace_in_another_format_is_named_before_its_length(write, tmp_path):
+    """Mahimahi files have one number a line, and often more lines than a trace may have."""
+    (tmp_path / "lte.mahi").write_text("\n".join(map(str, range(20_000))))
+    (line,) = refusal(write(GOOD + "\ntrace: lte.mahi\n"))
+    assert "lte.mahi:1: '0' is not time,what,value" in line
