@@ -40,8 +40,9 @@ class ModelPart(Part):
     )
     weights: str | None = Field(
         None,
-        description="file to read them from, relative to the scenario file: safetensors as a run leaves them, "
-        "Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from the seed",
+        description="file to read them from, relative to the scenario file: a state_dict as safetensors or "
+        "of torch.save, Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from "
+        "the seed",
     )
 
     @property

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from multiprocessing import get_context, parent_process
@@ -28,6 +29,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import value_text
 from testbed.simulation.world import drop_finished, rare_collection
+from testbed.wire import tensors
 
 if TYPE_CHECKING:
     from queue import Queue
@@ -78,7 +80,7 @@ def run_recorded(
         wanted = dict.fromkeys([*streams, *prepared.scenario.results.to])
         with page, Following(recorder.path, wanted, callbacks) as stream:
             outcome = _follow(prepared, runtime, initial, console, recorder, stream, **lab_options)
-            finished = stream.finished = recorder.finish(outcome)
+            finished = stream.finished = recorder.finish(_with_own_names(outcome, prepared))
     except BaseException as error:
         recorder.abandon(error)
         raise
@@ -88,6 +90,17 @@ def run_recorded(
     if finished.metrics["series"]["objects"]:
         boxes.write(finished.path, outcome.events, load_data(prepared))
     return finished
+
+
+def _with_own_names(outcome: Outcome, prepared: Prepared) -> Outcome:
+    """Return an outcome whose weights have the names of the user's own network, where there is one."""
+    from testbed.models.weights import exported
+
+    problem = prepared.problem
+    if problem.model.builder is None or outcome.weights is None:
+        return outcome
+    left = exported(outcome.weights, problem.model, problem.seed)
+    return replace(outcome, weights_file=b"".join(tensors.write(tensors.from_torch(left))))
 
 
 @contextmanager

@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     "--from",
     "weights",
     type=click.Path(path_type=Path, exists=True),
-    help="Begin with these weights: the results of another run, safetensors as it leaves them, Darknet's for yolov2, "
-    "or a scenario's, which is simulated first.",
+    help="Begin with these weights: the results of another run, a state_dict as safetensors or of torch.save, "
+    "Darknet's for yolov2, or a scenario's, which is simulated first.",
 )
 @click.option(
     "--stream",

@@ -8,11 +8,11 @@ never imports torch; only ``build`` does. All figures are per sample and float32
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from testbed.common.fields import Fields
 from testbed.common.lazy import nn, torch
@@ -106,8 +106,14 @@ class Unit:
         return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
 
 
-Builder = Callable[[int, int, int], "list[nn.Module]"]
-"""(first, one after the last, seed) -> units of a network that no layers describe, each a module of what it reads."""
+class Builder(Protocol):
+    """Makes the modules of a network that no layers describe."""
+
+    def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
+        """Make units ``first`` up to but without ``last``, each a module of what it reads."""
+
+    def network(self, seed: int) -> nn.Module:
+        """Make the whole network, whose names are those of the units without the index of the unit."""
 
 
 @dataclass(frozen=True)

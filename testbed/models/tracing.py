@@ -298,9 +298,13 @@ class TracedUnits:
     graphs: tuple[fx.Graph, ...] = field(compare=False)
     constants: Mapping[str, torch.Tensor] = field(compare=False)
 
+    def network(self, seed: int) -> nn.Module:
+        """Make the whole network as its function does, from the seed."""
+        return seeded(self.maker, seed)
+
     def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
         """Make some units: the whole network is made as its function does, from the seed, and the rest dropped."""
-        root = seeded(self.maker, seed)
+        root = self.network(seed)
         kept = root.state_dict().keys()
         for name, value in self.constants.items():
             setattr(root, name, value)

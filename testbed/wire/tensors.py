@@ -171,6 +171,11 @@ def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
     return result
 
 
+def empty(raw: Raw) -> torch.Tensor:
+    """Return a meta tensor of a tensor's shape and type."""
+    return torch.empty(raw.shape, dtype=getattr(torch, _TORCH_NAMES[raw.dtype]), device="meta")
+
+
 def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
     """Return torch tensors that share a writable buffer's memory; raises TensorError for shapes beyond torch."""
     result = {}

@@ -144,3 +144,107 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
         left = {key: tensor for key, tensor in outcome.weights.items() if key in given}
         assert left.keys() == given.keys()
         assert all(torch.allclose(left[key], given[key], atol=1e-6) for key in given)
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 12)
+        self.unused = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(12)
+        self.middle = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 10)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.middle(torch.relu(self.norm(self.first(x.flatten(1)))))))
+"""
+OWN_RUN = FIRST.replace("{name: mlp}", "{file: own.py, name: Net}")
+
+
+def own_network(folder: Path) -> torch.nn.Module:
+    (folder / "own.py").write_text(OWN)
+    names: dict[str, type[torch.nn.Module]] = {}
+    exec(compile(OWN, "own.py", "exec"), names)
+    torch.manual_seed(4)
+    return names["Net"]()
+
+
+@pytest.mark.parametrize("units", ["", ", units: [last]"])
+def test_a_run_leaves_the_state_dict_of_ones_own_network_whatever_its_units(tmp_path: Path, units: str) -> None:
+    network = own_network(tmp_path)
+    (tmp_path / "own.yaml").write_text(OWN_RUN.replace("name: Net", f"name: Net{units}"))
+    network.load_state_dict(load_file(run(tmp_path / "own.yaml") / "weights.safetensors"))
+
+
+def nested(state: dict[str, torch.Tensor]) -> dict[str, object]:
+    return {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}
+
+
+FILES = {
+    "plain.safetensors": lambda state, path: save_file(state, path),
+    "plain.pt": lambda state, path: torch.save(state, path),
+    "checkpoint.pth": lambda state, path: torch.save(nested(state), path),
+    "old.pt": lambda state, path: torch.save(state, path, _use_new_zipfile_serialization=False),
+    "compiled.safetensors": lambda state, path: save_file({f"_orig_mod.{n}": t for n, t in state.items()}, path),
+    "no_counters.safetensors": lambda state, path: save_file(
+        {name: tensor for name, tensor in state.items() if "num_batches" not in name}, path
+    ),
+    "no_unused.safetensors": lambda state, path: save_file(
+        {name: tensor for name, tensor in state.items() if "unused" not in name}, path
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_state_dict_of_ones_own_network_is_read(tmp_path: Path, name: str) -> None:
+    network = own_network(tmp_path)
+    FILES[name](network.state_dict(), tmp_path / name)
+    (prepared,) = begun(OWN_RUN.replace("name: Net", f"name: Net, weights: {name}"), tmp_path / "own.yaml")
+    found = InitialWeights(Console(quiet=True)).of(prepared)
+    assert found is not None
+    model = prepared.problem.model.build(0, len(prepared.problem.model.units), 0)
+    model.load_state_dict(found)
+    samples = torch.rand((4, 1, 8, 8))
+    assert torch.equal(model.eval()(samples), network.eval()(samples))
+
+
+def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    own_network(tmp_path)
+    (prepared,) = begun(OWN_RUN, tmp_path / "own.yaml")
+    model = prepared.problem.model
+    state = model.build(0, len(model.units), 5).state_dict()
+    save_file(state, tmp_path / "old.safetensors")
+    (prepared,) = begun(OWN_RUN.replace("name: Net", "name: Net, weights: old.safetensors"), tmp_path / "own.yaml")
+    found = InitialWeights(Console(quiet=True)).of(prepared)
+    assert found is not None
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"last.bias": None}, "there is no last.bias"),
+        ({"head.weight": torch.zeros(2)}, "head.weight is none of its tensors"),
+        ({"last.weight": torch.zeros(3, 12)}, r"last.weight is torch.float32 of \[3, 12\] instead of .* \[10, 12\]"),
+    ],
+)
+@pytest.mark.parametrize("file", ["w.safetensors", "w.pt"])
+def test_weights_that_do_not_match_are_found_before_the_run(tmp_path: Path, file: str, change: dict, said: str) -> None:
+    state = {**own_network(tmp_path).state_dict(), **change}
+    FILES[f"plain.{file.partition('.')[2]}"](
+        {name: tensor for name, tensor in state.items() if tensor is not None}, tmp_path / file
+    )
+    with pytest.raises(InputError, match=said):
+        begun(OWN_RUN.replace("name: Net", f"name: Net, weights: {file}"), tmp_path / "own.yaml")
+
+
+def test_a_pickled_network_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    own_network(tmp_path)
+    with pytest.raises(InputError, match=r"save the `state_dict\(\)` of the network alone"):
+        begun(OWN_RUN.replace("name: Net", "name: Net, weights: whole.pt"), tmp_path / "own.yaml")
