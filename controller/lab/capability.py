@@ -51,6 +51,7 @@ def in_shaper(client: docker.DockerClient, image: str, command: list[str]) -> by
             network_mode="none",
             read_only=True,
             tmpfs={"/tmp": "size=16m", "/run": "size=16m"},
+            use_config_proxy=False,
         )
     except ContainerError as error:
         text = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else str(error.stderr)

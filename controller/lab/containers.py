@@ -209,7 +209,7 @@ def make_container(client: docker.DockerClient, run: str, name: str, settings: d
     """
     title = container_name(run, name)
     try:
-        client.api.create_container(name=title, **settings)
+        client.api.create_container(name=title, use_config_proxy=False, **settings)
     except APIError as error:
         if error.status_code != 409:
             raise HostError(f"the container of {name} cannot be made: {error.explanation}") from error

@@ -59,6 +59,8 @@ def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
         docker.DockerClient(base_url=engine.url, tls=tls, timeout=timeout, version="auto").close()
     client = docker.DockerClient(base_url=engine.url, tls=tls, timeout=_TIMEOUT, version="auto", max_pool_size=_POOL)
     _be_patient(client)
+    # Nothing private is pulled, and the client asks all credential helpers of the user's for a build.
+    client.api.reload_config(str(RECIPES / "anonymous.json"))
     return client
 
 

@@ -344,7 +344,10 @@ def build(
     labels: dict[str, str],
     network: str | None = "none",
 ) -> None:
-    """Build one image from a context made here, without a network unless asked for one; raises `HostError`."""
+    """Build one image from a context made here, without a network unless asked for one; raises `HostError`.
+
+    Only a build with a network, which fetches packages, gets the proxies of the user's Docker configuration.
+    """
     # Not among the temporary files, which often lie in memory: the wheels of torch may take gigabytes.
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=BUILD) as context:
@@ -363,6 +366,7 @@ def build(
                 buildargs=arguments,
                 labels=labels,
                 network_mode=network,
+                use_config_proxy=network != "none",
                 rm=True,
                 forcerm=True,
             )

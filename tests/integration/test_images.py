@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from pathlib import Path
 
+import docker
 import pytest
 
 from controller.lab import images
+from controller.lab.containers import container_name, device_settings, make_container
 from controller.lab.engine import connect
+from controller.lab.engineaddress import chosen_engine
+from controller.lab.removal import remove_run
+from controller.lab.runstate import RunState, new_id
 from testbed.common.errors import HostError
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
 
 pytestmark = pytest.mark.containers
 
@@ -24,3 +33,43 @@ def test_an_image_whose_packages_cannot_be_imported_fails_when_it_is_built() -> 
     with pytest.raises(HostError, match="No module named 'flask'"):
         images.build(client, tag, text, {}, {"BASE": base, "MODULES": "json, flask"}, {"testbed.image": "stage"})
     assert not images.exists(client, tag)
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> docker.DockerClient:
+    """Return a client of this engine, of a user whose configuration names proxies and absent credential helpers."""
+    engine = chosen_engine()
+    settings = {
+        "auths": {"registry.example": {}},
+        "credsStore": "no-such-helper",
+        "credHelpers": {"registry.example": "no-such-helper"},
+        "proxies": {"default": {"httpProxy": "http://user:secret@proxy.example:3128"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return connect(engine)
+
+
+def test_absent_credential_helpers_stop_no_build_and_proxies_stay_outside(configured: docker.DockerClient) -> None:
+    base = images.ensure_images(configured, print).base
+    tag = f"testbed/stage:test-{secrets.token_hex(4)}"
+    recipe = b'ARG BASE\nFROM ${BASE}\nRUN test -z "$http_proxy$HTTP_PROXY"\n'
+    try:
+        images.build(configured, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
+    finally:
+        if images.exists(configured, tag):
+            configured.images.remove(tag)
+
+
+def test_proxies_of_the_users_configuration_reach_no_device(configured: docker.DockerClient) -> None:
+    state = RunState(new_id("test"), "")
+    image = images.ensure_images(configured, print).device
+    device = trials(load("quickstart"))[0].experiment.devices[0]
+    try:
+        make_container(
+            configured, state.run, device.name, device_settings(state, image, device, {device.name: "10.0.0.2"})
+        )
+        found = configured.containers.get(container_name(state.run, device.name)).attrs["Config"]["Env"]
+    finally:
+        remove_run(configured, state.run, settle=False)
+    assert not [each for each in found if "proxy" in each.lower()]
