@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
+from controller.shaping.namespaces import command
 from testbed.common.errors import HostError
 
 _SIOCETHTOOL = 0x8946
@@ -27,6 +28,10 @@ _LINK_SCOPE = 253
 """linux/rtnetlink.h: reached directly."""
 _MAIN_TABLE = 254
 """linux/rtnetlink.h: where routes are unless they name another table."""
+_OF_BRIDGE = 4
+"""linux/neighbour.h: an entry of the bridge that a port belongs to."""
+_STATIC = 0x40
+"""linux/neighbour.h: an entry that is neither learned nor forgotten."""
 _NO_ADDRESS = 1
 """linux/if_link.h: what the kernel is to do about IPv6 addresses by itself."""
 # linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
@@ -80,6 +85,20 @@ def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) 
             "add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware}
         )
         _bring_up(route, port, master=socket.if_nametoindex(bridge))
+        # Until a bridge has learned an address, it sends frames for it to all ports.
+        index = socket.if_nametoindex(port)
+        route.fdb("add", ifindex=index, lladdr=hardware, flags=_OF_BRIDGE, state=_STATIC)
+
+
+def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
+    """Give an interface the hardware addresses of these IPv4 addresses, for good.
+
+    Nobody then asks for them, and they take no room in the table of neighbours, whose limit holds for all namespaces
+    of the kernel together: 40 devices that all know each other would fill it.
+    """
+    lines = [f"neigh replace {address} lladdr {other} nud permanent dev {name}" for address, other in hardware.items()]
+    if lines:
+        command(["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def set_address(name: str, address: str, network: IPv4Network) -> None:

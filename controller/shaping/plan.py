@@ -143,6 +143,12 @@ def plan(
     )
 
 
+def linked_addresses(plan: InterfacePlan) -> set[str]:
+    """Return the addresses of the devices that a device sends to or receives from."""
+    senders = {each.address for each in plan.senders if each.number >= FIRST_PEER_CLASS}
+    return senders | {each.address for each in plan.receivers if each.link.up}
+
+
 def most_segments(rates: Iterable[float]) -> int:
     """Return how many packets TCP may hand down in one piece: what the fastest of these links sends in a bucket's time.
 

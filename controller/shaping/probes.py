@@ -33,6 +33,8 @@ _FEWEST_PACKETS = 10
 _PACKETS_PER_SECOND = 2500
 """Packets on all links together: more would make the measurement a load on the host of its own."""
 _MOST_SECONDS = 1.0
+_BEHIND_SECONDS = 30.0
+"""By how much the last packet may be sent later than planned, on a host that cannot keep up."""
 _ATTEMPTS = 3
 _AGAIN_SECONDS = 30.0
 """No further attempt begins after so long: measuring many slow links of different kinds takes minutes by itself."""
@@ -151,7 +153,7 @@ def _measure(
     """Measure delays and losses, then rates; where there is an instant to ``begin`` each part as other hosts do."""
     by_pair, due = {tally.pair: tally for tally in tallies}, begin or -math.inf
     time.sleep(max(0.0, due - time.monotonic()))
-    due += _measure_delays(tallies, ends, run)
+    due += _measure_delays(tallies, ends, run, begin)
     for together, late in _trains(tallies, representatives, media):
         time.sleep(max(0.0, due - time.monotonic()))
         for pair, rate in rates(together, late, ends, run).items():
@@ -257,10 +259,12 @@ def _packets(tally: _Tally, links: int, representative: bool) -> int:
     return packets
 
 
-def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None = None) -> float:
+def _measure_delays(
+    tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None, begin: float | None
+) -> float:
     """Send every link's small packets, all links interleaved, and note how long each was under way.
 
-    Returns within how many seconds that is over, on each of the hosts that take part.
+    Returns within how many seconds that is over, on each of the hosts that take part from the instant ``begin`` on.
     """
     run = run or os.urandom(8)
     began = time.monotonic()
@@ -277,23 +281,28 @@ def _measure_delays(tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds
     time.sleep(0.01 + max(tally.gap for tally in tallies) / 2)
     first = 0.015 + max(tally.gap for tally in tallies) / 2
     schedule = _schedule(tallies, began + first)
-    until = schedule[-1][0] + max(longest_delay(tally.link) for tally in tallies) + 0.1
+    rest = max(longest_delay(tally.link) for tally in tallies) + 0.1
+    until = schedule[-1][0] + rest
+    # Other hosts measure by the same schedule; by itself a host that falls behind sends later, and loses nothing by it.
+    latest = until if begin is not None else until + _BEHIND_SECONDS
     upcoming = iter([*schedule, (math.inf, 0, 0)])
     when, index, number = next(upcoming)
     receivers = [end.receiver for end in ends.values() if end.receiver is not None]
     coming = [tally for tally in tallies if ends[tally.pair[1]].receiver is not None]
     with Listener(receivers) as listener:
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < (until if when == math.inf else latest):
             if when <= now:
                 tallies[index].sent += ends[tallies[index].pair[0]].sender is not None
                 send(index, number)
                 when, index, number = next(upcoming)
-                continue
-            if when == math.inf and all(len(tally.delays) == tally.packets for tally in coming):
+                until = max(until, min(latest, now + rest))
+            elif when == math.inf and all(len(tally.delays) == tally.packets for tally in coming):
                 break
-            for receiver in listener.ready(min(when, until) - now):
+            for receiver in listener.ready(min(when, until) - time.monotonic()):
                 _note_delays(receiver, run, tallies)
-    return until - began + _BETWEEN
+    for receiver in receivers:  # what came while this process was kept from the processor is not lost
+        _note_delays(receiver, run, tallies)
+    return schedule[-1][0] + rest - began + _BETWEEN
 
 
 def _schedule(tallies: Sequence[_Tally], start: float) -> list[tuple[float, int, int]]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
@@ -33,11 +33,12 @@ from controller.shaping.interfaces import (
     segments_of,
     set_address,
     set_congestion_control,
+    set_neighbours,
 )
 from controller.shaping.medium import Route, routes
 from controller.shaping.namespaces import Namespace, command
 from controller.shaping.nfqueue import kernel_queues
-from controller.shaping.plan import Endpoint, InterfacePlan
+from controller.shaping.plan import Endpoint, InterfacePlan, linked_addresses
 from controller.shaping.probes import measure, measure_half
 from controller.shaping.trains import Ends, FarEnds, Site, sockets
 from testbed.common.errors import HostError, InputError
@@ -74,11 +75,18 @@ class Attached:
     """What was last applied and read back; None before that, or when the last attempt failed half route."""
     routes: dict[str, Route] | None = None
     """What waits for its turn at the gate, by address; None before the gate was needed here."""
+    neighbours: set[str] = field(default_factory=set)
+    """Addresses whose hardware address the interface was given."""
 
     def close(self) -> None:
         """Let go of it."""
         self.namespace.close()
         os.close(self.process)
+
+
+def _hardware(address: str) -> str:
+    """Return the hardware address of the device that has an IPv4 address."""
+    return ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
 
 
 def _ended(processes: Iterable[int], seconds: float) -> bool:
@@ -158,6 +166,7 @@ class Shaping:
                 previous = self._devices.get(name)
                 if previous and previous.namespace.identity == found.namespace.identity:
                     found.plan, found.routes, found.port = previous.plan, previous.routes, previous.port
+                    found.neighbours = previous.neighbours
                     previous.close()
                 elif previous:
                     self._forget(name)
@@ -195,9 +204,9 @@ class Shaping:
         return Attached(endpoint, namespace, interface, process, port)
 
     def _plug(self, port: str, namespace: Namespace, address: str, network: IPv4Network) -> Interface:
-        """Give a device its interface, of the same hardware address each time: others may remember that."""
+        """Give a device its interface, of the same hardware address each time: others have been given that."""
         assert self._bridge is not None
-        hardware = ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
+        hardware = _hardware(address)
         self._bridge.run(lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor))
         namespace.run(partial(set_address, INTERFACE, address, network))
         return Interface(INTERFACE, str(network.broadcast_address))
@@ -310,6 +319,10 @@ class Shaping:
                 forbid_offloads(wanted.interface)
                 route_by_default(wanted.interface)
                 set_congestion_control(wanted.interface, CONGESTION_CONTROL)
+            if attached.endpoint.network is not None:
+                unknown = linked_addresses(wanted) - attached.neighbours
+                set_neighbours(wanted.interface, {address: _hardware(address) for address in unknown})
+                attached.neighbours |= unknown
             if old is None or old.segments != wanted.segments:
                 bound_segments(wanted.interface, wanted.segments)
             self._backend.apply(name, old, wanted)

@@ -20,6 +20,7 @@ import requests
 from controller.lab.clients import Shaper
 from controller.lab.health import healthy
 from controller.shaping.interfaces import interface_names
+from controller.shaping.namespaces import command
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import HostError, InputError
@@ -137,6 +138,8 @@ def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shap
         with pytest.raises(OSError, match="No route to host"):
             net.inside("a", lambda: socket.create_connection(("198.18.0.1", 22), 5))
         assert len(ports(shaping)) == 3
+        assert known(net, "a") == {"198.18.0.3": "PERMANENT", "198.18.0.4": "PERMANENT"}, "nobody has to ask"
+        assert f"02:42:c6:12:00:04 dev {port_of(shaping, 'c')}" in forwarding(shaping)
         net.stop("b")
         shaping.await_death(5)
         assert len(ports(shaping)) == 2, "what has ended answers no more"
@@ -144,6 +147,21 @@ def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shap
         shaping.attach([again], {})
         assert len(one_way(net, "a", "b", 5, 0.001)) == len(one_way(net, "b", "c", 5, 0.001)) == 5
         assert all(not device["differences"] for device in shaping.show()["devices"].values())
+
+
+def known(net: Network, name: str) -> dict[str, str]:
+    """Return the state of each neighbour of a device that answers, by address."""
+    rows = [line.split() for line in net.sh(name, "ip neigh show dev eth0").splitlines()]
+    return {row[0]: row[-1] for row in rows if row[-1] != "FAILED"}
+
+
+def port_of(shaping: Shaping, name: str) -> str:
+    return shaping._devices[name].port
+
+
+def forwarding(shaping: Shaping) -> str:
+    assert shaping._bridge is not None
+    return shaping._bridge.run(lambda: command(["bridge", "fdb", "show"]))
 
 
 def ports(shaping: Shaping) -> set[str]:
