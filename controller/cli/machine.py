@@ -66,7 +66,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build the images that the current files need, unless they exist, and list them."""
     from controller.lab.engine import connect, ensure_engine
-    from controller.lab.images import ensure_images, exists, remove_images
+    from controller.lab.images import ensure_images, exists, image_size, remove_images
 
     if remove:
         for tag in remove_images(connect()):
@@ -82,11 +82,11 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
     # What they stand on may have lost its name to the --prune of another checkout.
-    found = {kind: client.images.get(tag) for kind, tag in vars(wanted).items() if exists(client, tag)}
-    rows = [
-        {"image": kind, "tag": getattr(wanted, kind), "id": image.id, "bytes": image.attrs["Size"]}
-        for kind, image in found.items()
-    ]
+    rows = []
+    for kind, tag in vars(wanted).items():
+        if exists(client, tag):
+            identity = client.images.get(tag).id
+            rows.append({"image": kind, "tag": tag, "id": identity, "bytes": image_size(client, tag)})
     if as_json:
         dump(rows)
         return

@@ -22,7 +22,7 @@ from controller.lab.containers import look, make_container, published_url, shape
 from controller.lab.engine import connect, facts, lab_problem, may_start, refusal_within
 from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
-from controller.lab.images import REGISTRY_BASE, exists, names, present_names
+from controller.lab.images import REGISTRY_BASE, exists, image_folder, names, present_names
 from controller.lab.networks import make_control_network
 from controller.lab.removal import remove_run
 from controller.lab.runstate import RunState, new_id
@@ -202,7 +202,7 @@ def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     yield _judged("processors", few, str(cores), "two at least: the shaper must not wait for the devices")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
-    folder = Path(str(client.info().get("DockerRootDir"))) if client else Path("/var/lib")
+    folder = image_folder(client.info()) if client else Path("/var/lib")
     if folder.is_dir():
         free = shutil.disk_usage(folder).free
         status: CheckStatus = "ok" if free > _ROOM else "missing"

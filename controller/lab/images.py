@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import docker
 from docker.errors import APIError, BuildError, ImageNotFound
@@ -43,6 +44,8 @@ from testbed.common.errors import HostError
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 LABEL = "testbed.image"
+_SYSTEM_CONTAINERD = ("/run/containerd/containerd.sock", "/var/run/containerd/containerd.sock")
+"""Sockets of a containerd that the engine did not start, and whose data is not below the engine's."""
 
 CODE = {
     "device": ("testbed", "agent"),
@@ -404,6 +407,21 @@ def exists(client: docker.DockerClient, tag: str) -> bool:
     except ImageNotFound:
         return False
     return True
+
+
+def image_size(client: docker.DockerClient, tag: str) -> int:
+    """Return the bytes that an image takes on the engine's disk."""
+    # A containerd image store inspects the size of the compressed layers, and lists that of all that is stored.
+    return int(client.api.images(name=tag)[0]["Size"])
+
+
+def image_folder(info: Mapping[str, Any]) -> Path:
+    """Return the folder in which an engine keeps images, by what the engine says of itself."""
+    store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
+    daemon = str((info.get("Containerd") or {}).get("Address", ""))
+    if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:
+        return Path("/var/lib/containerd")
+    return Path(str(info.get("DockerRootDir") or "/var/lib/docker"))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from docker.errors import APIError
 
-from controller.lab import diagnosis, engine
+from controller.lab import diagnosis, engine, images
 
 
 def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_modules(
@@ -36,3 +36,14 @@ def test_an_engine_has_its_own_name(component: str, name: str) -> None:
 def test_limits_that_the_kernel_ignores_are_among_the_facts_of_an_engine() -> None:
     client: Any = SimpleNamespace(info=lambda: {"MemoryLimit": False, "PidsLimit": True}, version=dict)
     assert engine.facts(client)["unlimited"] == ["memory"]
+
+
+def test_images_are_complete_without_those_that_they_stand_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = images.names()
+    present = {tags.device, tags.shaper}
+    for module in (diagnosis, images):
+        monkeypatch.setattr(module, "exists", lambda _, tag: tag in present)
+    client: Any = SimpleNamespace(info=dict)
+    assert diagnosis._images(client).status == "ok"
+    present.remove(tags.shaper)
+    assert diagnosis._images(client).detail == "not built yet: shaper"
