@@ -230,12 +230,18 @@ class Runner:
 
     async def _main(self, deployment: Deployment, origin: float) -> None:
         from agent.device import RealDevice
+        from testbed.deployment import frozen_part, with_frozen
         from testbed.method import Job
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment), self._slowness)
         self._loop().on_timer = device.on_timer
-        job = Job(problem, deployment.plan, self._dataset, self._weights, lambda: device.record("weights"))
+        frozen, given = frozen_part(problem, self._weights), self._weights
+        if given is not None:
+            leads = deployment.plan.lead == settings.device
+            given = {name: tensor for name, tensor in given.items() if name not in frozen} if leads else None
+        posed = with_frozen(problem, frozen)
+        job = Job(posed, deployment.plan, self._dataset, given, lambda: device.record("weights"))
         with self._lock:
             self.device = device
         self._record(max(origin, self._booted), origin, "up")

@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from testbed import methods
 from testbed.common.errors import InputError
 from testbed.common.fields import Entering, Fields
+from testbed.common.lazy import torch
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
@@ -27,8 +28,11 @@ from testbed.models.chain import Model
 from testbed.models.own import create_own
 from testbed.network.link import Link
 from testbed.plan import Plan
+from testbed.wire import tensors
 from testbed.wire.token import data_token
 from testbed.workload import WorkloadPart
+
+Weights = Mapping[str, "torch.Tensor"]
 
 VERSION = 1
 """Version of the schema; another one is refused."""
@@ -110,6 +114,7 @@ class Deployment(BaseModel):
             samples=self.samples,
             files=self.files,
             codes=self.codes,
+            frozen_placed=method.frozen_placed,
         )
 
 
@@ -228,6 +233,37 @@ def _alone(workload: WorkloadPart) -> WorkloadPart:
 
 def _json(document: object) -> str:
     return json.dumps(document, separators=(",", ":"))
+
+
+def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
+    """Return the given weights that are placed on every device before the run; empty where messages carry them all."""
+    model = problem.model
+    if weights is None or problem.training.frozen_travels or not model.frozen:
+        return {}
+    from testbed.models.modules import frozen_names
+
+    with torch.device("meta"):
+        names = frozen_names(model.build(0, len(model.units), 0))
+    return {name: tensor for name, tensor in weights.items() if name in names}
+
+
+def with_frozen(problem: Problem, frozen: Weights) -> Problem:
+    """Return a problem whose model builds frozen weights with these values instead of the seed's."""
+    return replace(problem, model=replace(problem.model, given=frozen)) if frozen else problem
+
+
+def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
+    """Return the weights that a run leaves with the frozen ones, which no message has carried; both safetensors."""
+    model = problem.model
+    if problem.training.frozen_travels or not model.frozen:
+        return trained
+    from testbed.models.modules import frozen_names
+
+    placed = with_frozen(problem, frozen_part(problem, given)).model
+    module = placed.build(0, len(model.units), problem.seed)
+    whole, frozen = tensors.to_torch(tensors.read(bytearray(trained))[0]), frozen_names(module)
+    whole |= {name: tensor for name, tensor in module.state_dict().items() if name in frozen}
+    return b"".join(tensors.write(tensors.from_torch(whole)))
 
 
 def model_of(workload: WorkloadPart, code: Code | None, classes: int, entering: Entering) -> Model:

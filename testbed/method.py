@@ -111,11 +111,16 @@ class Problem(Generic[ProblemOptions]):
     """What the workload's programs find in their folder, by the name in the scenario."""
     codes: Mapping[str, Code] = field(default_factory=dict)
     """Text of what ``workload.training`` takes from files, by `testbed.training.schema.NamedPart.title`."""
+    frozen_placed: bool = False
+    """`Method.frozen_placed`."""
 
     @cached_property
     def training(self) -> Recipe:
         """How the model is trained."""
-        return Recipe(self.workload.training, self.codes, self.workload.steps, self.model.classes)
+        workload = self.workload
+        given = workload.model.weights is not None and not self.frozen_placed
+        travels = given or workload.training.exchange == "all"
+        return Recipe(workload.training, self.codes, workload.steps, self.model.classes, travels)
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""
@@ -208,6 +213,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Whether devices that are alike can be computed together, as ``workload.numerics: stacked`` asks for."""
     takes_weights: ClassVar[bool] = False
     """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
+    frozen_placed: ClassVar[bool] = False
+    """Whether devices keep their units for the whole run, so that given weights which are frozen are placed on all
+    before it; else messages carry them. Frozen weights of the seed are on every device anyway."""
     precisions: ClassVar[bool] = False
     """Whether devices compute in the precision that the scenario gives them; else only float32 is taken."""
     samples_everywhere: ClassVar[bool] = False

@@ -255,6 +255,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         scenario.seed,
         files=files,
         codes=codes,
+        frozen_placed=method.frozen_placed,
     )
 
 

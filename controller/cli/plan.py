@@ -204,6 +204,7 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
         "part": piece.part,
         "copy_for": piece.copy_for,
         "parameters": parameters,
+        "frozen": sum(unit.frozen for unit in units),
         "memory": piece.memory,
         "memory_available": device.memory,
         "flops": cost.of().flops if piece.flops is None else piece.flops * workload.batch_size,
@@ -257,7 +258,8 @@ def _print_plan(console: Console, described: dict[str, Any]) -> None:
             (
                 "" if name == before else name + (" *" if name == described["lead"] else ""),
                 _held(row),
-                formats.count(row["parameters"]),
+                formats.count(row["parameters"])
+                + (f" + {formats.count(row['frozen'])} frozen" if row["frozen"] else ""),
                 formats.size(row["memory"]),
                 "< 1%" if share == "0%" else share,
                 formats.count(row["flops"]),

@@ -27,6 +27,7 @@ from controller.running.fidelity import HostMonitor
 from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.common.lazy import torch
+from testbed.deployment import complete, frozen_part
 from testbed.faults.conditions import Changed, RecordedStep, carry_out
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
 from testbed.network.checks import SHAPER
@@ -92,6 +93,8 @@ class Execution:
         self._deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
         self._dataset = dataset
         self._weights = weights
+        self._frozen = frozen_part(prepared.problem, weights)
+        """What all devices are given of the weights."""
         self._on_event = on_event
         self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = queue.SimpleQueue()
         """What the loop is to take in: events, and what it is to do about anything else that happened."""
@@ -175,8 +178,9 @@ class Execution:
         own = self._prepared.share(self._dataset, name)
         if own is not None:
             agent.put_data(own)
-        if name == self._lead and self._weights is not None:
-            agent.put_shard(self._weights)
+        given = self._weights if name == self._lead else self._frozen
+        if given:
+            agent.put_shard(given)
         return after
 
     def _start(self, name: str, after: int) -> None:
@@ -362,7 +366,8 @@ class Execution:
     def _final_weights(self) -> tuple[bytes | None, list[str]]:
         """Return the weights that the lead exposes, if it does, and what is lost."""
         try:
-            return self._lab.agent(self._lead).weights(), []
+            left = self._lab.agent(self._lead).weights()
+            return complete(self._prepared.problem, left, self._weights), []
         except AgentGone:
             return None, [f"the weights, since {self._lead} went down as its program ended"]
         except TestbedError:  # the lead need not expose any

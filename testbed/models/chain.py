@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -58,6 +58,11 @@ class Unit:
     def parameters(self) -> int:
         """Number of trained values."""
         return sum(layer.parameters(shape) for layer, shape in self._entering)
+
+    @cached_property
+    def frozen(self) -> int:
+        """Number of values that are not trained."""
+        return sum(layer.frozen(shape) for layer, shape in self._entering)
 
     @cached_property
     def weights(self) -> int:
@@ -132,6 +137,8 @@ class Model:
     """The inputs that a row of numbers consists of, for a network of several; empty: a sample is its one input."""
     builder: Builder | None = None
     """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Values of frozen weights by their names in `build`; those that are absent are the seed's."""
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):
@@ -192,6 +199,10 @@ class Model:
         """Return the bytes of the trained values of units in a row."""
         return self._sums[0][units.stop] - self._sums[0][units.start]
 
+    def frozen_bytes(self, units: range) -> int:
+        """Return the bytes of the values of units in a row that are not trained."""
+        return BYTES_PER_VALUE * sum(unit.frozen for unit in self.units[units.start : units.stop])
+
     def activation_bytes(self, units: range) -> int:
         """Return the bytes of what units in a row make of one sample."""
         return self._sums[1][units.stop] - self._sums[1][units.start]
@@ -206,6 +217,11 @@ class Model:
     def parameters(self) -> int:
         """Number of trained values."""
         return sum(unit.parameters for unit in self.units)
+
+    @property
+    def frozen(self) -> int:
+        """Number of values that are not trained."""
+        return sum(unit.frozen for unit in self.units)
 
     @property
     def weights(self) -> int:
@@ -251,7 +267,12 @@ class Model:
                 layers = sequence(unit.layers, unit.input, generator)
                 built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
         reads = [self.reads(index) for index in range(first, last)]
-        return Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
+        segment = Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
+        with torch.no_grad():
+            for name, parameter in segment.named_parameters() if self.given else ():
+                if name in self.given:
+                    parameter.copy_(self.given[name])
+        return segment
 
     def whole(self, index: int) -> nn.Module:
         """Make a unit that is not described by layers, of what it reads as flat values one after the other."""

@@ -113,6 +113,10 @@ class Layer:
         weight = self.weight_shape(shape)
         return math.prod(weight) if weight else 0
 
+    def frozen(self, shape: Shape) -> int:
+        """Number of values that are not trained: `requires_grad` is off."""
+        return 0
+
     def flops(self, shape: Shape) -> float:
         """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
         return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])

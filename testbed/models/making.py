@@ -54,6 +54,8 @@ class CountedUnit(Layer):
     """The layers that it is a row of, each with the path of its module; empty: it is something else."""
     make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
     """Makes its module, of what it reads as flat values one after the other; None: the model makes it."""
+    untrained: int = 0
+    """Values of parameters whose `requires_grad` is off."""
 
     division = "no"  # what is within is not described
 
@@ -64,6 +66,10 @@ class CountedUnit(Layer):
     def parameters(self, shape: Shape) -> int:
         """Number of trained values."""
         return self.trained
+
+    def frozen(self, shape: Shape) -> int:
+        """Number of values that are not trained."""
+        return self.untrained
 
     def weights(self, shape: Shape) -> int:
         """Trained values in tensors of two and more axes."""

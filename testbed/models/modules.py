@@ -74,6 +74,12 @@ class Apart(nn.Module):
         return outputs
 
 
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are not trained, as the module's state dictionary has them."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
 class Segment(nn.Sequential):
     """Consecutive units of a model, each reading what it names of what was made before."""
 

@@ -349,7 +349,8 @@ def _chain(
 
 
 def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
-    parameters = [each for each in _parameters(steps.root, steps.all_of(piece)) if each.requires_grad]
+    everything = _parameters(steps.root, steps.all_of(piece))
+    parameters = [each for each in everything if each.requires_grad]
     small = steps.runs[0]
     cost = sum((small[node.name].cost for node in piece), Cost())
     return CountedUnit(
@@ -358,6 +359,7 @@ def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Count
         matrices=sum(each.numel() for each in parameters if each.ndim > 1),
         kept=sum(small[node.name].made for node in piece) // BATCHES[0],
         charged=cost.scaled(flops=1 / BATCHES[0], accessed=1 / BATCHES[0], weights=1),
+        untrained=sum(each.numel() for each in everything if not each.requires_grad),
     )
 
 

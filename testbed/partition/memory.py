@@ -1,14 +1,15 @@
 """What a stage keeps in memory, by formula.
 
-Training, for P parameters and S samples in flight::
+Training, for P trained and F frozen values and S samples in flight::
 
-    4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + S x (bytes of what enters and of every layer's output)
+    4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + 4 F
+    + S x (bytes of what enters and of every layer's output)
 
 What other optimizers keep of a parameter, such as two values of Adam, counts as momentum does. S is the number of
 micro-batches the schedule has forwarded and not yet done backward on this stage, times their size.
 Asynchronous training the same with 4 P for each of the versions of the weights that are kept.
 
-Inference, for a batch of S samples: 4 P + S x the most that one unit reads, passes by for later ones and makes.
+Inference, for a batch of S samples: 4 (P + F) + S x the most that one unit reads, passes by for later ones and makes.
 
 On devices of another precision values take half the bytes in 16 bits, and weights those of the precision where they
 are not trained.
@@ -35,11 +36,12 @@ def training_bytes(
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
     values = SHARES[precision][0] * samples * (model.activation_bytes(units) + entering)
-    return float(copies * model.weight_bytes(units) + values)
+    return float(copies * model.weight_bytes(units) + model.frozen_bytes(units) + values)
 
 
 def inference_bytes(model: Model, units: range, samples: int, precision: Precision = "f32") -> float:
     """Return the bytes that an inference stage of these units needs with ``samples`` samples at once."""
     widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
     values, weights = SHARES[precision]
-    return float(weights * model.weight_bytes(units) + values * samples * widest)
+    held = model.weight_bytes(units) + model.frozen_bytes(units)
+    return float(weights * held + values * samples * widest)

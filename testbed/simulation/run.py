@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
 from testbed.common.seeds import derive
+from testbed.deployment import complete, frozen_part, with_frozen
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
 from testbed.method import Job
@@ -52,12 +53,17 @@ def simulate(
         raise InputError("programs run in containers alone: leave '--runtime simulate' out")
     experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
 
+    frozen = frozen_part(problem, weights)
+
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
-        facts = method.facts(problem, plan, device.name)
+        posed, own_plan = method.facts(problem, plan, device.name)
         own = None if dataset is None else prepared.share(dataset, device.name)
-        given = weights if lead else None
-        return method.program(device, Job(*facts, own, given, lambda: device.record("weights")))
+        given = None
+        if lead and weights is not None:
+            given = {name: tensor for name, tensor in weights.items() if name not in frozen}
+        posed = with_frozen(posed, frozen)
+        return method.program(device, Job(posed, own_plan, own, given, lambda: device.record("weights")))
 
     recorder = Recorder(on_event, names)
     if on_lines is not None:
@@ -84,6 +90,7 @@ def simulate(
             status, error = ended(*_run(world, experiment), world.events, weights_given=weights is not None)
             computed = problem.workload.numerics != "none"
             final = _weights(world.hosts[plan.lead].device) if computed else None
+            final = final and complete(problem, final, weights)
     finally:
         torch.set_num_threads(threads)
         world.close()

@@ -39,6 +39,8 @@ class Recipe:
     """Training steps of the workload, where they are known."""
     classes: int = 0
     """Outputs of the model for a sample, or for a token of it."""
+    frozen_travels: bool = False
+    """Whether messages and checkpoints carry weights that are not trained."""
 
     def check(self) -> None:
         """Find all that is named; raises `InputError` with the key in the workload."""

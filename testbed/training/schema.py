@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -156,6 +156,12 @@ class TrainingPart(Part):
         lt=1,
         description="evaluate, and leave, the exponential moving average of the weights: this share of the average "
         "before each update is kept; in rounds, before each round",
+    )
+
+    exchange: Literal["trained", "all"] = Field(
+        "trained",
+        description="weights that devices send, average and checkpoint: those that are trained, or all, frozen ones "
+        "(`requires_grad` off) as well; buffers such as running statistics always travel",
     )
 
     @property

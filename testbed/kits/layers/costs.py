@@ -42,12 +42,13 @@ def update(units: Sequence[Unit], training: Recipe) -> Cost:
 
 
 def copy(units: Sequence[Unit], training: Recipe) -> Cost:
-    """Return the cost of copying weights and optimizer state."""
-    return Cost((1.0 + training.state_values) * parameters(units))
+    """Return the cost of copying the weights that travel and the optimizer's state."""
+    fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
+    return Cost((1.0 + training.state_values) * parameters(units) + fixed)
 
 
 def state_bytes(units: Sequence[Unit], training: Recipe) -> float:
-    """Return the bytes of weights and optimizer state."""
+    """Return the bytes of the weights that travel and of the optimizer's state."""
     return BYTES_PER_VALUE * copy(units, training).of().flops
 
 

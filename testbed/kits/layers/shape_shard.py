@@ -30,11 +30,15 @@ def shard(problem: Problem, first: int, last: int, device: str) -> Shard | Shape
 
 
 @lru_cache(maxsize=1024)
-def _described(model: Model, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
-    """Return shape and type of every tensor of a unit, and whether it is trained."""
+def _described(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+    """Return shape and type of every tensor of a unit, and whether it is trained; ``fixed``: of frozen ones as well."""
+    from testbed.models.modules import frozen_names
+
     module = model.build(unit, unit + 1, 0)
-    trained = {name for name, _ in module.named_parameters()}
-    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in module.state_dict().items()}
+    frozen = frozen_names(module)
+    trained = {name for name, _ in module.named_parameters()} - frozen
+    found = ((name, tensor) for name, tensor in module.state_dict().items() if fixed or name not in frozen)
+    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in found}
 
 
 class ShapeShard:
@@ -87,7 +91,13 @@ class ShapeShard:
     def norms(self) -> torch.Tensor:
         """Return norms of the shape that `Shard.norms` gives."""
         units = range(self.first, self.last)
-        return torch.zeros(sum(trained for unit in units for _, _, trained in _described(self._model, unit).values()))
+        return torch.zeros(
+            sum(
+                trained
+                for unit in units
+                for _, _, trained in _described(self._model, unit, self._training.frozen_travels).values()
+            )
+        )
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take note that there is an optimizer's state from now on; ``norms`` are of any shape."""
@@ -108,7 +118,7 @@ class ShapeShard:
         found: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
-            for name, (shape, dtype, trained) in _described(self._model, unit).items():
+            for name, (shape, dtype, trained) in _described(self._model, unit, self._training.frozen_travels).items():
                 found[name] = torch.empty(shape, dtype=dtype, device="meta")
                 kept = self._training.kept(shape) if trained and self._updated else {}
                 for kind, (size, type_) in kept.items():

@@ -71,8 +71,12 @@ class Shard:
     ) -> None:
         self.first = first
         self.last = last
+        from testbed.models.modules import frozen_names
+
         self._seed = seed
         self._module = model.build(first, last, seed)
+        self._fixed = frozenset[str]() if training.frozen_travels else frozen_names(self._module)
+        """Weights that no state has: they are alike wherever these units are built."""
         self._draws = draws(self._module)
         self._precision = precision
         self._narrow_weights()
@@ -231,9 +235,10 @@ class Shard:
                 weight.data = by.unpack(by.pack(weight.detach()))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the newest weights, of buffers and of the optimizer's state."""
+        """Return a copy of the newest weights, of buffers and of the optimizer's state, without fixed weights."""
         self.versions.use(self.versions.newest)
-        state = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        found = self._module.state_dict().items()
+        state = {name: tensor.detach().clone() for name, tensor in found if name not in self._fixed}
         averages = {AVERAGE + name: average.clone() for name, average in self._averages.items()}
         return state | self._optimizer.state() | averages
 
@@ -243,7 +248,11 @@ class Shard:
         Raises RuntimeError where names or shapes are not those of this shard.
         """
         self.versions.use(self.versions.newest)
-        self._module.load_state_dict(weights_of(state))
+        weights = weights_of(state)
+        fixed = {
+            name: tensor for name, tensor in self._module.state_dict().items() if name in self._fixed - weights.keys()
+        }
+        self._module.load_state_dict({**fixed, **weights})
         self._narrow_weights()
         self._kept.clear()
         self._postponed.clear()

@@ -9,7 +9,7 @@ from testbed.common.lazy import torch
 
 
 class Versions:
-    """Numbered sets of a module's parameters; the module computes with one of them at a time.
+    """Numbered sets of a module's trained parameters; the module computes with one of them at a time.
 
     What a forward has computed holds on to the set that it used, so its backward needs no module. A set that is kept is
     never written to; where only the newest is kept, updates happen in place and nothing is copied.
@@ -17,14 +17,15 @@ class Versions:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.newest = 0
-        self._sets = {0: dict(module.named_parameters())}
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._sets = {0: trained}
         # Weights that a user shares between two places have two names there, and one here.
         names = {parameter: name for name, parameter in self._sets[0].items()}
         self._places = [
             (names[parameter], part, attribute)
             for part in module.modules()
             for attribute, parameter in part._parameters.items()
-            if parameter is not None
+            if parameter is not None and parameter.requires_grad
         ]
 
     def __len__(self) -> int:

@@ -163,13 +163,15 @@ def profile(
     up: Link,
     down: Link,
     how: RoundsPart = AS_IT_IS,
+    frozen_travels: bool = False,
 ) -> PairProfile:
     """Return the profile of a device and the server from what the layers take them, see `layer_times`."""
+    values = [unit.parameters + (unit.frozen if frozen_travels else 0) for unit in model.units]
     return PairProfile(
         device=device,
         server=server,
         volumes=tuple(model.cut_bytes(index + 1) for index in range(len(model.units))),
-        states=tuple(BYTES_PER_VALUE * unit.parameters for unit in model.units),
+        states=tuple(BYTES_PER_VALUE * count for count in values),
         up=up,
         down=down,
         transfer=how,

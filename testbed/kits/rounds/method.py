@@ -63,6 +63,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     Details = RoundDetails
     declared = DECLARED
     timing_only = True
+    frozen_placed = True
     stacks = True
     takes_weights = True
     precisions = True

@@ -130,7 +130,8 @@ class Participants:
         else:
             up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
         mine, theirs = self._layer_times(device), self._layer_times(server, share)
-        return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options))
+        travels = problem.training.frozen_travels
+        return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options), travels)
 
     def _layer_times(self, device: DeviceSpec, concurrent_clients: float = 1.0) -> tuple[LayerTimes, ...]:
         key = (device.rates, concurrent_clients)
