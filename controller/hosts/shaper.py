@@ -248,6 +248,10 @@ class Shapers:
             "links": [*links.values()],
         }
 
+    def host_load(self, reset: bool = False) -> dict[str, Any]:
+        """Return how busy the processors of the busiest host were."""
+        return merged(self._each(lambda _host, shaper: shaper.host_load(reset)))
+
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return drops at queues and bytes sent by device, and of what is one figure a host, the largest.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
+from controller.lab.clocks import Clock
 from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.lazy import torch
@@ -124,6 +125,10 @@ class Shaper:
         asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
         return list(self._request("POST", "/half", asked, timeout=600)["measurements"])
 
+    def host_load(self, reset: bool = False) -> dict[str, Any]:
+        """Return how busy the processors of the shaper's machine were since the last ``reset``; see `HostMonitor`."""
+        return self._request("GET", "/load" + ("?reset=1" if reset else ""))
+
     def renew(self) -> None:
         """Let the container live for another lease."""
         self._request("POST", "/lease", timeout=5.0)
@@ -135,18 +140,6 @@ class Shaper:
     def statistics(self, reset: bool = False) -> dict[str, Any]:
         """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
         return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
-
-
-class Clock:
-    """The monotonic clock of an engine's host, by that of the controller: one clock, on the same machine."""
-
-    def there(self, here: float) -> float:
-        """Return what the clock there shows when the one here shows this; in seconds."""
-        return here
-
-    def here(self, there: float) -> float:
-        """Return what the clock here shows when the one there shows this."""
-        return there
 
 
 class AgentError(TestbedError):

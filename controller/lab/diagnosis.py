@@ -18,6 +18,8 @@ import docker
 from docker.errors import APIError
 
 from controller.lab import capability
+from controller.lab.clients import Shaper
+from controller.lab.clocks import EngineClock
 from controller.lab.containers import look, make_container, published_url, shaper_settings
 from controller.lab.engine import connect, facts, lab_problem, may_start, refusal_within
 from controller.lab.engineaddress import EngineAddress, chosen_engine
@@ -189,18 +191,22 @@ def _shaper(client: docker.DockerClient) -> HostCheck:
         make_container(client, state.run, SHAPER, shaper_settings(state, names().shaper, "auto"))
         url = look(client, state.run, SHAPER, "", lambda _name, found: published_url(found)).control_url
         Health(client, state.run, {}).wait_for({SHAPER: url}, published=True)
+        shaper = Shaper(url, state.token_of(SHAPER))
+        clock = EngineClock(lambda: float(shaper.facts()["monotonic"]))
     except HostError as error:
         return HostCheck("shaper", "missing", str(error), needed=True)
     finally:
         remove_run(client, state.run, settle=False)
-    return HostCheck("shaper", "ok", "starts, and answers at its published port")
+    other = "; the engine's machine has a clock of its own, to which times are converted" if clock.is_other else ""
+    return HostCheck("shaper", "ok", f"starts, and answers at its published port{other}")
 
 
 def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
-    cores = os.cpu_count() or 1
+    machine = facts(client) if client else {}
+    cores = machine.get("cores") or os.cpu_count() or 1
     few = "1" if cores < 2 else ""
     yield _judged("processors", few, str(cores), "two at least: the shaper must not wait for the devices")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = machine.get("memory") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield HostCheck("memory", "ok", f"{memory / 2**30:.1f} GiB")
     folder = image_folder(client.info()) if client else Path("/var/lib")
     if folder.is_dir():

@@ -59,6 +59,8 @@ class Health:
         self._run = run
         self._memory = memory
         self._kills = _killed_for_memory()
+        self.is_here = True
+        """Whether the containers run on this machine's kernel, whose counts then say something of them."""
 
     def wait_for(self, urls: Mapping[str, str], *, published: bool = False) -> None:
         """Return once all containers answer, given by name with their control URL; ``published`` by the engine.
@@ -108,9 +110,9 @@ class Health:
         if code != KILLED:
             return Ending(f"ended by itself with exit code {code}")
         # With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
-        return (
-            self._starvation(name) if _killed_for_memory() > self._kills else Ending("was ended from outside (SIGKILL)")
-        )
+        if self.is_here and _killed_for_memory() > self._kills:
+            return self._starvation(name)
+        return Ending("was ended from outside (SIGKILL)")
 
     def _all_end(self) -> bool:
         """Wait for all containers of the run to end; return whether they do.

@@ -21,7 +21,8 @@ from docker.errors import APIError, NotFound
 from urllib3.exceptions import HTTPError
 
 from controller.lab import runstate
-from controller.lab.clients import Agent, Clock, Shaper
+from controller.lab.clients import Agent, Shaper
+from controller.lab.clocks import Clock, EngineClock
 from controller.lab.containers import (
     ControlUrl,
     DeviceContainer,
@@ -149,6 +150,7 @@ class Lab(RunLab):
         self.over = threading.Event()
         """Set when the lab is taken down."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
+        self.health.is_here = clock is None
         self.ending = self.health.ending
         """Returns how a container ended; see there."""
 
@@ -209,7 +211,19 @@ class Lab(RunLab):
         subnet = data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices))
         lab = cls(client, state, trial, subnet)
         lab.refresh()
+        with contextlib.suppress(HostError):  # without a shaper no program is started or followed
+            lab._compare_clocks()
         return lab
+
+    def _compare_clocks(self) -> None:
+        """Convert the times of the devices from now on where the engine's machine has another monotonic clock."""
+        if self._clock is not None:
+            return
+        clock = EngineClock(lambda: float(self.shaper.facts()["monotonic"]))
+        if clock.is_other:
+            self._clock = clock
+            self.health.is_here = False
+            threading.Thread(target=clock.follow, args=(self.over,), name="clock", daemon=True).start()
 
     @property
     def broadcast(self) -> str:
@@ -233,7 +247,8 @@ class Lab(RunLab):
         """Return what a run's manifest should say of the engine, the images and the link backend."""
         found = self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"})
         images = {str(each["Image"]): str(each["ImageID"]) for each in found}
-        return {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
+        found = {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
+        return found | ({"clock": self._clock.clock.facts()} if isinstance(self._clock, EngineClock) else {})
 
     # Talking
 
@@ -380,6 +395,7 @@ class Lab(RunLab):
             made[0].result()
             self._shaper_url = self.look(SHAPER).control_url
             self.health.wait_for({SHAPER: self._shaper_url}, published=not self._state.hosts)
+            self._compare_clocks()
             for each in made:
                 each.result()
             self.devices = {device.name: device for device in pool.map(self.look, self._here)}

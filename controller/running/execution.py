@@ -23,7 +23,6 @@ from controller.lab.clients import AgentGone
 from controller.lab.containers import DeviceContainer
 from controller.lab.health import Ending
 from controller.running import control
-from controller.running.fidelity import HostMonitor
 from controller.running.machines import Containers, changes_of, events_of
 from testbed.common.errors import HostError, TestbedError
 from testbed.common.lazy import torch
@@ -120,8 +119,8 @@ class Execution:
             done = pool.map(lambda name: self._if_there(name, lambda: self._deploy(name)), self._lab.devices)
             there = {name: after for name, after in zip(self._lab.devices, done, strict=True) if after is not None}
             on_stage("running")
-            monitor = HostMonitor()
-            monitor.start()
+            self._lab.shaper.host_load(reset=True)
+            controller = time.process_time()
             self._recall()
             # The first figures of a trace are those that the run begins with.
             first = self._trace.due(0.0)
@@ -139,7 +138,9 @@ class Execution:
                 self._over.set()
                 changes.close()
         status, error = ended(status, error, self._events, weights_given=self._weights is not None)
-        fidelity = monitor.stop()
+        fidelity: dict[str, Any] = {"controller_seconds": time.process_time() - controller}
+        with suppress(HostError):  # the shaper may have ended, and the run with it
+            fidelity |= self._lab.shaper.host_load()
         computed = self._prepared.problem.workload.numerics != "none"
         weights, lost = self._final_weights() if computed and status == "finished" else (None, [])
         self._stop_all()

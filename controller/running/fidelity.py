@@ -3,86 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controller.shaping.hostload import HostMonitor
 from controller.shaping.tolerance import RATE_LOWEST
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_rate
 from testbed.network.link import Pair
 from testbed.trace.outcome import LinkMeasurement
 
-SAMPLE_SECONDS = 0.25
-SATURATED = 0.95
-"""Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
 BUSY = 0.8
 """Share of all processors busy, on average, from which load explains links that are outside their tolerance."""
 _MARGIN = 0.95
 """Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
 _PAUSE = 1.0
 """Seconds between two measurements of links that were outside their tolerance."""
-
-
-@dataclass(frozen=True)
-class _Ticks:
-    """Clock ticks of all processors since boot."""
-
-    busy: float
-    stolen: float
-    total: float
-
-    @staticmethod
-    def now() -> _Ticks:
-        """Read them from /proc/stat."""
-        fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-        idle, total = fields[3] + fields[4], sum(fields[:8])
-        return _Ticks(total - idle, fields[7], total)
-
-
-class HostMonitor:
-    """Samples the load of the host between `start` and `stop`. On hosts without /proc it reports nothing."""
-
-    def __init__(self) -> None:
-        self._samples: list[float] = []
-        self._first = self._last = _Ticks(0.0, 0.0, 0.0)
-        self._began = 0.0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="host-monitor", daemon=True)
-
-    def start(self) -> None:
-        """Begin to sample."""
-        self._began = time.process_time()
-        if Path("/proc/stat").exists():
-            self._thread.start()
-
-    def stop(self) -> dict[str, Any]:
-        """Return the mean load, the share of samples in which the host was saturated, and the controller's own time."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        if not self._samples:
-            return {}
-        stolen, total = self._last.stolen - self._first.stolen, self._last.total - self._first.total
-        return {
-            "host_cores": os.cpu_count(),
-            "host_load": sum(self._samples) / len(self._samples),
-            "host_saturated": sum(sample >= SATURATED for sample in self._samples) / len(self._samples),
-            "host_stolen": stolen / total if total > 0 else 0.0,
-            "controller_seconds": time.process_time() - self._began,
-        }
-
-    def _sample(self) -> None:
-        self._first = self._last = _Ticks.now()
-        while not self._stopped.wait(SAMPLE_SECONDS):
-            now, last = _Ticks.now(), self._last
-            if now.total > last.total:
-                self._samples.append((now.busy - last.busy) / (now.total - last.total))
-            self._last = now
 
 
 def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,9 +60,8 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
     app.get("/health", endpoint="health")(lambda: {"state": "ready"})
     app.get("/facts")(shaping.facts)
     app.get("/show")(shaping.show)
-    app.get("/statistics", endpoint="statistics")(
-        lambda: shaping.statistics(reset=flask.request.args.get("reset") == "1")
-    )
+    for path, read in (("/load", shaping.host_load), ("/statistics", shaping.statistics)):
+        app.get(path, endpoint=path)(lambda read=read: read(reset=flask.request.args.get("reset") == "1"))
     return app
 
 

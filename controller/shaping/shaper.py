@@ -21,6 +21,7 @@ from controller.shaping import plan as planning
 from controller.shaping import sender, tc
 from controller.shaping.backends import Userspace, choose, queueing_iptables
 from controller.shaping.helper import Gate
+from controller.shaping.hostload import HostMonitor
 from controller.shaping.interfaces import (
     Interface,
     bound_segments,
@@ -123,6 +124,7 @@ class Shaping:
         self._bridge: Namespace | None = None
         """Where the bridge is that devices are plugged into, and nothing else: nobody has an address there."""
         self._ports = itertools.count()
+        self._monitor = HostMonitor()
         self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
 
     def facts(self) -> dict[str, Any]:
@@ -138,6 +140,14 @@ class Shaping:
             "monotonic": time.monotonic(),
             "time": time.time(),
         }
+
+    def host_load(self, reset: bool = False) -> dict[str, Any]:
+        """Return how busy this machine's processors were since the last ``reset``."""
+        if reset:
+            self._monitor.stop()
+            self._monitor = HostMonitor()
+            self._monitor.start()
+        return self._monitor.summary()
 
     def attach(
         self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], cells: Iterable[Cell] | None = None

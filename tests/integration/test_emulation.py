@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +266,25 @@ def test_a_loaded_host_gives_the_same_step_time_or_says_that_it_does_not() -> No
         _, busy = run(scenario("emu-busy", steps=12))
     same = abs(busy["step_time"] / idle["step_time"] - 1) <= 0.03
     assert same or not busy["trusted"], (idle["step_time"], busy["step_time"], busy["verdict"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/self/ns/time").exists(), reason="no clock of its own here")
+@pytest.mark.parametrize("offset", [1000, -1000])
+def test_a_run_on_an_engine_with_another_clock_has_the_times_of_this_one(tmp_path: Path, offset: int) -> None:
+    """The clock of a virtual machine's engine differs so from that of the controller."""
+    path = tmp_path / "clock.yaml"
+    devices = {"a": {"speed": rings.SPEED}, "b": {"speed": rings.SPEED}}
+    tree = {"name": "emu-clock", "time_limit": "60s", "devices": devices, "network": {"link": {"delay": "5ms"}}}
+    path.write_text(json.dumps(tree | {"workload": rings.workload(3)}))
+    clock = ["unshare", "-T", "--monotonic", str(offset), "--boottime", str(offset), "-f", "--kill-child"]
+    testbed = [str(Path(sys.executable).with_name("testbed")), "run", str(path), "--accept-links"]
+    out = tmp_path / "out"
+    done = subprocess.run([*clock, *testbed, "--out", str(out)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    times = [json.loads(line)["time"] for line in (out / "events.jsonl").read_text().splitlines()]
+    assert 0 <= min(times) < max(times) < 60
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["host"]["clock"]["offset"] == pytest.approx(-offset, abs=0.5)
 
 
 def test_a_backend_that_the_kernel_lacks_is_one_line_and_3(tmp_path: Path) -> None:

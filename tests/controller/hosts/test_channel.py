@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from controller.hosts.channel import HostClock, Sample
+from controller.lab.clocks import HostClock, Sample
 
 
 class World:

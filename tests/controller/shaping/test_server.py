@@ -41,6 +41,9 @@ class Remembering:
     def show(self) -> dict[str, Any]:
         return {"devices": {}}
 
+    def host_load(self, reset: bool) -> dict[str, Any]:
+        return {"host_load": 0.5} if not reset else {}
+
     def statistics(self, reset: bool) -> dict[str, Any]:
         return {"reset": reset}
 
@@ -65,7 +68,7 @@ def link(destination: str) -> dict[str, Any]:
 def test_without_the_token_only_health_is_told(client: FlaskClient) -> None:
     client.environ_base["HTTP_AUTHORIZATION"] = "Bearer wrong"
     assert client.get("/health").json == {"state": "ready"}
-    assert [client.get(path).status_code for path in ("/facts", "/show", "/statistics")] == [401] * 3
+    assert [client.get(path).status_code for path in ("/facts", "/show", "/load", "/statistics")] == [401] * 4
     assert client.post("/set", json=link("b")).status_code == 401
 
 
@@ -73,6 +76,8 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
     assert client.get("/facts").json == {"backend": "none"}
     assert client.get("/statistics?reset=1").json == {"reset": True}
     assert client.get("/statistics").json == {"reset": False}
+    assert client.get("/load?reset=1").json == {}
+    assert client.get("/load").json == {"host_load": 0.5}
     assert client.post("/lease").json == client.post("/release").json == {}
     endpoint = {"name": "a", "pid": 7, "address": "10.0.0.2"}
     cell = {"devices": ["a", "b"], "rate": 5e6}

@@ -1,0 +1,71 @@
+"""How busy the processors of this machine are, for whoever judges a run on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SAMPLE_SECONDS = 0.25
+SATURATED = 0.95
+"""Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
+
+
+@dataclass(frozen=True)
+class _Ticks:
+    """Clock ticks of all processors since boot."""
+
+    busy: float
+    stolen: float
+    total: float
+
+    @staticmethod
+    def now() -> _Ticks:
+        """Read them from /proc/stat."""
+        fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        idle, total = fields[3] + fields[4], sum(fields[:8])
+        return _Ticks(total - idle, fields[7], total)
+
+
+class HostMonitor:
+    """Samples the load of the host between `start` and `stop`. On hosts without /proc it reports nothing."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._first = self._last = _Ticks(0.0, 0.0, 0.0)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="host-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sample."""
+        if Path("/proc/stat").exists():
+            self._thread.start()
+
+    def stop(self) -> dict[str, Any]:
+        """Stop, and return the summary."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the mean load so far and the share of samples in which the host was saturated."""
+        if not self._samples:
+            return {}
+        stolen, total = self._last.stolen - self._first.stolen, self._last.total - self._first.total
+        return {
+            "host_cores": os.cpu_count(),
+            "host_load": sum(self._samples) / len(self._samples),
+            "host_saturated": sum(sample >= SATURATED for sample in self._samples) / len(self._samples),
+            "host_stolen": stolen / total if total > 0 else 0.0,
+        }
+
+    def _sample(self) -> None:
+        self._first = self._last = _Ticks.now()
+        while not self._stopped.wait(SAMPLE_SECONDS):
+            now, last = _Ticks.now(), self._last
+            if now.total > last.total:
+                self._samples.append((now.busy - last.busy) / (now.total - last.total))
+            self._last = now
