@@ -116,7 +116,7 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
 
     def put(what: str, take: Callable[[bytearray], None]) -> None:
         runner.needs_ready(what)  # before the body is read, which may be large
-        take(_body(runner.settings.body_limit))
+        take(_body(runner.body_limit))
 
     # What the controller has the device do; each is answered with its state.
     for method, path, act in (

@@ -19,6 +19,7 @@ from agent.sending import Lane
 from agent.settings import Settings
 from testbed.common.lazy import torch
 from testbed.device import Cost, Span
+from testbed.hardware import check_message, largest_message
 from testbed.trace.events import Event
 from testbed.wire.cast import CastForm
 from testbed.wire.message import Message, encode
@@ -54,13 +55,15 @@ class RealDevice:
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
-        self.inbox = Inbox({name: peer.received for name, peer in peers.items()}, settings.inbox_limit, self._arrived)
+        largest = largest_message(spec)
+        tokens = {name: peer.received for name, peer in peers.items()}
+        self.inbox = Inbox(tokens, settings.inbox_limit, self._arrived, largest)
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
         self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(slowness or {})
         self._computes = deployment.problem.workload.numerics == "full"
-        self._message_limit = settings.message_limit
+        self._specs = {each.name: each for each in deployment.problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
@@ -75,7 +78,7 @@ class RealDevice:
         self._form = CastForm(self.name, (each.name for each in deployment.problem.devices))
         sources = {name: peer.address[0] for name, peer in peers.items()}
         addresses = Addresses(settings.cast, deployment.broadcast, settings.data[0], sources)
-        self._caster = Caster(self._form, addresses, settings.run, settings.message_limit, hears)
+        self._caster = Caster(self._form, addresses, settings.run, largest, hears)
         self._caster.start(self.inbox)
         self._closed = False
 
@@ -183,18 +186,16 @@ class RealDevice:
             future.set_exception(failure)
 
     async def send(self, peer: str, message: Message) -> None:
-        """Deliver reliably; return when the peer has acknowledged. Raises ValueError where there is no link,
-        and for a message larger than any device takes in.
+        """Deliver reliably; return when the peer has acknowledged.
+
+        Raises ValueError where there is no link, `TestbedError` for a message that an end cannot hold.
         """
         if peer not in self._peers:
             raise ValueError(f"there is no link from {self.name} to {peer}")
         called, began = self._time.now(), time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
         encoded = time.monotonic() - began
-        if len(body) > self._message_limit:
-            raise ValueError(
-                f"a message of {len(body)} bytes is too large; at most {self._message_limit} travel at once"
-            )
+        check_message(len(body), self._spec, self._specs[peer])
         if peer not in self.lanes:
             known = self._peers[peer]
             self.lanes[peer] = Lane(peer, known.address, known.sent, self._slowness[peer])
@@ -218,6 +219,8 @@ class RealDevice:
             if peer not in self._peers:
                 raise ValueError(f"there is no link from {self.name} to {peer}")
         body, number = self._form.encode(message, peers), next(self._cast_number)
+        for peer in peers:
+            check_message(len(body), self._spec, self._specs[peer])
         called = self._time.now()
         async with self._casts:
             await asyncio.sleep(called - time.monotonic())

@@ -53,8 +53,11 @@ class Arrival:
 class Inbox:
     """Decides what is new, and how much may wait; hands arrivals over in order."""
 
-    def __init__(self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None]) -> None:
-        """``peers`` are the tokens of the messages from each."""
+    def __init__(
+        self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None], largest: int = 1 << 30
+    ) -> None:
+        """``peers`` are the tokens of the messages from each; ``largest`` is the size of one message at most."""
+        self.largest = largest
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
@@ -111,7 +114,6 @@ class DataServer:
 
     def __init__(self, settings: Settings) -> None:
         """Listen; nobody is answered before `serve`."""
-        self.limit = settings.message_limit
         self.slowness = 0.0
         """Seconds that a few packets from the slowest peer and back take: so much longer a connection may be silent."""
         self.inbox: Inbox | None = None
@@ -300,9 +302,7 @@ class _Connection:
             raise Refused(503, "no program runs here yet")
         sender = inbox.sender(headers.get("authorization", ""))
         self._server.recognise(self, sender)
-        size = announced_length(
-            headers.get("content-length", ""), headers.get("transfer-encoding", ""), self._server.limit
-        )
+        size = announced_length(headers.get("content-length", ""), headers.get("transfer-encoding", ""), inbox.largest)
         return inbox, sender, size
 
 

@@ -197,6 +197,12 @@ class Runner:
         if self.state != "ready":
             raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
 
+    @property
+    def body_limit(self) -> int:
+        """Bytes of a data set or a shard, at most: what the device's memory holds."""
+        assert self._deployment is not None
+        return int(self._deployment.problem.device(self.settings.device).memory)
+
     def _begin(self, deployment: Deployment, origin: float) -> None:
         self._task = self._loop().create_task(self._main(deployment, origin))
         self._ending = self._loop().create_task(self._end(self._task, origin))

@@ -26,10 +26,6 @@ class Settings:
     """Folder that outlives a restart of the device."""
     disk_limit: int = 4 << 30
     """Bytes that the program may keep there; beyond, it is ended."""
-    message_limit: int = 256 << 20
-    """Bytes of one message between devices."""
-    body_limit: int = 2 << 30
-    """Bytes of one request of the controller: a data set, a shard."""
     inbox_limit: int = 64 << 20
     """Bytes of messages that wait for the program; beyond, senders are asked to try again later."""
     event_limit: int = 16 << 20

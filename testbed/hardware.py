@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from testbed.common import formats
+from testbed.common.errors import TestbedError
 from testbed.device import KINDS, Cost, Kind, Precision, Work
 
 SHARES: Mapping[Precision, tuple[float, float]] = {
@@ -117,6 +119,27 @@ class DeviceSpec:
             None if speed is None else speed * self.faster,
             None if memory is None else memory / values,
             None if weight is None else weight / weights,
+        )
+
+
+_COPIES = 2
+"""A sender holds a message and its encoded form, a receiver the arrived bytes and their copy in its model."""
+
+_ALWAYS_HELD = 1 << 20
+"""Bytes of a message that every device takes: methods measure links with a quarter of it."""
+
+
+def largest_message(*ends: DeviceSpec) -> int:
+    """Return the bytes of the largest message that all these devices can send and receive, by their memory."""
+    return max(_ALWAYS_HELD, int(min(device.memory for device in ends) / _COPIES))
+
+
+def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
+    """Raise `TestbedError` for a message that its sender or receiver cannot hold."""
+    if size > (largest := largest_message(sender, receiver)):
+        raise TestbedError(
+            f"a message of {formats.size(size)} from {sender.name} to {receiver.name} is too large: by their memory "
+            f"these devices hold messages of at most {formats.size(largest)}: give both more, or send it in parts"
         )
 
 

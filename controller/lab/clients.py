@@ -238,9 +238,9 @@ class Agent:
         start = {"start": event.fields["start"] + moved} if "start" in event.fields else {}
         return event._replace(time=event.time + moved, fields={**event.fields, **start})
 
-    def weights(self) -> bytes:
-        """Return the weights that the program exposes right now, as safetensors."""
-        return self._request("GET", "/weights", seconds=WORK_SECONDS).content
+    def weights(self, seconds: float = WORK_SECONDS) -> bytes:
+        """Return the weights that the program exposes right now, as safetensors; raises AgentGone after ``seconds``."""
+        return self._request("GET", "/weights", seconds=seconds).content
 
     def metrics(self) -> dict[str, float]:
         """Return the agent's metrics: name, with its labels in braces, to value."""

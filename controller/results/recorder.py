@@ -182,7 +182,7 @@ class Recorder:
         """Write how the run ended and everything that is computed from its events; return it."""
         facts, log = finished(self._manifest, outcome), EventLog.made_of(outcome.events)
         # As the file has them, so that the figures are those that will be computed from it.
-        kept = replace(outcome, events=log.rounded(), weights_file=None)
+        kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
         figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
         run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
         with self._writing():
@@ -191,6 +191,8 @@ class Recorder:
                 _replace(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
+            for device, weights in outcome.parts.items():
+                (self.path / f"weights-{device}.safetensors").write_bytes(weights)
             keep(self.path, self._trial, self._declared, figures)
             _write_figures(run)
             if self.keeps_events:

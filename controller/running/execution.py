@@ -33,7 +33,7 @@ from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.log import EventLog
-from testbed.trace.outcome import Outcome, Status, ended, without_lead
+from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended, without_lead
 
 if TYPE_CHECKING:
     from testbed.data.dataset import Dataset
@@ -46,6 +46,8 @@ GATHER_SECONDS = 2.0
 """How long the last events of the devices are waited for after the lead's program has ended."""
 DEATH_SECONDS = 3.0
 """How long after a device has fallen silent before the start the engine is asked how it ended."""
+UNGATHERED_SECONDS = 60.0
+"""How long a device may take to return its weights after a run that failed."""
 WORKERS = 16
 """Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
 T = TypeVar("T")
@@ -143,6 +145,9 @@ class Execution:
             fidelity |= self._lab.shaper.host_load()
         computed = self._prepared.problem.workload.numerics != "none"
         weights, lost = self._final_weights() if computed and status == "finished" else (None, [])
+        parts = self._weights_of_all() if computed and status in UNGATHERED else {}
+        if (left := parts.pop(self._lead, None)) is not None:
+            weights = complete(self._prepared.problem, left, self._weights)
         self._stop_all()
         return Outcome(
             runtime="emulate",
@@ -150,6 +155,7 @@ class Execution:
             error=error,
             events=self._events.ordered(),
             weights_file=weights,
+            parts=parts,
             fidelity={**fidelity, "lost": lost} if lost else fidelity,
         )
 
@@ -373,6 +379,18 @@ class Execution:
             return None, [f"the weights, since {self._lead} went down as its program ended"]
         except TestbedError:  # the lead need not expose any
             return None, []
+
+    def _weights_of_all(self) -> dict[str, bytes]:
+        """Return the weights that each device exposes which still answers."""
+
+        def ask(name: str) -> bytes | None:
+            with suppress(TestbedError):  # killed, or it exposes none
+                return self._lab.agent(name).weights(UNGATHERED_SECONDS)
+            return None
+
+        with ThreadPoolExecutor(WORKERS, "weights") as pool:
+            found = dict(zip(self._lab.devices, pool.map(ask, self._lab.devices), strict=True))
+        return {name: weights for name, weights in found.items() if weights is not None}
 
     def _stop_all(self) -> None:
         """End the programs that still run and take in what they recorded to the last."""

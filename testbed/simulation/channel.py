@@ -10,6 +10,7 @@ from asyncio import Future
 from dataclasses import dataclass
 from functools import partial
 
+from testbed.hardware import largest_message
 from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
 from testbed.simulation.calendar import Calendar
@@ -144,6 +145,8 @@ class Channel:
         self._open = False
         self.source = source
         self.link = link
+        self.largest = largest_message(source.spec, target.spec)
+        """Bytes of a message that both ends can hold."""
         self.back: Channel
         """The other direction; see `connect`."""
         self._seed = seed

@@ -11,6 +11,7 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
+from testbed.hardware import check_message
 from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Cast, Channel, Parcel, hear
 from testbed.simulation.host import Host
@@ -174,6 +175,8 @@ class SimulatedDevice:
             self._stop()
         channel = self._channels.get(peer) or self._channel(peer)
         sent, size = delivered(message, self.name)
+        if size > channel.largest:
+            check_message(size, self.host.spec, channel.target.spec)
         future = asyncio.Future[None](loop=self._loop)
         parcel = Parcel(channel, self, sent, size, self._calendar.now, future)
         channel.enqueue(parcel)
@@ -193,6 +196,8 @@ class SimulatedDevice:
         values = sum(tensor.nbytes for tensor in message.tensors.values())
         header = self._cast_form().header_size(message, peers, fields)
         size = header + values + message.padding
+        for channel in channels:
+            check_message(size, self.host.spec, channel.target.spec)
         rate = self._world.cast_rate(self.name)
         seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
         called = self._calendar.now

@@ -22,7 +22,7 @@ from testbed.simulation.host import Guest
 from testbed.simulation.recorder import Recorder
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
-from testbed.trace.outcome import Outcome, Status, ended
+from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def simulate(
             computed = problem.workload.numerics != "none"
             final = _weights(world.hosts[plan.lead].device) if computed else None
             final = final and complete(problem, final, weights)
+            parts = _parts(world, plan.lead) if computed and status in UNGATHERED else {}
     finally:
         torch.set_num_threads(threads)
         world.close()
@@ -100,6 +101,7 @@ def simulate(
         events=world.events,
         error=error,
         weights_file=final,
+        parts=parts,
         wall_seconds=time.perf_counter() - began,
     )
 
@@ -130,6 +132,11 @@ def _weights(device: Guest | None) -> bytes | None:
     if device is None or device.exposed is None:
         return None
     return b"".join(tensors.write(tensors.from_torch(device.exposed())))
+
+
+def _parts(world: World, lead: str) -> dict[str, bytes]:
+    found = {name: _weights(host.device) for name, host in world.hosts.items() if name != lead}
+    return {name: weights for name, weights in found.items() if weights is not None}
 
 
 def _message(error: BaseException | None) -> str:

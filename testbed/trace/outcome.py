@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "timed out", "interrupted"]
 """How a run ended."""
+
+
+UNGATHERED: Collection[Status] = ("failed", "timed out")
+"""Ends of a run of which the weights that single devices hold are kept: the lead may lack them."""
 
 
 def without_lead(lead: str) -> str:
@@ -90,6 +94,8 @@ class Outcome:
     """Figures that bear on trust: processor saturation, queue overflows, delay-line lateness; bytes that left."""
     weights_file: bytes | None = None
     """Weights of the whole model at the end as safetensors, where the method exposed them on its lead."""
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+    """Weights that other devices exposed, by device, as safetensors: of a run that ended before they were gathered."""
     wall_seconds: float = 0.0
 
     @cached_property

@@ -26,11 +26,11 @@ class Receiver:
     """An agent's data server whose program takes in what comes, a little later."""
 
     def __init__(self, limit: int = 1 << 26, holds: float = 0.0) -> None:
-        settings = Settings("run", "b", TOKEN, data=("127.0.0.1", 0), message_limit=WINDOW)
+        settings = Settings("run", "b", TOKEN, data=("127.0.0.1", 0))
         self.numbers: list[int] = []
         self._holds = holds
         server = DataServer(settings)
-        self.inbox = server.inbox = Inbox({"a": TOKEN}, limit, self._arrived)
+        self.inbox = server.inbox = Inbox({"a": TOKEN}, limit, self._arrived, WINDOW)
         self.address = server.address
         self._loop = asyncio.new_event_loop()
         self._loop.call_soon(server.serve)

@@ -14,7 +14,7 @@ from testbed.data.batches import micro_batches
 from testbed.device import Cost, Span
 from testbed.kits.layers import costs
 from testbed.kits.layers.shape_shard import ShapeShard, shard
-from testbed.kits.layers.shard import Shard, State
+from testbed.kits.layers.shard import Shard, State, result_of
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.pipeline.messages import (
     Activation,
@@ -108,6 +108,9 @@ class Stage:
             return made
 
         self.shard = await self.compute(build, self.copy_cost, Span("load"))
+        if self._updates is not None and self.device.name != self.position.coordinator:
+            # The coordinator's device exposes the whole model: these serve where it could not be gathered.
+            self.device.expose(lambda: result_of(self.shard.state()))
 
     @property
     def copy_cost(self) -> Cost:

@@ -59,7 +59,8 @@ class Exchange(Method[ExchangeOptions]):
             if (source, peer) not in problem.links or (peer, source) not in problem.links:
                 raise InputError(f"there is no link between '{source}' and '{peer}'", ("method", "peer"))
             ends = [source, peer]
-        parts = tuple(Piece(device=name, first=0, last=0, memory=options.payload) for name in ends)
+        # A message and its encoded form: see `testbed.hardware.largest_message`.
+        parts = tuple(Piece(device=name, first=0, last=0, memory=2 * options.payload) for name in ends)
         return Plan(method=self.name, lead=source, pieces=parts)
 
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:

@@ -90,7 +90,7 @@ def test_directions_and_pairs_do_not_share_their_rate():
 
 def test_link_without_rate_takes_its_delay_only():
     async def lead(device: Device):
-        await device.send("b", Message("m", padding=10**9))
+        await device.send("b", Message("m", padding=5 * 10**8 - 1000))
 
     run = world({"lead": lead, "b": idle}, link=Link(delay=0.25))
     run.run()
