@@ -9,7 +9,18 @@ import os
 from setuptools import Extension, find_packages, setup
 
 BESIDE = {"testbed.scenario.shipped": "scenarios", "controller.lab.recipes": "images"}
-COMPILED = ["calendar", "channel", "crossing", "device", "host", "medium", "recorder", "shared_channel", "sharing"]
+COMPILED = [
+    "calendar",
+    "channel",
+    "crossing",
+    "device",
+    "host",
+    "medium",
+    "recorder",
+    "reno",
+    "shared_channel",
+    "sharing",
+]
 """Modules of `testbed.simulation`."""
 
 

@@ -20,6 +20,7 @@ from testbed.common.formats import visible
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import SHIPPED, load, published_schema
+from testbed.trace.modelled import left_out
 
 LONGEST_NAME = 31
 """Characters of a scenario's name."""
@@ -103,6 +104,8 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         runs = trials(scenario)
         prepared = [prepare(each) for each in (runs if not in_results(scenario) else ())]
         advice = [text for each in prepared for text in each.method.advice(each.problem, each.plan)]
+        for each in runs:
+            advice += [f"not in the model of the virtual clock: {text}" for text in left_out(each.experiment)]
     except InputError as error:
         return {"file": file, "ok": False, "errors": str(error).split("\n")}
     first = runs[0].experiment

@@ -14,8 +14,9 @@ from testbed.hardware import largest_message
 from testbed.network.broadcast import heard, received
 from testbed.network.link import Link
 from testbed.simulation.calendar import Calendar
-from testbed.simulation.crossing import PACKET, RETRANSMISSION_TIMEOUT, Crossing, crossing, has_chance, passes
+from testbed.simulation.crossing import PACKET, Crossing, crossing, has_chance, passes
 from testbed.simulation.host import Guest, Host
+from testbed.simulation.reno import RETRANSMISSION_TIMEOUT, Window
 from testbed.trace.log import Form
 from testbed.wire.framing import WINDOW, chunks, wire_bytes
 from testbed.wire.message import Message
@@ -152,6 +153,8 @@ class Channel:
         self._seed = seed
         self._changes = 0
         self.crossing: Crossing | None = None
+        self._window: Window | None = None
+        """TCP window of the connection that carries the messages; None before chance had a part in one."""
         self._open = self._passable()
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
@@ -206,10 +209,12 @@ class Channel:
         if start < self._calendar.now:
             start = self._calendar.now
         self._unacknowledged += parcel.bytes
-        wire, lag = parcel.remaining, 0.0
+        wire, lag, least = parcel.remaining, 0.0, 0.0
         if self._chance:
-            wire, lag, parcel.answer = self._crossed(wire)
+            wire, least, lag, parcel.answer = self._crossed(wire)
         end = start + wire * 8 / self._rate
+        if end < start + least:
+            end = start + least
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
@@ -236,14 +241,18 @@ class Channel:
         if parcel.sender is self.source.device:
             self._unacknowledged -= parcel.bytes
 
-    def _crossed(self, wire: float) -> tuple[float, float, float]:
-        """Draw the bytes sent in all, by how much the message is later than its link says, and so its answer."""
-        lag, answer = 0.0, 0.0
+    def _crossed(self, wire: float) -> tuple[float, float, float, float]:
+        """Draw the bytes sent in all and the least seconds that takes; how late the message is, and so its answer."""
+        least, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
         if self.crossing is not None:
-            wire, lag = self.crossing.message(wire, PACKET * 8 / self._rate, self.round_trip)
-        if self.back.crossing is not None:
-            answer = self.back.crossing.answer(self.round_trip)
-        return wire, lag, answer
+            if self._window is None:
+                self._window = Window()
+            unheard = _heard if back is None else back.lost
+            spacing = PACKET * 8 / self._rate
+            wire, least, lag = self.crossing.message(wire, spacing, self.round_trip, self._window, unheard)
+        if back is not None:
+            answer = back.answer(self.round_trip)
+        return wire, least, lag, answer
 
     @property
     def round_trip(self) -> float:
@@ -355,6 +364,7 @@ class Channel:
     def _forget_connection(self) -> None:
         """Put back everything that the target has not acknowledged: it will have forgotten what it got."""
         self._refused = True
+        self._window = None
         arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
         self._unanswered.clear()
         self._at_door.clear()
@@ -431,6 +441,11 @@ class Channel:
             own = Message(message.kind, message.fields, copied, message.sender, message.padding, message.missing)
             start = cast.start + delay
             device.deliver(own, cast.bytes, start, self._calendar.now - start, cast.number)
+
+
+def _heard() -> bool:
+    """Lose no acknowledgement."""
+    return False
 
 
 def _arrive(parcel: Parcel) -> None:

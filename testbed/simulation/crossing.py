@@ -1,7 +1,8 @@
 """What chance does to messages on one direction of a link: packets lost, corrupted, late, or out of turn.
 
 A message arrives when the last of its packets does, in whatever order: TCP puts them right. A corrupted packet
-fails its checksum and is as good as lost; one that arrives twice changes nothing.
+fails its checksum and is as good as lost; one that arrives twice changes nothing. How TCP repeats lost packets, and how
+much slower it sends after a loss, is in `testbed.simulation.reno`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,12 @@ import math
 
 from testbed.network import impairments
 from testbed.network.link import Link
+from testbed.simulation.reno import LONGEST_TIMEOUT, RETRANSMISSION_TIMEOUT, Chance, Transmission, Window
 from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 
-RETRANSMISSION_TIMEOUT = 0.2
-"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
-LONGEST_TIMEOUT = 2.0
-"""Where the doubling ends: the agent gives a connection up that is silent for so long, and connects again."""
 PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
 """Bytes on the wire of a full segment."""
-_ROUNDS = 10_000
+_ATTEMPTS = 10_000
 """Attempts after which it gets through: so that a link that loses nearly everything delays nobody for ever."""
 _LATEST = 1000
 """Packets of a message whose delays are drawn: those before its last thousand are there long before it is."""
@@ -42,34 +40,33 @@ class Crossing:
         """Draw the delay of the next packet."""
         return self._delay if self._delays is None else self._delays()
 
-    def message(self, wire: float, spacing: float, round_trip: float) -> tuple[float, float]:
-        """Draw what becomes of a message of this many bytes on the wire, whose packets leave ``spacing`` seconds apart.
+    def message(
+        self, wire: float, spacing: float, round_trip: float, window: Window, unheard: Chance
+    ) -> tuple[float, float, float]:
+        """Draw the course of a message of this many bytes on the wire, whose full packets take ``spacing`` seconds.
 
-        Returns the bytes sent in all, and by how much it arrives later than its last byte's departure and the link's
-        delay say: negative where that byte skips the delay. Each round repeats what the one before lost. Where others
-        follow a lost packet, that is noticed within a round trip; a lone one is repeated only at the time-out.
+        Returns the bytes sent in all; the least seconds that they take to leave, 0 where the rate alone decides; and by
+        how much the message arrives later than its last byte's departure and the link's delay say: negative where that
+        byte skips the delay. ``unheard`` draws whether an acknowledgement is lost.
         """
-        total, lag, timeout = wire, 0.0, RETRANSMISSION_TIMEOUT
         packets = math.ceil(wire / PACKET)
-        for _ in range(_ROUNDS):
-            if not (lost := self._losses(packets)):
-                break
-            total += min(lost * PACKET, wire)
-            lag += round_trip
-            if packets == 1:
-                lag += timeout
-                timeout = min(2 * timeout, LONGEST_TIMEOUT)
-            packets = lost
-        return total, lag + self._latest(packets, spacing)
+        if self._lost is None and self._corrupted is None:
+            return wire, 0.0, self._latest(packets, spacing)
+        size = wire / packets
+        course = Transmission(window, packets, spacing * size / PACKET, round_trip, self.lost, unheard)
+        course.run()
+        late = course.over - course.busy
+        return course.sent * size, course.busy, late + self._latest(course.last, spacing)
 
     def answer(self, round_trip: float) -> float:
-        """Draw by how much an answer, a message of one packet, arrives later than the link's delay says."""
-        return self.message(PACKET, 0.0, round_trip)[1]
-
-    def _losses(self, packets: int) -> int:
-        if self._lost is None and self._corrupted is None:
-            return 0
-        return sum(self.lost() for _ in range(packets))
+        """Draw by how much an answer, one packet of a connection's other direction, is later than the link's delay."""
+        lag, timeout = 0.0, RETRANSMISSION_TIMEOUT
+        for _ in range(_ATTEMPTS):
+            if not self.lost():
+                break
+            lag += round_trip + timeout
+            timeout = min(2 * timeout, LONGEST_TIMEOUT)
+        return lag + self._latest(1, 0.0)
 
     def _latest(self, packets: int, spacing: float) -> float:
         """Return when the last of the packets arrives, from when the last one would with the link's delay."""

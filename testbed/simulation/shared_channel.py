@@ -63,13 +63,15 @@ class SharedChannel(Channel):
         parcel, start = leaving
         if parcel is not self._present or self._flow is not None or parcel.start != start:
             return  # it was interrupted before it began
-        wire, self._lag = parcel.remaining, 0.0
+        wire, least, self._lag = parcel.remaining, 0.0, 0.0
         if self._chance:
-            wire, self._lag, parcel.answer = self._crossed(wire)
+            wire, least, self._lag, parcel.answer = self._crossed(wire)
         cap = self._rate
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
+        if least:
+            cap = min(cap, wire * 8 / least)
         self._flow = SharedTransfer(wire * 8, cap, uses, self._left)
         self._sharing.begin(self._flow)
 

@@ -14,11 +14,10 @@ from itertools import chain
 from typing import Any
 
 from testbed.experiment import Experiment
-from testbed.network.link import Link
-from testbed.network.parts import LinkPart
 from testbed.trace.disturbances import Strike
 from testbed.trace.host import HostTime, added
 from testbed.trace.log import EventLog
+from testbed.trace.modelled import left_out
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Record
 from testbed.trace.recovery import recovery_list
@@ -140,21 +139,8 @@ def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> C
 
 
 def _left_out(experiment: Experiment) -> list[Check]:
-    """Name what the scenario asks of its links and the simulation does not model (see ``testbed.simulation``)."""
-    parts: list[Link | LinkPart] = [
-        # By identity: a mesh of a thousand devices has a million links, but few values.
-        *{id(link): link for link in experiment.links.values()}.values(),
-        *(fault.degrade for fault in experiment.faults if fault.degrade is not None),
-        *(change.link for change in experiment.changes if change.link is not None),
-    ]
-    found = [
-        text
-        for text, asked in (
-            ("queue limits", any(part.limit is not None for part in parts)),
-            ("packets that arrive twice", any(part.duplicate for part in parts)),
-        )
-        if asked
-    ]
+    """Name what the scenario asks of its links and the simulation does not model (see `testbed.trace.modelled`)."""
+    found = left_out(experiment)
     return [Check("model", None, f"not in the model: {' and '.join(found)}")] if found else []
 
 

@@ -78,6 +78,11 @@ def test_validate_says_ok_or_what_is_wrong(call, tmp_path):
     assert results[1]["errors"][0].startswith(f"{bad}:1: workload: is missing")
 
 
+def test_validate_names_losses_that_the_virtual_clock_does_not_follow(call):
+    assert "not in the model" in call("validate", "quickstart", "--set", "network.link.loss=20%")
+    assert "not in the model" not in call("validate", "quickstart", "--set", "network.link.loss=1%")
+
+
 def test_validate_checks_every_point_of_a_sweep(call):
     shown = call("validate", "quickstart", "--set", "sweep={workload.method.stages: [2, 9]}", status=2)
     assert "(sweep: 9): workload.method.stages: " in shown

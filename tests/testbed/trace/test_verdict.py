@@ -10,6 +10,7 @@ import pytest
 from testbed.network.link import Link
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed.trace.modelled import left_out
 from testbed.trace.outcome import LinkMeasurement
 from testbed.trace.verdict import verdict
 from tests.helpers import recorded
@@ -132,6 +133,24 @@ def test_late_changes_of_traces_and_flaps() -> None:
     assert bad["trace"]["detail"] == "1 of 2 changes by the trace, the latest 60 ms late (at most 50 ms)"
     assert bad["flaps"]["detail"] == "1 of 2 changes by the flaps, the latest 35 ms late (at most 30 ms)"
     assert (bad["trace"]["ok"], bad["flaps"]["ok"]) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("link", "named"),
+    [
+        ({"delay": "10ms", "loss": "5%"}, False),
+        ({"delay": "10ms", "loss": "4%", "corrupt": "3%"}, True),
+        ({"delay": "1ms", "loss": "1%"}, False),
+        ({"delay": "1ms", "loss": "2%"}, True),
+        ({"delay": "10ms", "bursts": {"p": "10%", "r": "50%"}}, True),
+        ({"delay": "10ms", "message_loss": "40%"}, False),
+        ({"delay": "10ms", "jitter": "3ms"}, False),
+        ({"delay": "10ms", "jitter": "4ms"}, True),
+    ],
+)
+def test_losses_and_jitter_beyond_those_that_the_clocks_agree_on_are_named(link: dict[str, Any], named: bool) -> None:
+    trial = recorded.trial(network={"link": {"rate": "8mbit", **link}})
+    assert any("TCP" in text for text in left_out(trial.experiment)) is named
 
 
 def test_a_simulation_says_what_of_the_links_it_leaves_out() -> None:

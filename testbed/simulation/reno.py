@@ -1,0 +1,259 @@
+"""TCP Reno as Linux has it, round trip by round trip: how long a message takes over a link that loses packets.
+
+A round sends as many packets as the window holds. Without a loss the window grows: by as many packets as were sent
+until it reaches a threshold, by one afterwards. A loss halves it once for each recovery, and the lost packets are
+repeated in the next round. A loss that no later packet shows waits for a timer: a probe after two round trips, or the
+retransmission time-out. The constants are those of Linux 6, `net/ipv4/tcp_recovery.c` and `tcp_output.c`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+RETRANSMISSION_TIMEOUT = 0.2
+"""Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
+LONGEST_TIMEOUT = 2.0
+"""Where the doubling ends: the agent gives a connection up that is silent for so long, and connects again."""
+FIRST_WINDOW = 10
+"""Packets that a new connection sends at once."""
+_LEAST_WINDOW = 2
+_DELAYED_ACKNOWLEDGEMENT = 0.04
+"""Seconds for which a receiver keeps the acknowledgement of every other packet back."""
+_TICK = 0.005
+"""Seconds by which a short timer is late: the kernel adds 2 ms and rounds up to its clock's tick of 4 ms."""
+_SHOWN = 3
+"""Later packets that must arrive before one counts as lost at once; with fewer a timer decides."""
+_QUEUED_PACKETS, _QUEUED_SECONDS = 2, 0.001
+"""Packets beyond the link's own that TCP hands to the queue before the link: so many, and those of so many seconds."""
+_ATTEMPTS = 10_000
+"""Rounds and time-outs, beyond one for each packet, after which a message gets through whatever the link loses."""
+
+Chance = Callable[[], bool]
+
+
+class Window:
+    """Packets that a connection may have under way; kept from one message to the next."""
+
+    __slots__ = ("_credit", "size", "threshold")
+
+    def __init__(self) -> None:
+        self.size: int = FIRST_WINDOW
+        self.threshold: float = math.inf
+        """The size from which a round adds one packet only."""
+        self._credit = 0
+
+    def grow(self, sent: int) -> None:
+        """Grow after a round without loss; a window that was not used up stays as it is."""
+        if self.size < self.threshold:
+            if self.size < 2 * sent:
+                self.size = int(min(self.size + sent, self.threshold))
+        elif sent >= self.size:
+            self._credit += sent
+            if self._credit >= self.size:
+                self._credit -= self.size
+                self.size += 1
+
+    def halve(self) -> None:
+        """Shrink after a loss that later packets showed."""
+        self.size = max(self.size // 2, _LEAST_WINDOW)
+        self.threshold, self._credit = float(self.size), 0
+
+    def restart(self) -> None:
+        """Shrink to the least after a time-out, and grow fast up to half of the former size."""
+        self.halve()
+        self.size = _LEAST_WINDOW  # the packet that was repeated is acknowledged by then
+
+
+class Transmission:
+    """The packets of one message. `run` fills in ``sent``, ``busy`` and ``over``."""
+
+    __slots__ = (
+        "_attempts",
+        "_budget",
+        "_left",
+        "_lost",
+        "_missing",
+        "_most",
+        "_most_attempts",
+        "_now",
+        "_recovering",
+        "_round_trip",
+        "_same_recovery",
+        "_spacing",
+        "_unheard",
+        "_window",
+        "busy",
+        "last",
+        "over",
+        "sent",
+    )
+
+    def __init__(
+        self, window: Window, packets: int, spacing: float, round_trip: float, lost: Chance, unheard: Chance
+    ) -> None:
+        """``spacing`` is the time of a packet on the link; ``lost`` and ``unheard`` draw the fates of a packet and of
+        an acknowledgement."""
+        self.sent = 0
+        """Packets sent in all."""
+        self.busy = 0.0
+        """Seconds until every packet had left for the first time."""
+        self.over = 0.0
+        """Seconds until the last packet that arrived had left."""
+        self.last = 0
+        """Packets of the last round."""
+        self._window = window
+        self._left = packets
+        """Packets that have not left yet."""
+        self._missing = 0
+        """Packets known to be lost."""
+        self._spacing = spacing
+        self._round_trip = round_trip
+        self._lost = lost
+        self._unheard = unheard
+        self._now = 0.0
+        self._recovering = False
+        self._budget = 0
+        """Packets that a round of a recovery sends."""
+        self._same_recovery = 0
+        """New packets of a recovery's first round that had left before it began: their loss halves nothing again."""
+        self._attempts = 0
+        self._most_attempts = packets + _ATTEMPTS
+        # What is beyond that waits in the sender's own socket.
+        self._most = packets
+        if spacing:
+            self._most = int(round_trip / spacing + _QUEUED_PACKETS + _QUEUED_SECONDS / spacing)
+
+    def run(self) -> None:
+        """Send until everything has arrived."""
+        while self._left or self._missing:
+            self._round()
+        self.over = max(self._now - self._round_trip, self.busy)
+
+    def _round(self) -> None:
+        window = self._budget if self._recovering else min(self._window.size, self._most)
+        repeated = min(self._missing, window)
+        count = min(self._left, window - repeated)
+        self._missing -= repeated
+        self._left -= count
+        count += repeated
+        fates = self._fates(count)
+        lost = sum(fates)
+        self.sent += count
+        self.last = count
+        gone = self._now + count * self._spacing  # when the last of them has left
+        more = self._left > 0 or self._missing > 0
+        if not self._left and not self.busy:
+            self.busy = gone
+        if not lost and not more:
+            self._now = gone + self._round_trip
+            if not self._recovering:
+                self._window.grow(count)
+            return
+        first = fates.index(True) if lost else count
+        arrived = count - lost
+        # Lost are the last ones only, so the receiver sees no gap and acknowledges every other packet.
+        in_order = first == arrived
+        answers = arrived // 2 if in_order and not self._recovering else arrived
+        heard = answers >= 4 or not all(self._unheard() for _ in range(answers))
+        self._missing += lost
+        if not heard or (lost and in_order and not more):
+            self._await(gone, count, arrived, heard, in_order)
+            return
+        self._now = max(self._now + self._round_trip + self._spacing, gone)
+        if not lost:
+            if not self._recovering:
+                self._window.grow(count)
+            self._recover(self._window.size)
+        elif not self._recovering:
+            self._begin_recovery(first, arrived - first)
+        else:
+            if any(fates[repeated + self._same_recovery :]):
+                self._window.halve()
+            self._recover(self._window.size)
+
+    def _begin_recovery(self, first: int, behind: int) -> None:
+        """Halve the window once so many packets ``behind`` the ``first`` lost one have arrived."""
+        self._window.halve()
+        budget = self._window.size
+        if behind < _SHOWN:
+            timer = self._round_trip / 8 + _TICK
+            self._now += min(timer, self._round_trip + self._spacing) if self._left else timer
+        if self._left:
+            # Those acknowledged before the loss showed let as many new ones leave, of the others one for every two.
+            budget = first + min(behind, _SHOWN - 1) + max(1, (behind - 1) // 2)
+        self._recover(budget)
+        self._same_recovery = first + _SHOWN - 1
+
+    def _fates(self, count: int) -> list[bool]:
+        self._attempts += 1
+        if self._attempts > self._most_attempts:
+            return [False] * count
+        lost = self._lost
+        return [lost() for _ in range(count)]
+
+    def _fails(self) -> bool:
+        """Draw whether a packet or its acknowledgement is lost."""
+        self._attempts += 1
+        return self._attempts <= self._most_attempts and (self._lost() or self._unheard())
+
+    def _recover(self, budget: int) -> None:
+        """Send so many packets in the next round while lost ones are missing."""
+        self._recovering = self._missing > 0
+        self._budget = budget
+        self._same_recovery = 0
+
+    def _time_out(self, since: float) -> None:
+        """Repeat one packet, silence ``since`` then, until it is acknowledged."""
+        self._window.restart()
+        wait = self._round_trip + RETRANSMISSION_TIMEOUT
+        self._now = since + wait
+        self.sent += 1
+        while self._fails():
+            wait = min(2 * wait, self._round_trip + LONGEST_TIMEOUT)
+            self._now += wait
+            self.sent += 1
+            self._window.restart()
+        self._now += self._round_trip
+        self._missing = max(0, self._missing - 1)
+
+    def _await(self, gone: float, count: int, arrived: int, heard: bool, in_order: bool) -> None:
+        """Wait for the timer that ends a silence: in a recovery the time-out, else a probe."""
+        since = gone + self._round_trip if heard else gone
+        if self._recovering or not in_order:
+            self._time_out(since)
+            self._recover(self._window.size)
+        else:
+            self._probe(since, gone, count, arrived, heard)
+            self._recover(self._window.size if heard else 1)
+
+    def _probe(self, since: float, gone: float, count: int, arrived: int, heard: bool) -> None:
+        """Send one packet more, unless a delayed acknowledgement lets new packets leave before."""
+        lost = count - arrived
+        due = since + self._probe_timer(lost + arrived % 2 if heard else count)
+        delayed = gone + self._round_trip + _DELAYED_ACKNOWLEDGEMENT
+        probes = True
+        if arrived % 2 and delayed < due:
+            due = delayed + self._probe_timer(lost)
+            if self._left:
+                due, probes = delayed, False
+        if probes:
+            self.sent += 1
+            renews = self._left > 0
+            if renews:
+                self._left -= 1
+                if not self._left:
+                    self.busy = due
+            if self._fails():
+                self._time_out(due)
+                return
+            if not renews:
+                self._missing = max(0, self._missing - 1)
+        if lost:
+            self._window.halve()
+        self._now = due + self._round_trip
+
+    def _probe_timer(self, outstanding: int) -> float:
+        """Return the seconds until TCP probes after the last acknowledgement, with so many packets unacknowledged."""
+        timeout = self._round_trip + RETRANSMISSION_TIMEOUT
+        return timeout if outstanding == 1 else min(2 * self._round_trip + _TICK, timeout)

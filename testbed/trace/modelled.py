@@ -1,0 +1,44 @@
+"""The properties of a scenario's links that the virtual clock does not model, or not as closely as the others."""
+
+from __future__ import annotations
+
+from testbed.experiment import Experiment
+from testbed.network.impairments import expected_loss
+from testbed.network.link import Link
+from testbed.network.parts import LinkPart
+
+MOST_LOSS = 0.05
+"""Share of lost packets up to which messages take as long as in containers, within 15 % (docs/fidelity.md)."""
+MOST_LOSS_NEARBY = 0.01
+"""The same on links shorter than `NEARBY`, where a time-out takes as long as a hundred round trips."""
+NEARBY = 0.01
+"""Seconds of one-way delay."""
+MOST_JITTER = 0.3
+"""Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
+
+
+def left_out(experiment: Experiment) -> list[str]:
+    """Return a text for each property of the links that the virtual clock does not model."""
+    # By identity: a mesh of a thousand devices has a million links, but few values.
+    links = [*{id(link): link for link in experiment.links.values()}.values()]
+    changes: list[LinkPart] = [fault.degrade for fault in experiment.faults if fault.degrade is not None]
+    changes += [change.link for change in experiment.changes if change.link is not None]
+    parts: list[Link | LinkPart] = [*links, *changes]
+    found = []
+    if any(part.limit is not None for part in parts):
+        found.append("queue limits")
+    if any(part.duplicate for part in parts):
+        found.append("packets that arrive twice")
+    if any(map(_loses_much, links)) or any((part.loss or 0.0) > MOST_LOSS for part in changes):
+        found.append(
+            f"TCP where more than {MOST_LOSS:.0%} of the packets are lost "
+            f"({MOST_LOSS_NEARBY:.0%} below {NEARBY * 1e3:g} ms)"
+        )
+    if any(link.jitter > MOST_JITTER * link.delay for link in links):
+        found.append(f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay")
+    return found
+
+
+def _loses_much(link: Link) -> bool:
+    most = MOST_LOSS if link.delay >= NEARBY else MOST_LOSS_NEARBY
+    return round(expected_loss(link), 9) > most  # 5 % is computed as 5.000000000000004 %
