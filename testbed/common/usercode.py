@@ -58,7 +58,7 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         return self.sources[fullname]
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self.sources[fullname], shown(fullname), "exec")
+        return compile(self.sources[fullname], shown(fullname), "exec", dont_inherit=True)
 
 
 _IMPORTER = _TextImporter()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from testbed.common.lazy import torch
 from testbed.wire.message import Message, WireError
 
-Fixed = float
-"""A number that takes as many bytes whatever it is, so that what is computed does not decide how long it travels."""
+Fixed = Annotated[float, "fixed length"]
+"""A number that is sent as text of constant length, so that results do not decide how long messages travel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,10 @@ class Typed:
             micro: int
             tensor: torch.Tensor
 
-    A field annotated ``torch.Tensor`` travels as the tensor of that name. One annotated ``State`` brings all other
-    tensors of the message, under their own names. One annotated ``Fixed`` travels as text of always the same length.
-    Every other field is a JSON value; tuples arrive as lists. A field
-    that is None, and is None by default, is left out.
+    The type of a field decides how it is sent, however its annotation is written. A tensor is sent under the field's
+    name. A mapping from names to tensors (``State``) holds all other tensors of the message, under their own names. A
+    ``Fixed`` number is sent as text of constant length. Every other field is a JSON value; tuples arrive as lists. A
+    field that is None, and is None by default, is left out.
     """
 
     kind: ClassVar[str] = ""
@@ -80,25 +82,64 @@ class _Form:
     defaults: Mapping[str, Any]
 
 
+class _Tensor:
+    """Stands for `torch.Tensor` where annotations are resolved, which must not import torch."""
+
+
+class _Torch:
+    """The name ``torch`` in annotations that are text."""
+
+    Tensor = _Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @cache
 def _form(kind: type[Typed]) -> _Form:
+    """Classify the fields of a message by their types; raises TypeError for an annotation that names nothing."""
+    try:
+        hints = get_type_hints(kind, localns={"torch": _Torch()}, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"{kind.__qualname__}: the annotation of a field cannot be resolved: {error}") from None
     values: list[tuple[str, bool]] = []
     tensors: list[str] = []
+    fixed: list[str] = []
     state = None
     for each in fields(kind):
-        annotation = str(each.type)
         if each.name in ("sender", "padding", "missing"):
             continue
-        if annotation.startswith("torch.Tensor"):
+        hint = _without_none(hints[each.name])
+        if _is_tensor(hint):
             tensors.append(each.name)
-        elif annotation == "State":
+        elif _is_state(hint):
             state = each.name
         else:
             values.append((each.name, each.default is None))
-    fixed = tuple(each.name for each in fields(kind) if str(each.type).startswith("Fixed"))
+            if hint == Fixed:
+                fixed.append(each.name)
     defaults = {each.name: each.default for each in fields(kind) if each.default is not MISSING}
     names = frozenset(each.name for each in fields(kind))
-    return _Form(tuple(values), tuple(tensors), fixed, state, names, defaults)
+    return _Form(tuple(values), tuple(tensors), tuple(fixed), state, names, defaults)
+
+
+def _without_none(hint: Any) -> Any:
+    """Return T for ``T | None``, and any other type as it is."""
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    others = [each for each in get_args(hint) if each is not NoneType]
+    return others[0] if len(others) == 1 else hint
+
+
+def _is_tensor(hint: Any) -> bool:
+    return hint is _Tensor or ("torch" in sys.modules and hint is torch.Tensor)
+
+
+def _is_state(hint: Any) -> bool:
+    """Return whether a type is a mapping from names to tensors."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+    return is_mapping and len(arguments) == 2 and arguments[0] is str and _is_tensor(arguments[1])
 
 
 def encode(message: Typed) -> Message:
