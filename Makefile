@@ -93,7 +93,7 @@ lock: $(READY) ## write requirements.lock from what is installed in .venv
 	$(VENV)/bin/python -m pip freeze --all --exclude-editable | grep -v -e '^#' -e '^pip==' | sed 's/+cpu$$//' | sort -f; \
 	} > .build-lock && mv .build-lock requirements.lock
 
-clean: ## remove all runs, the build folder and caches; environment, images and results stay
+clean: ## remove your runs, the build folder and caches; environment, images and results stay
 	-@test ! -x $(TESTBED) || $(TESTBED) down --all
 	@$(MAKE) --no-print-directory plain
 	rm -rf .build build .mypy_cache .ruff_cache .pytest_cache .hypothesis

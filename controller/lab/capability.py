@@ -14,7 +14,7 @@ import docker
 from docker.errors import APIError, ContainerError
 
 from controller.lab.containers import SHAPER_CAPABILITIES
-from controller.lab.images import names
+from controller.lab.images import present_names
 from controller.lab.removal import RUN, remove_run
 from controller.shaping.capability import Capability
 from testbed.common.errors import HostError, InputError
@@ -24,8 +24,9 @@ from testbed.experiment import Experiment
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a backend, some seconds, and keep what was found; raises HostError when it cannot be had here."""
+    image = present_names(client).shaper
     try:
-        said = in_shaper(client, names().shaper, ["python3", "-m", "controller.shaping.capability", backend])
+        said = in_shaper(client, image, ["python3", "-m", "controller.shaping.capability", backend])
     except APIError as error:
         raise HostError(f"the engine refuses: {error.explanation}") from error
     found = Capability(**json.loads(said))

@@ -24,7 +24,7 @@ from controller.lab.containers import look, make_container, published_url, shape
 from controller.lab.engine import connect, facts, lab_problem, may_start, refusal_within
 from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
-from controller.lab.images import REGISTRY_BASE, exists, image_folder, names, present_names
+from controller.lab.images import REGISTRY_BASE, exists, image_folder, present_names
 from controller.lab.networks import make_control_network
 from controller.lab.removal import remove_run
 from controller.lab.runstate import RunState, new_id
@@ -81,10 +81,11 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         return
     yield from _engine(client, engine)
     usable = lab_problem(client, engine) is None
-    backends = list(_links(client)) if usable else []
+    image = present_names(client).shaper
+    backends = list(_links(client, image)) if usable else []
     yield from backends
-    if usable and exists(client, names().shaper) and not any(check.needed for check in backends):
-        yield _shaper(client)
+    if usable and exists(client, image) and not any(check.needed for check in backends):
+        yield _shaper(client, image)
     yield from _host(client)
     if measure:
         works = [name for name in ("netem", "userspace") if any(_works(check, name) for check in backends)]
@@ -160,9 +161,8 @@ def _registry(client: docker.DockerClient) -> HostCheck:
     return HostCheck("registry", "missing", "none reachable", help_)
 
 
-def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
+def _links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
-    image = names().shaper
     if not exists(client, image):
         yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")
         return
@@ -183,12 +183,12 @@ def _links(client: docker.DockerClient) -> Iterator[HostCheck]:
         yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {MODULES_HELP}", needed=True)
 
 
-def _shaper(client: docker.DockerClient) -> HostCheck:
+def _shaper(client: docker.DockerClient, image: str) -> HostCheck:
     """Start a shaper as a run does, and ask it at its published port."""
     state = RunState(new_id("doctor"), secrets.token_urlsafe(24), lease=_SHAPER_LEASE)
     try:
         make_control_network(client, state.run)
-        make_container(client, state.run, SHAPER, shaper_settings(state, names().shaper, "auto"))
+        make_container(client, state.run, SHAPER, shaper_settings(state, image, "auto"))
         url = look(client, state.run, SHAPER, "", lambda _name, found: published_url(found)).control_url
         Health(client, state.run, {}).wait_for({SHAPER: url}, published=True)
         shaper = Shaper(url, state.token_of(SHAPER))

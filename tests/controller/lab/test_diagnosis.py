@@ -20,7 +20,7 @@ def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_mo
         networks=SimpleNamespace(list=lambda **_: []),
     )
     monkeypatch.setattr(diagnosis.capability, "remove_run", lambda *_, **__: [])
-    checks = list(diagnosis._links(client))
+    checks = list(diagnosis._links(client, "testbed/shaper:x"))
     assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
     assert "error setting rlimits" in checks[0].detail
     assert "modprobe" not in f"{checks[0]}"
