@@ -39,6 +39,7 @@ CheckStatus = Literal["ok", "missing", "unknown"]
 _REGISTRY_PATIENCE = 5.0
 _ROOM = 6 * 10**9
 """Bytes: the images take half of it, and twice as much while they are built."""
+_ROOM_WITH_CUDA = 16 * 10**9
 _SHAPER_LEASE = 120.0
 """Seconds after which the shaper that is tried ends, whoever else has."""
 _TRY_LINKS = (
@@ -211,7 +212,8 @@ def _host(client: docker.DockerClient | None) -> Iterator[HostCheck]:
     folder = image_folder(client.info()) if client else Path("/var/lib")
     if folder.is_dir():
         free = shutil.disk_usage(folder).free
-        status: CheckStatus = "ok" if free > _ROOM else "missing"
-        yield HostCheck("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {_ROOM / 1e9:.0f} GB")
+        room = _ROOM_WITH_CUDA if os.environ.get("TESTBED_TORCH") == "cuda" else _ROOM
+        status: CheckStatus = "ok" if free > room else "missing"
+        yield HostCheck("disk", status, f"{free / 1e9:.0f} GB free for images", f"make room: {room / 1e9:.0f} GB")
     unbootable = "" if shutil.which("qemu-system-x86_64") else "only tests of netem want it"
     yield _judged("qemu", unbootable, "tests can boot a kernel with sch_netem", "apt-get install qemu-system-x86")

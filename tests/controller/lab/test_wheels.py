@@ -247,3 +247,27 @@ def test_a_full_disk_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.M
     assert "became full" in wheels.describe_full_disk("tar: No space left on device", tmp_path)
     monkeypatch.setattr(wheels.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
     assert wheels._explain("E: gpg failed to initialize trustdb", tmp_path).startswith("the disk of")
+
+
+def test_packages_of_a_program_share_the_torch_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(wheels.host_machine(), wheels.torch_builds()[0])
+    asked: list[str] = []
+
+    def fetch(folder: Path, _: Target, *arguments: str) -> str:
+        asked.extend(arguments)
+        numpy = metadata.version("numpy")
+        for stem in ("flwr-1.22.0", f"torch-{target.torch}", f"numpy-{numpy}", "click-1.0"):
+            (folder / f"{stem}-py3-none-any.whl").touch()
+        return ""
+
+    monkeypatch.setattr(wheels, "BUILD", tmp_path)
+    monkeypatch.setattr(wheels, "pip_wheels", fetch)
+    monkeypatch.setattr(wheels, "fetch_cpu_torch", lambda *_: True)
+    monkeypatch.setattr(Target, "is_this_machine", lambda _: True)
+    found = wheels.fetch_program_wheels(tmp_path / "flwr", ["flwr==1.22.0"], target, print)
+    assert {path.name.split("-")[0] for path in found} == {"flwr", "click"}
+    constraints = Path(asked[asked.index("--constraint") + 1])
+    assert constraints.read_text().strip() == f"torch=={target.torch}"
+    asked.clear()
+    wheels.fetch_program_wheels(tmp_path / "older", ["torch==2.9.0"], target, print)
+    assert "--constraint" not in asked
