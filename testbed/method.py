@@ -216,6 +216,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     frozen_placed: ClassVar[bool] = False
     """Whether devices keep their units for the whole run, so that given weights which are frozen are placed on all
     before it; else messages carry them. Frozen weights of the seed are on every device anyway."""
+    odd_batches: ClassVar[bool] = False
+    """Whether the last batch of an epoch may be smaller, as ``workload.drop_last: false`` asks for."""
     precisions: ClassVar[bool] = False
     """Whether devices compute in the precision that the scenario gives them; else only float32 is taken."""
     samples_everywhere: ClassVar[bool] = False

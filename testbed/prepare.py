@@ -5,7 +5,7 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from testbed.models.making import KEY as MODEL_FILE
 from testbed.plan import Plan
 from testbed.scenario.expand import device_names, trials
 from testbed.scenario.loading import load
+from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import events_of
 from testbed.training.schema import NamedPart, named_in
@@ -123,6 +124,7 @@ def prepare(trial: Trial) -> Prepared:
         _check_precision(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
+        _check_last_batch(method, problem)
         plan = method.plan(problem)
     except InputError as error:
         found = _locate(error, trial)
@@ -140,6 +142,34 @@ def prepare(trial: Trial) -> Prepared:
     if problems:
         raise scenario.source.error(problems)
     return Prepared(trial, method, problem, plan, pretraining, shares)
+
+
+def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
+    """Prepare the runs of a sweep; return those that can be run, by their numbers, and a text for each refused one.
+
+    A text names the point and the seed. Raises `InputError` where all are refused.
+    """
+    prepared: dict[int, Prepared] = {}
+    refused: list[str] = []
+    reasons: list[InputError] = []
+    for number, trial in enumerate(runs):
+        try:
+            prepared[number] = prepare(trial)
+        except InputError as error:
+            again = [f"repetition={trial.repetition + 1}"] if trial.repetition else []
+            named = ", ".join([*point_parts(trial.point), *again, f"seed {trial.scenario.seed}"])
+            reasons.append(error)
+            refused.append(f"{named}: {error}")
+    if not prepared:
+        same = len({str(error) for error in reasons}) == 1
+        raise reasons[0] if same else InputError("\n".join(refused))
+    return prepared, refused
+
+
+def raise_refused(refused: Sequence[str]) -> None:
+    """Raise `InputError` with the texts of `prepare_all`, if there are any."""
+    if refused:
+        raise InputError("\n".join(refused))
 
 
 def _check_training(method: Method, problem: Problem) -> None:
@@ -187,6 +217,24 @@ def _check_normalisation(method: Method, problem: Problem) -> None:
                 "use larger batches, or fewer micro-batches of each",
                 ("batch_size",),
             )
+
+
+def _check_last_batch(method: Method, problem: Problem) -> None:
+    """Raise `InputError` where a method has batches of one size, or the last one is too small for the model."""
+    workload, key = problem.workload, ("drop_last",)
+    if workload.drop_last or workload.task != "train":
+        return
+    if not method.odd_batches:
+        raise InputError(f"'{method.name}' takes batches of one size: leave this out", key)
+    known = data.known_samples(workload.data)
+    counts = [*problem.samples.values()] or ([known] if known else [])
+    parts = workload.batch_size // method.samples_at_once(problem)
+    needed = max(unit.least_samples for unit in problem.model.units)
+    for count in counts:
+        last = count % workload.batch_size
+        if last and last // min(parts, last) < needed:
+            text = f"the last batch of {count} samples has {last}, too few to normalise: use another batch_size"
+            raise InputError(text, key)
 
 
 def model_code(scenario: Scenario) -> Code | None:
@@ -276,7 +324,7 @@ def _workload_batches(scenario: Scenario) -> int | None:
     samples = data.known_samples(workload.data)
     if samples is None or workload.epochs is None:
         return None
-    return workload.epochs * steps_per_epoch(samples, workload.batch_size)
+    return workload.epochs * steps_per_epoch(samples, workload.batch_size, workload.drop_last)
 
 
 def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
@@ -296,12 +344,7 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
         raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
     labels = data.train_labels(part, scenario.data_folder)
     groups = data.train_groups(part, scenario.data_folder)
-    shares = shared(labels, problem.model.classes, owners, part.split, problem.seed, groups)
-    size, most = problem.workload.batch_size, max(map(len, shares.values()))
-    if size > most:
-        text = f"a batch of {size} is more than the training samples of any device: use at most {most}"
-        raise InputError(text, ("batch_size",))
-    return shares
+    return shared(labels, problem.model.classes, owners, part.split, problem.seed, groups)
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:

@@ -90,11 +90,20 @@ class SplitPart(Part):
         "values go to devices so that these have about as many samples",
     )
 
+    min_samples: int | None = Field(
+        None,
+        ge=1,
+        description="with dirichlet or quantity: samples that each device has at least; shares are drawn again, up to "
+        "1,000 times, until all have as many",
+    )
+
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
         if sum(getattr(self, key) is not None for key in ways) != 1:
             raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
+        if self.min_samples is not None and self.dirichlet is None and self.quantity is None:
+            raise ValueError("'min_samples' goes with 'dirichlet' or 'quantity', whose shares are drawn")
         return self
 
 
@@ -281,6 +290,11 @@ class WorkloadPart(Part):
         "which is quicker for small networks and equal but for rounding (on containers it is full)",
     )
     batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
+    drop_last: bool = Field(
+        True,
+        description="training: samples that make no whole batch sit out an epoch, another order of the next one brings "
+        "them back; false: they make a smaller last batch",
+    )
     epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: how often every sample is seen")
     steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: number of steps, instead of epochs")
     requests: int | None = Field(

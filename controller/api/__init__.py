@@ -30,7 +30,7 @@ from controller.results.run import Run, run_name
 from controller.results.streams import Callback
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.prepare import Prepared, prepare
+from testbed.prepare import Prepared, prepare, prepare_all
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import TOGETHER, Scenario, Source
@@ -99,6 +99,9 @@ class Result:
 
 class Results(list[Result]):
     """The runs of a sweep, in its order."""
+
+    refused: Sequence[str] = ()
+    """A text for each point that cannot be run, with its seed."""
 
     def rows(self) -> list[Row]:
         """Return a row for each run: its point of the sweep, and its figures."""
@@ -207,9 +210,9 @@ def sweep(
         tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
         tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
         scenario = loading.validate(tree, scenario.source)
-    prepared = [prepare(trial) for trial in trials(scenario)]
+    prepared, refused = prepare_all(trials(scenario))
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
-    todo = {number: (each, folder / run_name(each.trial)) for number, each in enumerate(prepared)}
+    todo = {number: (each, folder / run_name(each.trial)) for number, each in prepared.items()}
     found: dict[int, Run] = {}
     if cluster is not None:
         if runtime != "simulate":
@@ -221,7 +224,9 @@ def sweep(
             simulate_on_cluster(scenario, places, client, _silent(), found.__setitem__)
     else:
         _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
-    return Results(Result(found[number]) for number in sorted(found))
+    results = Results(Result(found[number]) for number in sorted(found))
+    results.refused = refused
+    return results
 
 
 def open_results(folder: str | Path) -> Results:

@@ -14,7 +14,7 @@ from controller.report.tables import Column, figures
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.kits.layers import costs
-from testbed.prepare import Prepared, prepare
+from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import point_text
@@ -62,19 +62,20 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     if in_results(loaded):
         raise InputError(f"{scenario}: its Python files lie among results, and only 'testbed run' executes those")
     points = [each for each in trials(loaded) if each.repetition == 0]
-    prepared = [prepare(each) for each in points]
+    found, refused = prepare_all(points)
+    prepared = list(found.values())
     plans = [_describe_plan(each) for each in prepared]
     if where.hosts:
         for described, each in zip(plans, _describe_hosts(prepared, where), strict=True):
             described["hosts"] = each
     if as_json:
         dump(plans)
-        return
     console = make_console()
-    for number, described in enumerate(plans):
+    for number, described in enumerate([] if as_json else plans):
         if number:
             console.print()
         _print_plan(console, described)
+    raise_refused(refused)
 
 
 def _describe_plan(prepared: Prepared) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
 from controller.api.execution import emulate_side_by_side, run_one_by_one, run_recorded, simulate_side_by_side
 from controller.cli.finished import explaining, judge, reproduce, show_run, summarize
@@ -19,9 +20,11 @@ from controller.results.recorder import keep_paper, numbered
 from controller.results.run import Run, run_name
 from controller.running.inputs import InitialWeights
 from testbed.common.errors import InputError
-from testbed.prepare import Prepared, prepare
+from testbed.common.formats import visible
+from testbed.prepare import prepare, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed.scenario.schema import Trial
 
 WEIGHTS = "weights.safetensors"
 """What a run leaves in its results."""
@@ -131,26 +134,27 @@ def run(
         from controller.hosts.lab import struck
 
         found = struck(found, where)
-    prepared = [prepare(trial) for trial in found]
+    prepared, refused = prepare_all(found)
     console = make_console(stderr=as_json)
+    _print_refused(console, refused)
     together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
     if apart:
         _check_apart(where, runtime, options["keep"])
     _check_seen(together or ("--each-on-one-host" if apart else ""), events, options)
-    places = _places(prepared, runtime, out, resume, together)
+    places = _places(found, runtime, out, resume, together)
     kept: dict[int, Run] = {}
     if resume is not None:
-        kept = finished_among(places, [each.trial for each in prepared])
+        kept = finished_among(places, found)
         console.print(f"{len(kept)} of {len(places)} runs are there already")
     already = len(kept)
-    todo = {number: places[number] for number in range(len(prepared)) if number not in kept}
+    todo = {number: places[number] for number in prepared if number not in kept}
 
     def done(number: int, finished: Run) -> None:
-        kept[number] = finished if len(prepared) == 1 else finished.alone()
+        kept[number] = finished if len(found) == 1 else finished.alone()
         if len(kept) == already + 1:
-            _keep_paper(loaded, finished, several=len(prepared) > 1)
+            _keep_paper(loaded, finished, several=len(found) > 1)
         if not as_json:
-            show_run(console, finished, brief=len(prepared) > 1)
+            show_run(console, finished, brief=len(found) > 1)
 
     with explaining(console):
         if cluster and todo:
@@ -167,6 +171,7 @@ def run(
             rows = {number: (prepared[number], folder) for number, folder in todo.items()}
             run_one_by_one(rows, runtime, console, done, events=events, **options, **where.places)
     _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
+    raise_refused(refused)
 
 
 @click.command()
@@ -205,6 +210,11 @@ def start(
     if not as_json:
         show_run(console, finished, brief=False)
     _show_all([finished], loaded, console, as_json=as_json)
+
+
+def _print_refused(console: Console, refused: Sequence[str]) -> None:
+    for text in refused:
+        console.print(f"[yellow]refused[/] {escape(visible(text))}")
 
 
 def _check_seen(together: str, events: bool, options: Mapping[str, Any]) -> None:
@@ -257,20 +267,18 @@ def _changes(seed: int | None, repetitions: int | None, weights: Path | None) ->
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
-def _places(
-    prepared: Sequence[Prepared], runtime: str, out: Path | None, resume: Path | None, together: str
-) -> list[Path]:
+def _places(runs: Sequence[Trial], runtime: str, out: Path | None, resume: Path | None, together: str) -> list[Path]:
     """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
     if resume is not None and out is not None:
         raise InputError("--resume names the folder: leave --out away")
     if together and runtime != "simulate":
         text = "containers need the host to themselves: add --runtime simulate, or leave"
         raise InputError(f"{together}: {text} {together} away")
-    names = [run_name(each.trial) for each in prepared]
+    names = [run_name(trial) for trial in runs]
     asked = resume or out
     if len(names) == 1:
         return [asked or numbered(Path("results") / names[0])]
     if out is not None and out.is_dir() and any(out.iterdir()):
         raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
-    folder = asked or numbered(Path("results") / prepared[0].scenario.name)
+    folder = asked or numbered(Path("results") / runs[0].scenario.name)
     return [folder / name for name in names]

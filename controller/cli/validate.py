@@ -17,7 +17,7 @@ from controller.cli.options import as_json, in_results, overrides
 from controller.cli.printing import dump
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
-from testbed.prepare import prepare
+from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import SHIPPED, load, published_schema
 from testbed.trace.modelled import left_out
@@ -102,8 +102,9 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         scenario = load(name, overrides)
         file = scenario.source.file
         runs = trials(scenario)
-        prepared = [prepare(each) for each in (runs if not in_results(scenario) else ())]
-        advice = [text for each in prepared for text in each.method.advice(each.problem, each.plan)]
+        prepared, refused = ({}, []) if in_results(scenario) else prepare_all(runs)
+        raise_refused(refused)
+        advice = [text for each in prepared.values() for text in each.method.advice(each.problem, each.plan)]
         for each in runs:
             advice += [f"not in the model of the virtual clock: {text}" for text in left_out(each.experiment)]
     except InputError as error:

@@ -36,7 +36,7 @@ class Drawing:
             return part.copies
         if steps is None:
             return self.workload.epochs or 1
-        return math.ceil(steps / steps_per_epoch(len(self.places), self.workload.batch_size))
+        return math.ceil(steps / steps_per_epoch(len(self.places), self.workload.batch_size, self.workload.drop_last))
 
     def part(self, indices: Indices) -> Drawing:
         """Return that of some of the samples, (indices,)."""

@@ -1,8 +1,9 @@
 """Which samples make up which batch: a function of seed and step alone, so a resumed run sees the same batches.
 
 Each epoch is a new permutation of the samples, cut into whole batches; the samples left over, fewer than one
-batch, sit out that epoch and come up in others. Every step thus has the same size and the same cost. A training set
-smaller than the batch makes one batch of all its samples.
+batch, sit out that epoch and come up in others. Every step thus has the same size and the same cost. With `drop_last`
+off they are a smaller last batch of the epoch. A training set smaller than the batch makes one batch of all its
+samples.
 """
 
 from __future__ import annotations
@@ -17,11 +18,21 @@ from testbed.common.seeds import derive
 Indices: TypeAlias = "npt.NDArray[np.int64]"
 
 
-def steps_per_epoch(samples: int, batch_size: int) -> int:
-    """Return the number of whole batches in the samples, at least one; raises ValueError where there is none."""
+def steps_per_epoch(samples: int, batch_size: int, drop_last: bool = True) -> int:
+    """Return the number of batches in the samples, at least one; raises ValueError where there is none."""
     if samples < 1 or batch_size < 1:
         raise ValueError(f"no batches of {batch_size} in {samples} samples")
-    return max(1, samples // batch_size)
+    return max(1, samples // batch_size) if drop_last else -(-samples // batch_size)
+
+
+def batch_length(samples: int, batch_size: int, step: int, drop_last: bool = True) -> int:
+    """Return the number of samples of a training step from 0."""
+    return min(batch_size, samples - step % steps_per_epoch(samples, batch_size, drop_last) * batch_size)
+
+
+def left_out(samples: int, batch_size: int, drop_last: bool = True) -> int:
+    """Return the number of samples that each epoch leaves out."""
+    return samples % batch_size if drop_last and samples >= batch_size else 0
 
 
 def is_due(done: int, every: float | None) -> bool:
@@ -55,9 +66,9 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
     return order
 
 
-def batch(samples: int, batch_size: int, seed: int | None, step: int) -> Indices:
+def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True) -> Indices:
     """Return the indices of the samples of a training step from 0, (samples,); without a seed in their own order."""
-    epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
+    epoch, position = divmod(step, steps_per_epoch(samples, batch_size, drop_last))
     order = np.arange(samples) if seed is None else _order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
 

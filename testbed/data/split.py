@@ -12,6 +12,8 @@ from testbed.data.batches import Indices
 from testbed.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
+DRAWS = 1000
+"""Draws until each device has `min_samples`, at most."""
 
 
 def is_class(labels: npt.NDArray[Any]) -> bool:
@@ -42,7 +44,17 @@ def split(
         raise InputError(text, _KEY)
     if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
         raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
-    found, remedy = _shared(labels, classes, owners, how, seed, groups)
+    least = (how.min_samples if isinstance(how, SplitPart) else None) or 0
+    most = 0
+    for draw in range(DRAWS if least else 1):
+        found, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
+        smallest = min(map(len, found))
+        most = max(most, smallest)
+        if smallest >= least:
+            break
+    else:
+        text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
+        raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
     for name, share in zip(owners, found, strict=True):
         if not len(share):
             raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
@@ -50,20 +62,20 @@ def split(
 
 
 def _shared(
-    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None, draw: int
 ) -> tuple[list[Indices], str]:
-    """Return the shares, and what would help a device that has none."""
-    larger = "use a larger value, fewer devices or another seed"
+    """Return the shares of a draw, counted from 0, and a remedy for a device without samples."""
+    larger = "use a larger value, fewer devices or another seed, or write min_samples"
     if not isinstance(how, SplitPart):
         return _iid(labels, len(owners), seed), ""
     if how.sizes is not None:
         return _sizes(labels, owners, how.sizes, seed), ""
     if how.dirichlet is not None:
-        return _dirichlet(labels, len(owners), how.dirichlet, seed), larger
+        return _dirichlet(labels, len(owners), how.dirichlet, _generator(seed, "dirichlet", draw)), larger
     if how.noise is not None:  # what differs is the samples themselves
         return _iid(labels, len(owners), seed), ""
     if how.quantity is not None:
-        return _quantity(labels, len(owners), how.quantity, seed), larger
+        return _quantity(labels, len(owners), how.quantity, _generator(seed, "quantity", draw)), larger
     if how.shards is not None:
         return _shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
     if groups is None:
@@ -79,8 +91,9 @@ def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, di
     return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
 
 
-def _generator(seed: int, kind: str) -> np.random.Generator:
-    return np.random.default_rng(derive(seed, "split", kind))
+def _generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
+    """Return the random numbers of a draw, which the scenario's seed and the number of the draw decide."""
+    return np.random.default_rng(derive(seed, "split", kind, *([draw] if draw else [])))
 
 
 def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
@@ -99,9 +112,8 @@ def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: i
     return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
 
 
-def _dirichlet(labels: Indices, devices: int, concentration: float, seed: int) -> list[Indices]:
+def _dirichlet(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
     """Share each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
-    generator = _generator(seed, "dirichlet")
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
@@ -111,9 +123,8 @@ def _dirichlet(labels: Indices, devices: int, concentration: float, seed: int) -
     return [np.concatenate(share) for share in shares]
 
 
-def _quantity(labels: Indices, devices: int, concentration: float, seed: int) -> list[Indices]:
+def _quantity(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
     """Share at random, in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
-    generator = _generator(seed, "quantity")
     edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
     return np.split(generator.permutation(len(labels)), edges.astype(int))
 

@@ -37,6 +37,7 @@ class Single(Method[SingleOptions]):
     Options = SingleOptions
     timing_only = True
     takes_weights = True
+    odd_batches = True
     precisions = True
     judges = True
 
@@ -82,6 +83,7 @@ async def _train(
 ) -> None:
     units = problem.model.units
     training = Training(dataset, problem.workload, problem.seed)
+    training.record_left_out(device)
     requests = Requests(dataset, problem.workload.batch_size)
     due = Due(problem.options.evaluate_every, device.now())
     for step in range(training.steps):

@@ -66,6 +66,7 @@ EVENTS = (
     EventType("cast", "a cast has left", (), ("peers", "message", "bytes", "start", "duration", "number")),
     EventType("state", "the program is up, started, finished, failed or stopped", (), ("state", "error")),
     EventType("step", "a training step is done", ("batch",), ("step", "loss", "samples")),
+    EventType("left_out", "training samples, of all, that make no whole batch of an epoch", None, ("samples", "of")),
     EventType("evaluate", "the model was tried on the test data", ("batch",), ("step", "accuracy", "loss", "metrics")),
     EventType(
         "diverged",

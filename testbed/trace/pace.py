@@ -101,6 +101,12 @@ FIGURES = (
         compared=True,
     ),
     Figure(
+        "left_out",
+        "number",
+        "training samples that sit out each epoch, since they make no whole batch",
+        lambda record: found[-1].fields["samples"] if (found := record.of("left_out")) else None,
+    ),
+    Figure(
         "step_time",
         "seconds",
         "median over the undisturbed steps; a step's time runs from the step before it of the same device",
@@ -174,5 +180,6 @@ def _time_note(metrics: Metrics) -> str:
 
 ROWS = (
     Row("Steps", "{steps}", _steps_note, when=lambda metrics: metrics["steps"]),
+    Row("Left out", "{left_out}", "training samples of each epoch, which make no whole batch (drop_last)"),
     Row("Step time", "{step_time}", _time_note),
 )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.common.lazy import torch
-from testbed.data.batches import batch, steps_per_epoch
+from testbed.data.batches import batch, batch_length, left_out, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.device import Device
 from testbed.method import Problem
@@ -74,6 +74,12 @@ class Score:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def record_left_out(device: Device, samples: int, of: int) -> None:
+    """Record how many of all training samples each epoch leaves out, if it does."""
+    if samples:
+        device.record("left_out", samples=samples, of=of)
+
+
 class Training:
     """The batches of every training step; a step that is done again sees the same samples."""
 
@@ -82,14 +88,23 @@ class Training:
         self._size = workload.batch_size
         self._seed = seed if workload.data.shuffle else None
         self._samples = len(dataset.train_labels)
-        per_epoch = steps_per_epoch(self._samples, self._size)
-        self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * per_epoch
+        self._drop_last = workload.drop_last
+        self._per_epoch = steps_per_epoch(self._samples, self._size, self._drop_last)
+        self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * self._per_epoch
         """Training steps of the whole workload."""
 
     @property
     def samples(self) -> int:
-        """Samples of one batch."""
+        """Samples of one batch, of which the last of an epoch may have fewer."""
         return min(self._size, self._samples)
+
+    def count(self, step: int) -> int:
+        """Return the number of samples of a step."""
+        return batch_length(self._samples, self._size, step, self._drop_last)
+
+    def record_left_out(self, device: Device) -> None:
+        """Record how many samples each epoch leaves out, if it does."""
+        record_left_out(device, left_out(self._samples, self._size, self._drop_last), self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
@@ -97,7 +112,7 @@ class Training:
 
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
         """Return the samples of a step, (samples, ...); with ``values`` only these of each, (samples, values)."""
-        epoch = step // steps_per_epoch(self._samples, self._size)
+        epoch = step // self._per_epoch
         return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch, values))
 
     def labels(self, step: int) -> torch.Tensor:
@@ -105,7 +120,7 @@ class Training:
         return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
 
     def _chosen(self, step: int) -> npt.NDArray[np.int64]:
-        return batch(self._samples, self._size, self._seed, step)
+        return batch(self._samples, self._size, self._seed, step, self._drop_last)
 
 
 class Requests:

@@ -38,6 +38,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     Options = SynchronousOptions
     timing_only = True
     takes_weights = True
+    odd_batches = True
     precisions = True
     judges = True
     replans = True
@@ -87,6 +88,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     tasks = ("train",)
     timing_only = True
     takes_weights = True
+    odd_batches = True
     precisions = True
     judges = True
     refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}

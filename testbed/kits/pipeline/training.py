@@ -75,6 +75,8 @@ class SynchronousTrainer:
     async def run(self) -> None:
         """Train from the last checkpoint to the end, gather the weights, evaluate. Raises `Lost`."""
         steps, due, now = self._training.steps, self._due, self._supervisor.device.now
+        if not self.start:
+            self._training.record_left_out(self._supervisor.device)
         for step in range(self.start, steps):
             await self._step(step)
             done = step + 1
@@ -110,7 +112,11 @@ class SynchronousTrainer:
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is not None and loss.loss is not None and len(self._reports) == 2:
-            fields = {"step": loss.batch, "samples": self._training.samples, **loss_fields(loss.loss, self._computed)}
+            fields = {
+                "step": loss.batch,
+                "samples": self._training.count(loss.batch),
+                **loss_fields(loss.loss, self._computed),
+            }
             self._supervisor.device.record("step", **fields)
             self._supervisor.progress += 1
 
@@ -159,6 +165,8 @@ class AsynchronousTrainer:
         """Train in stretches to the last batch, evaluate in between and at the end. Raises `Lost`."""
         step = self.start
         self._warn()
+        if not step:
+            self._training.record_left_out(self._device)
         while step < self._steps:
             step, wanted = await self._stretch(step)
             if self._evaluates(step):
@@ -240,7 +248,7 @@ class AsynchronousTrainer:
         batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
         self._device.record(
-            "step", step=batch, samples=self._training.samples, **loss_fields(updated.loss, self._computed)
+            "step", step=batch, samples=self._training.count(batch), **loss_fields(updated.loss, self._computed)
         )
         self._done = batch + 1
         self._supervisor.progress = max(self._supervisor.progress, self._done)

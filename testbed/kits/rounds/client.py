@@ -137,7 +137,7 @@ class LocalTraining:
 
     def samples(self, number: int) -> int:
         """Return how many samples a round trains on."""
-        return len(self.steps(number)) * self.share.mini_batch * self.share.parallel
+        return sum(map(self.share.count, self.steps(number)))
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
         """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""

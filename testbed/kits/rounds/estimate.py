@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from testbed.data.batches import steps_per_epoch
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed.kits.layers import costs
@@ -38,9 +39,9 @@ def mini_batch(batch_size: int, parallel: int) -> int:
     return batch_size // parallel
 
 
-def iterations(samples: int, batch_size: int, parallel: int) -> int:
+def iterations(samples: int, batch_size: int, parallel: int, drop_last: bool = True) -> int:
     """Return the iterations of an epoch, floor(|D| / B'N), at least one: Algorithm 1, line 3."""
-    return max(1, samples // (mini_batch(batch_size, parallel) * parallel))
+    return steps_per_epoch(samples, mini_batch(batch_size, parallel) * parallel, drop_last)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from testbed.common.lazy import torch
-from testbed.data.batches import batch, steps_per_epoch
+from testbed.data.batches import Indices, batch, batch_length, steps_per_epoch
 from testbed.data.dataset import Dataset
 from testbed.device import Cost, Device, Span
 from testbed.kits.layers import costs
@@ -111,10 +111,13 @@ class Share:
     """A device's samples in iterations of N mini-batches of floor(B/N).
 
     Each epoch is another order of the samples, cut into whole iterations; what is left over sits out that epoch and
-    comes up in others. Fewer samples than a batch are one iteration.
+    comes up in others, or without ``drop_last`` is a smaller last iteration. Fewer samples than a batch are one
+    iteration.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None) -> None:
+    def __init__(
+        self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None, drop_last: bool = True
+    ) -> None:
         """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
         self._dataset = dataset
         self._seed = seed
@@ -124,21 +127,29 @@ class Share:
         if not self.mini_batch:
             raise ValueError(f"{self.samples} samples do not make {parallel} mini-batches")
         self._size = self.mini_batch * parallel
-        self.per_epoch = steps_per_epoch(self.samples, self._size)
+        self._drop_last = drop_last
+        self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last)
 
     def iteration(self, number: int, numbers: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
 
         Without ``numbers`` those of the first iteration, which have the same shapes and are read once.
         """
-        return self._read(number) if numbers else self._first
+        return self._read(number) if numbers or self.count(number) < self._size else self._first
+
+    def count(self, number: int) -> int:
+        """Return the number of samples of an iteration."""
+        return batch_length(self.samples, self._size, number, self._drop_last)
+
+    def _chosen(self, number: int) -> Indices:
+        return batch(self.samples, self._size, self._seed, number, self._drop_last)
 
     @cached_property
     def _first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._read(0)
 
     def _read(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        chosen = batch(self.samples, self._size, self._seed, number)
+        chosen = self._chosen(number)
         images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
         parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]

@@ -8,7 +8,9 @@ from typing import Generic
 
 from typing_extensions import TypeVar
 
+from testbed.data.batches import left_out
 from testbed.device import Device
+from testbed.kits.layers.feed import record_left_out
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.transfer import Codec, codec, codecs
 from testbed.kits.rounds import planner, stacked
@@ -64,6 +66,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     declared = DECLARED
     timing_only = True
     frozen_placed = True
+    odd_batches = True
     stacks = True
     takes_weights = True
     precisions = True
@@ -129,7 +132,8 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     problem, mine = job.problem, job.plan.details.portions[device.name]
     assert job.dataset is not None
     seed = problem.seed if problem.workload.data.shuffle else None
-    share = Share(job.dataset, problem.workload.batch_size, mine.parallel, seed)
+    workload = problem.workload
+    share = Share(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
     stack = stacked.stack_of(problem) if problem.workload.numerics == "stacked" else None
     layers = Layers(device, problem, 0, mine.split, numbers=stack is None)
     sent = hooks.sent
@@ -163,4 +167,9 @@ async def hold_rounds(
     if few := [name for name, there in problem.samples.items() if there < size]:
         text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"
         device.record("log", text=text)
+    rest = 0
+    for name, count in problem.samples.items():
+        whole = min(size, count) // clients[name].parallel * clients[name].parallel
+        rest += left_out(count, whole, problem.workload.drop_last)
+    record_left_out(device, rest, sum(problem.samples.values()))
     await server.run()

@@ -165,7 +165,8 @@ class Participants:
 def _client(
     team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice, iteration_time: float
 ) -> ClientPlan:
-    per_epoch = iterations(team.problem.samples[device.name], team.batch(device), choice.parallel)
+    count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
+    per_epoch = iterations(count, team.batch(device), choice.parallel, drop_last)
     return ClientPlan(
         split=choice.split,
         parallel=choice.parallel,

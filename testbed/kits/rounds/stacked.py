@@ -62,6 +62,7 @@ def check(problem: Problem, plain: bool) -> None:
     module = problem.model.build(0, len(problem.model.units), problem.seed)
     reasons["running statistics, as of batch normalisation"] = any(True for _ in module.buffers())
     reasons["layers that may draw, such as dropout"] = draws(module)
+    reasons["a smaller last batch"] = not problem.workload.drop_last
     reasons["weights that are not trained"] = problem.model.frozen
     if found := [reason for reason, there in reasons.items() if there]:
         raise InputError(f"'stacked' goes without {' and '.join(found)}: use full", key)

@@ -98,3 +98,26 @@ def test_what_cannot_be_names_the_key(labels, how, key, text) -> None:
     error = refusal(labels, 10, OWNERS, how, 4)
     assert error.key == ("data", "split") + ((key,) if key else ())
     assert text in error.text
+
+
+@pytest.mark.parametrize("way", ["dirichlet", "quantity"])
+def test_shares_are_drawn_again_until_each_device_has_enough(way: str) -> None:
+    skewed = {way: 0.3}
+    for seed in range(5):
+        once = split(LABELS, 10, OWNERS, SplitPart(**{way: 5.0}), seed)
+        enough = split(LABELS, 10, OWNERS, SplitPart(**{way: 5.0}, min_samples=min(map(len, once.values()))), seed)
+        assert all(np.array_equal(once[name], enough[name]) for name in OWNERS)  # the first draw is good
+        drawn = [split(LABELS, 10, OWNERS, SplitPart(**skewed, min_samples=150), seed) for _ in range(2)]
+        assert min(map(len, drawn[0].values())) >= 150
+        assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in OWNERS)
+
+
+def test_a_least_number_that_no_draw_gives_is_refused_with_the_best_draw() -> None:
+    error = refusal(LABELS, 10, OWNERS, SplitPart(quantity=0.05, min_samples=300), 1)
+    assert error.key == ("data", "split", "min_samples")
+    assert "1,000 draws left a device with fewer than 300 samples" in error.text
+
+
+def test_a_least_number_goes_with_shares_that_are_drawn() -> None:
+    with pytest.raises(ValueError, match="'min_samples' goes with 'dirichlet' or 'quantity'"):
+        SplitPart(shards=2, min_samples=5)

@@ -193,3 +193,26 @@ def test_recomputing_is_planned_for():
     assert again.step_time > 1.1 * kept.step_time
     less = [one.memory < other.memory for one, other in zip(again.pieces, kept.pieces, strict=True)]
     assert less == [True, True, True, False]
+
+
+@pytest.mark.parametrize("batch_size", [20, 19])
+@pytest.mark.parametrize("method", ["pipeline", "gpipe", "pipedream"])
+def test_without_drop_last_the_rest_of_an_epoch_is_a_smaller_batch(method, batch_size):
+    """96 samples: a last batch of 16, or one of a single sample, fewer than micro-batches."""
+    workload = {"batch_size": batch_size, "epochs": 2, "steps": None, "drop_last": False}
+    options = {} if method == "pipedream" else {"micro_batches": 3}
+    found = [
+        of(run(scenario(workload=workload, method={"name": name, **own})), "step")
+        for name, own in ((method, options), ("single", {}))
+    ]
+    rest = 96 % batch_size
+    for steps in found:
+        assert [step["samples"] for step in steps] == [*[batch_size] * (96 // batch_size), rest] * 2
+    if method != "pipedream":
+        assert [step["loss"] for step in found[0]] == pytest.approx([step["loss"] for step in found[1]], rel=1e-4)
+
+
+def test_samples_that_an_epoch_leaves_out_are_recorded():
+    outcome = run(scenario(workload={"batch_size": 20, "steps": 2}))
+    assert of(outcome, "left_out") == [{"samples": 16, "of": 96}]
+    assert of(run(scenario(workload={"steps": 2})), "left_out") == []

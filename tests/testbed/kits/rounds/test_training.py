@@ -94,7 +94,7 @@ def test_a_fraction_of_the_devices_takes_part_by_seed_and_round() -> None:
     assert rounds == took_part(run(spec))
 
 
-def test_a_device_with_fewer_samples_than_a_batch_is_named_and_a_batch_beyond_all_shares_refused() -> None:
+def test_devices_with_fewer_samples_than_a_batch_train_with_all_they_have_and_are_named() -> None:
     def spec(batch: int):
         split = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
         return scenario("federated", 2, workload={"data": split, "batch_size": batch, "steps": 1})
@@ -103,8 +103,35 @@ def test_a_device_with_fewer_samples_than_a_batch_is_named_and_a_batch_beyond_al
         "device2: fewer samples than a batch of 16, which is all of them there"
     ]
     assert not of(run(spec(10)), "log")
-    with pytest.raises(InputError, match="batch_size: a batch of 41 is more than the training samples of any device"):
-        prepared(spec(41))
+    everyone = run(spec(41))
+    assert [event["text"].partition(":")[0] for event in of(everyone, "log")] == ["device1, device2"]
+    assert of(everyone, "round")[0]["samples"] == {"device1": 40, "device2": 10}
+
+
+def test_without_drop_last_each_epoch_has_every_sample_of_every_device() -> None:
+    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 10]}}
+    work = {"data": data, "batch_size": 16, "epochs": 2}
+    for drop_last, samples, left in (
+        (True, {"device1": 32, "device2": 10}, [8]),
+        (False, {"device1": 40, "device2": 10}, []),
+    ):
+        outcome = run(scenario("federated", 2, workload={**work, "drop_last": drop_last}))
+        assert [each["samples"] for each in of(outcome, "round")] == [samples] * 2
+        assert [each["samples"] for each in of(outcome, "left_out")] == left
+
+
+def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch() -> None:
+    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 40]}}
+    work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
+    full, timed = (run(scenario("federated", 2, workload={**work, "numerics": each})) for each in ("full", "none"))
+    assert of(timed, "round")[0]["duration"] == pytest.approx(of(full, "round")[0]["duration"])
+    portions = prepared(scenario("federated", 2, workload=work)).plan.details.portions
+    assert {portion.iterations for portion in portions.values()} == {3}
+
+
+def test_a_method_with_batches_of_one_size_refuses_a_smaller_last_one() -> None:
+    with pytest.raises(InputError, match="drop_last: 'pipelearn' takes batches of one size"):
+        prepared(scenario("pipelearn", 2, workload={"drop_last": False}))
 
 
 def test_the_moving_average_is_that_of_the_rounds() -> None:
