@@ -147,7 +147,10 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
 
 def _done(runner: Runner, act: Callable[[], None]) -> Response:
     act()
-    return _answer(200, health(runner))
+    document = health(runner)
+    if runner.computing is not None:
+        document["computing"] = runner.computing
+    return _answer(200, document)
 
 
 def _read(content: Callable[[], str | bytes | Iterator[bytes]], kind: str) -> Response:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from agent.http import Refused
 from agent.settings import Address, Settings, address
 from testbed import deployment
+from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.method import Method, Problem
 from testbed.network.link import slowness
@@ -56,6 +57,8 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             raise Refused(400, text)
         if name not in found.devices:
             raise InputError(f"device: '{name}' is none of its devices")
+        if found.workload.reproducible:
+            kernels.fix()  # before the import of torch, which files of a scenario may begin with
         method, problem = found.problem()
         peers = {}
         for peer, given in found.peers.items():

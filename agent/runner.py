@@ -18,6 +18,7 @@ from agent.http import Refused
 from agent.pacing import Pace, WaitingTime
 from agent.receiving import DataServer
 from agent.settings import Settings
+from testbed.common import kernels
 from testbed.common.errors import TestbedError
 from testbed.common.lazy import asyncio, torch
 from testbed.trace.events import Event
@@ -62,6 +63,8 @@ class Runner:
         """Seconds that a few packets there and back take, by peer, with the links as they are now."""
         self._dataset: Dataset | None = None
         self._weights: dict[str, torch.Tensor] | None = None
+        self.computing: dict[str, Any] | None = None
+        """The processor and the kernels that programs compute with; None before torch is imported."""
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         """Waits for its end; kept here, since a loop forgets tasks that nobody holds."""
@@ -98,6 +101,8 @@ class Runner:
             self._deployment = deployment.read(body, self.settings)
             if self._deployment.method.needs_torch:
                 _import_torch()
+                kernels.switch(self._deployment.problem.workload.reproducible)
+                self.computing = kernels.computing()
             self._message_loss = dict(self._deployment.message_loss)
             self._slowness = {}
             self._follow_links({name: peer.slowness for name, peer in self._deployment.peers.items()})

@@ -289,6 +289,11 @@ class WorkloadPart(Part):
         "weights, no loss and no accuracy; stacked: in a simulation, devices that train alike are computed together, "
         "which is quicker for small networks and equal but for rounding (on containers it is full)",
     )
+    reproducible: bool = Field(
+        False,
+        description="compute with the kernels that every processor has, so that losses and weights are equal on all "
+        "instruction sets; slower",
+    )
     batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
     drop_last: bool = Field(
         True,
@@ -325,6 +330,8 @@ class WorkloadPart(Part):
         given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
         if self.task == "infer" and given not in ([], ["requests"]):
             raise ValueError("an inference workload is as long as its 'requests'")
+        if self.task == "program" and self.reproducible:
+            raise ValueError("the kernels of own programs are fixed by variables in their 'environment', not here")
         if self.task == "program" and given:
             raise ValueError(f"programs decide when they are over: leave '{given[0]}' out")
         if self.task == "train" and (len(given) != 1 or given == ["requests"]):

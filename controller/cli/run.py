@@ -19,6 +19,7 @@ from controller.results.files import finished_among
 from controller.results.recorder import keep_paper, numbered
 from controller.results.run import Run, run_name
 from controller.running.inputs import InitialWeights
+from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
 from testbed.prepare import prepare, prepare_all, raise_refused
@@ -31,7 +32,7 @@ WEIGHTS = "weights.safetensors"
 
 if TYPE_CHECKING:
     from controller.hosts.placement import LabPart
-    from testbed.scenario.schema import Scenario
+    from testbed.scenario.schema import Scenario, Trial
 
 
 @click.command()
@@ -130,6 +131,7 @@ def run(
     changes = [*overrides, *_changes(seed, repetitions, weights)]
     loaded = load(scenario, changes)
     found = trials(loaded)
+    _fix_kernels(found, runtime)
     if where.faults and runtime == "emulate":
         from controller.hosts.lab import struck
 
@@ -223,6 +225,12 @@ def _check_seen(together: str, events: bool, options: Mapping[str, Any]) -> None
         raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
     if options["watch"] and not events:
         raise InputError("--no-events: the page is made of them: leave --watch away")
+
+
+def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
+    """Fix the kernels of simulations that ask for it; devices on containers fix their own."""
+    if runtime == "simulate" and any(each.scenario.workload.reproducible for each in found):
+        kernels.fix_or_restart()
 
 
 def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:

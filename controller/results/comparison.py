@@ -12,6 +12,7 @@ from typing import Any
 
 from controller.results.run import Run
 from controller.results.summary import all_figures, interval, is_number
+from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.scenario.points import point_parts
 
@@ -191,9 +192,18 @@ def _warnings(grouped: Mapping[str, Sequence[Run]], differences: Mapping[str, Se
     }
     if len(algorithms) > 1:
         yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
+    computing = {_computed_on(run) for run in runs if run.manifest.get("host", {}).get("computing")}
+    if len(computing) > 1:
+        yield f"losses and weights may differ, since the runs computed on {' | '.join(sorted(computing))}"
     revisions = {run.manifest.get("revision") for run in runs}
     if len(revisions) > 1:
         yield "the runs were made by different revisions of the testbed"
+
+
+def _computed_on(run: Run) -> str:
+    """Return the processors, instruction sets and versions of torch that a run's numerics depend on."""
+    fixed = " with fixed kernels" if run.trial.scenario.workload.reproducible else ""
+    return kernels.named(run.manifest["host"]["computing"]) + fixed
 
 
 def _clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:

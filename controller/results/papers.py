@@ -18,7 +18,7 @@ from typing import Any
 from controller.results.files import UNSHOWN
 from controller.results.recorder import RUNNING
 from controller.results.reproduction import ReproducedRow, outcome, table
-from testbed.common import formats
+from testbed.common import formats, kernels
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load, read_keys
 from testbed.scenario.paper import paper_value
@@ -107,6 +107,7 @@ def result(entry: Entry, runs: Path) -> dict[str, Any]:
         "command": shlex.join(entry.command),
         "digest": entry.digest(),
         "revision": manifests[0]["revision"],
+        "computing": manifests[0]["host"].get("computing", []),
         "date": manifests[0]["date"][:10],
         "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
         "runs": len(manifests),
@@ -201,7 +202,8 @@ def _section(found: Mapping[str, Any], explained: Mapping[str, str]) -> str:
     reading = [f"Reading: {found['reading']}", ""] if found["reading"] else []
     runs = f"{found['runs']} run{'s' if found['runs'] > 1 else ''}"
     took = f" that took {formats.seconds(found['seconds'])} one after the other" if found.get("seconds") else ""
-    about = f"{runs}{took}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}."
+    where = f", on {kernels.named(found['computing'])}" if found.get("computing") else ""
+    about = f"{runs}{took}, seeds {seeds}, {found['date']}, revision {str(found['revision'])[:7]}{where}."
     rows = [
         replace(row, note="; ".join(filter(None, (f"comes out as '{by}'", row.note)))) if by else row
         for row in rows_of(found)

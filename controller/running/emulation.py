@@ -67,7 +67,7 @@ def emulate(
         facts, before = lab.facts(), lab.shaper.statistics(reset=True)
         outcome = Execution(lab, prepared, dataset, weights, on_event).run(on_stage)
         outcome.links = measured
-        outcome.host = facts
+        outcome.host |= facts
         with suppress(HostError):
             outcome.fidelity |= since(before, lab.shaper.statistics())
         engines = [each["engine"] for each in facts.get("hosts", {"": facts}).values()]

@@ -51,6 +51,17 @@ UNGATHERED_SECONDS = 60.0
 WORKERS = 16
 """Faults, boots and the like that may be under way at once: a restart takes a while and must not make others late."""
 T = TypeVar("T")
+
+
+def _distinct(computing: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Return each kind of processor and kernels once."""
+    kinds: list[dict[str, Any]] = []
+    for each in computing:
+        if each is not None and each not in kinds:
+            kinds.append(each)
+    return kinds
+
+
 End = tuple[Status, str | None]
 
 
@@ -108,6 +119,8 @@ class Execution:
         """On the monotonic clock of this machine; `Agent` gives it to each device by the clock of its host."""
         self._reports: dict[str, tuple[int, threading.Thread]] = {}
         """Observed: the process of each device whose program reports its events, and the thread that takes them in."""
+        self._computing: dict[str, dict[str, Any] | None] = {}
+        """Processor and kernels of each device."""
         self._pool = ThreadPoolExecutor(max(WORKERS, len(lab.devices)), "run")
         self._admission = {name: threading.Lock() for name in lab.devices}
         self._over = threading.Event()
@@ -156,6 +169,7 @@ class Execution:
             events=self._events.ordered(),
             weights_file=weights,
             parts=parts,
+            host={"computing": _distinct(self._computing.values())},
             fidelity={**fidelity, "lost": lost} if lost else fidelity,
         )
 
@@ -180,7 +194,9 @@ class Execution:
     def _deploy(self, name: str) -> int:
         """Hand out the work; return how many events the device has recorded before, in earlier runs on the lab."""
         agent = self._lab.agent(name)
-        after = int(agent.deploy(self._deployments.of(name))["events"])
+        answer = agent.deploy(self._deployments.of(name))
+        after = int(answer["events"])
+        self._computing[name] = answer.get("computing")
         self._containers.inform(name)
         own = self._prepared.share(self._dataset, name)
         if own is not None:

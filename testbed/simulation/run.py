@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
+from testbed.common import kernels
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
 from testbed.common.seeds import derive
@@ -47,6 +48,9 @@ def simulate(
     ``on_event`` sees events as they happen, all or those of some ``names``; ``on_lines`` has all as lines of a file,
     many at a time. Two calls with equal arguments give equal events.
     """
+    reproducible = prepared.scenario.workload.reproducible
+    if reproducible:
+        kernels.fix()  # before the import, which reads the variables
     import torch
 
     if prepared.scenario.workload.task == "program":
@@ -85,7 +89,7 @@ def simulate(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), kernels.chosen(reproducible):
             torch.manual_seed(derive(problem.seed, "torch"))
             status, error = ended(*_run(world, experiment), world.events, weights_given=weights is not None)
             computed = problem.workload.numerics != "none"
@@ -100,6 +104,7 @@ def simulate(
         status=status,
         events=world.events,
         error=error,
+        host={"computing": [kernels.computing()]},
         weights_file=final,
         parts=parts,
         wall_seconds=time.perf_counter() - began,

@@ -45,6 +45,16 @@ def test_ratios_are_to_the_first_run(tmp_path: Path) -> None:
     assert compared["devices"]["a"][0]["compute"] == pytest.approx(2.6 / 8.6)
 
 
+def test_processors_and_kernels_that_differ_are_named(tmp_path: Path) -> None:
+    kinds = [{"processor": "EPYC", "instruction_set": name, "torch": "2.13.0"} for name in ("AVX512", "AVX2")]
+    runs = [
+        written(tmp_path / kind["instruction_set"], host={"backend": "userspace", "computing": [kind]})
+        for kind in kinds
+    ]
+    [warning] = compare(side_by_side(runs))["warnings"]
+    assert "EPYC (AVX2, torch 2.13.0) | EPYC (AVX512, torch 2.13.0)" in warning
+
+
 def test_differences_that_nobody_swept_are_warned_of(tmp_path: Path) -> None:
     other = written(tmp_path / "b", {"seed": 4, "network": {"link": {"rate": "9mbit", "delay": "10ms"}}})
     runs = [written(tmp_path / "a"), other]

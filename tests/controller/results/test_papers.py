@@ -107,6 +107,17 @@ def test_runs_that_are_not_trusted_are_no_result(tmp_path: Path) -> None:
     assert not [row for found in papers.kept(DOCS).values() for row in found["rows"] if row["untrusted"]]
 
 
+def test_what_is_kept_names_the_processor_and_the_kernels(tmp_path: Path) -> None:
+    kind = {"processor": "EPYC", "instruction_set": "AVX2", "torch": "2.13.0"}
+    facts = {"status": "finished", "revision": "abc", "date": "2026-11-26T00:00", "seed": 1, "repetition": 0}
+    manifest = {**facts, "wall_seconds": 1.0, "host": {"computing": [kind]}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "paper.json").write_text(json.dumps({"rows": []}))
+    found = papers.result(papers.Entry("stahl-example"), tmp_path)
+    page = papers.written("<!-- papers: stahl-example -->\n<!-- end -->\n", {"stahl-example": {**found, "reading": ""}})
+    assert "revision abc, on EPYC (AVX2, torch 2.13.0)." in page
+
+
 def test_the_page_has_what_was_kept_and_nothing_typed_by_hand() -> None:
     page = (DOCS / papers.PAGE).read_text(encoding="utf-8")
     kept = papers.shown(DOCS)
