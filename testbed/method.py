@@ -228,6 +228,8 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
     replans: ClassVar[bool] = False
     """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
+    sums_tied: ClassVar[bool] = False
+    """Whether devices with a copy each of one weight train it as one; else no plan may divide its units."""
     retires: ClassVar[bool] = False
     """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
     begins: ClassVar[frozenset[str] | None] = None

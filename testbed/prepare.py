@@ -126,6 +126,7 @@ def prepare(trial: Trial) -> Prepared:
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         _check_last_batch(method, problem)
         plan = method.plan(problem)
+        _check_tied(method, problem, plan)
     except InputError as error:
         found = _locate(error, trial)
         if error.key[-1:] == ("stages",) and problem.model.held:
@@ -194,6 +195,21 @@ def _check_training(method: Method, problem: Problem) -> None:
         if key in given:
             text = f"'{method.name}' does not do this ({reason}): leave it out, or take another method"
             raise InputError(text, ("training", *key.split(".")))
+
+
+def _check_tied(method: Method, problem: Problem, plan: Plan) -> None:
+    """Refuse a plan that divides units which share a trained weight, unless the method trains its copies as one."""
+    if problem.workload.task != "train" or method.sums_tied:
+        return
+    for tied in problem.model.tied:
+        for piece in plan.pieces:
+            held = sum(piece.first <= unit < piece.last for unit in tied.units)
+            if held and (held < len(tied.units) or piece.part is not None):
+                raise InputError(
+                    f"the network uses one weight as {tied.title}, and '{method.name}' gives {piece.device} a part of "
+                    "that: take pipeline, gpipe or model-parallelism, which add up its gradients, or untie it",
+                    ("model",),
+                )
 
 
 def _check_precision(method: Method, problem: Problem) -> None:

@@ -8,6 +8,7 @@ never imports torch; only ``build`` does. All figures are per sample and float32
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -111,6 +112,29 @@ class Unit:
         return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
 
 
+@dataclass(frozen=True)
+class Tied:
+    """A trained weight that several units use, each under a name and in a copy of its own."""
+
+    names: tuple[str, ...]
+    """As `Model.build` names it, in the order of the units."""
+    values: int
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """The units that use it."""
+        return tuple(dict.fromkeys(int(name.partition(".")[0]) for name in self.names))
+
+    @property
+    def title(self) -> str:
+        """Its names in the network."""
+        return " and ".join(dict.fromkeys(name.partition(".")[2] for name in self.names))
+
+    def holders(self, cuts: Sequence[int]) -> list[int]:
+        """Return the stages that use it, where stages begin and end at these units."""
+        return sorted({bisect_right(cuts, unit) - 1 for unit in self.units})
+
+
 class Builder(Protocol):
     """Makes the modules of a network that no layers describe."""
 
@@ -139,6 +163,8 @@ class Model:
     """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
     given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Values of frozen weights by their names in `build`; those that are absent are the seed's."""
+    tied: tuple[Tied, ...] = ()
+    """Trained weights that several units use."""
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):
@@ -174,6 +200,15 @@ class Model:
         """Return whose outputs a unit reads; the one before it, where it names none."""
         return self.units[index].reads or (index - 1,)
 
+    def tied_across(self, cut: int) -> Tied | None:
+        """Return a trained weight that units on both sides of a cut use; None: there is none."""
+        return next((tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None)
+
+    @property
+    def untied_parts(self) -> int:
+        """Parts in a row, at most, of which no two share a trained weight."""
+        return 1 + sum(self.tied_across(cut) is None for cut in range(1, len(self.units)))
+
     def crossing(self, cut: int) -> tuple[Made, ...]:
         """Return what crosses the cut before unit ``cut``, in the order of the units that made it.
 
@@ -197,7 +232,12 @@ class Model:
 
     def weight_bytes(self, units: range) -> int:
         """Return the bytes of the trained values of units in a row."""
-        return self._sums[0][units.stop] - self._sums[0][units.start]
+        return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated(units)
+
+    def _repeated(self, units: range) -> int:
+        """Return the values that units in a row count several times, since they share them."""
+        counts = ((tied.values, sum(unit in units for unit in tied.units)) for tied in self.tied)
+        return sum(values * (count - 1) for values, count in counts if count)
 
     def frozen_bytes(self, units: range) -> int:
         """Return the bytes of the values of units in a row that are not trained."""
@@ -216,7 +256,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(unit.parameters for unit in self.units)
+        return sum(unit.parameters for unit in self.units) - self._repeated(range(len(self.units)))
 
     @property
     def frozen(self) -> int:

@@ -22,7 +22,7 @@ KEY = ("model", "file")
 class Maker:
     """What makes the network: the user's function with its arguments."""
 
-    code: Code
+    code: Code = field(hash=False)  # holds a dictionary; the arguments distinguish enough
     arguments: str
     """JSON."""
 

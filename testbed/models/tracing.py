@@ -21,7 +21,7 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.fields import Entering, entry
 from testbed.device import Cost
-from testbed.models.chain import Model, Unit, joined
+from testbed.models.chain import Model, Tied, Unit, joined
 from testbed.models.described import described
 from testbed.models.making import KEY, CountedUnit, Maker
 from testbed.models.shapes import INPUT, Shape
@@ -88,7 +88,7 @@ class _Steps:
     def __post_init__(self) -> None:
         self._made = {self.input, *self.nodes}
         self.work = list(itertools.accumulate(int(self.runs[0][node.name].works) for node in self.nodes))
-        self.parameters = [{id(each) for each in _parameters(self.root, self.all_of([node]))} for node in self.nodes]
+        self.statistics = [_with_statistics(self.root, self.all_of([node])) for node in self.nodes]
 
     def all_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Return nodes with the local ones that they need, in order."""
@@ -185,17 +185,46 @@ def _is_float(traced: Traced, node: fx.Node) -> bool:
     return not isinstance(value, torch.Tensor) or value.is_floating_point()
 
 
+def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
+    """Return the parameters that nodes use, by all names that they use them by."""
+    found: dict[str, nn.Parameter] = {}
+    for node in nodes:
+        path = str(node.target)
+        if node.op == "call_module":
+            found |= root.get_submodule(path).named_parameters(path, remove_duplicate=False)
+        elif node.op == "get_attr":
+            value = operator.attrgetter(path)(root)
+            if isinstance(value, nn.Parameter):
+                found[path] = value
+    return found
+
+
 def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
     """Return the parameters that nodes use, each once."""
-    found: dict[int, nn.Parameter] = {}
-    for node in nodes:
-        if node.op == "call_module":
-            found |= {id(each): each for each in root.get_submodule(str(node.target)).parameters()}
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(root)
-            if isinstance(value, nn.Parameter):
-                found[id(value)] = value
-    return list(found.values())
+    return list({id(each): each for each in _named_parameters(root, nodes).values()}.values())
+
+
+def _with_statistics(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
+    """Return the modules with running statistics that nodes call, by their first paths."""
+    called = {id(root.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"}
+    inside = {id(each) for path, each in root.named_modules() if id(each) in called for each in each.modules()}
+    return {
+        path
+        for path, each in root.named_modules()
+        if id(each) in inside and isinstance(each, nn.modules.batchnorm._NormBase) and each.running_mean is not None
+    }
+
+
+def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...]:
+    """Return the trained weights that several units use."""
+    names: dict[int, list[str]] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for index, piece in enumerate(pieces):
+        for name, weight in _named_parameters(steps.root, steps.all_of(piece)).items():
+            names.setdefault(id(weight), []).append(f"{index}.{name}")
+            weights[id(weight)] = weight
+    found = (Tied(tuple(names[key]), weight.numel()) for key, weight in weights.items() if weight.requires_grad)
+    return tuple(each for each in found if len(each.units) > 1)
 
 
 # Cutting
@@ -241,9 +270,9 @@ def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
         return f"the unit before it makes {len(made)} tensors that are read later, and one can leave a unit"
     if not all(steps.travels(node) for node in alive):
         return "what crosses there is no tensor of float32 values with the samples along its first axis"
-    before, after = (set[int]().union(*steps.parameters[part]) for part in (slice(cut), slice(cut, None)))
+    before, after = (set[str]().union(*steps.statistics[part]) for part in (slice(cut), slice(cut, None)))
     if before & after:
-        return "weights are used on both sides of it, and each unit has its own"
+        return "a normalisation with running statistics is used on both sides of it, and each unit has its own"
     return None
 
 
@@ -343,7 +372,16 @@ def _chain(
         file = usercode.shown(maker.code.module).rpartition("/")[2]
         builder = TracedUnits(maker, tuple(graphs), steps.traced.constants)
         name, whole, fields = file.removesuffix(".py"), entering.integers, entering.fields
-        return Model(name, entering.shape, classes, tuple(units), integers=whole, fields=fields, builder=builder)
+        return Model(
+            name,
+            entering.shape,
+            classes,
+            tuple(units),
+            integers=whole,
+            fields=fields,
+            builder=builder,
+            tied=_tied(steps, pieces),
+        )
     except ValueError as error:
         raise InputError(str(error), KEY) from None
 

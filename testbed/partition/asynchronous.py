@@ -61,6 +61,7 @@ class AsynchronousPipeline(TrainingPipeline):
     Its `least_bottleneck` is FTPipeHD's partition.
     """
 
+    sums_tied = False
     profile: UnitTimes
     capacities: tuple[float, ...]
     """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""

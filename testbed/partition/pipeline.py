@@ -14,13 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
+from typing import ClassVar
 
 from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.data.batches import micro_batches
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.models.chain import Model, Unit, backward_of, forward_of
+from testbed.models.chain import Model, Tied, Unit, backward_of, forward_of
+from testbed.models.shapes import BYTES_PER_VALUE
 from testbed.network.link import Link, Pair
 from testbed.partition import cuts as cutting
 from testbed.partition.cuts import Costs, Cuts
@@ -43,6 +45,9 @@ class Chain:
     batch_size: int
     shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
     """Bytes that travel for each byte of activations and of their gradients."""
+
+    sums_tied: ClassVar[bool] = True
+    """Whether stages with a copy each of one weight compute as one device with that weight would."""
 
     def __post_init__(self) -> None:
         cutting.check_counts(len(self.units), len(self.devices))
@@ -99,7 +104,25 @@ class Chain:
             fits = self._memory(index, first, last) <= self.devices[index].memory
             return costs.stage(index, first, last) if fits else math.inf
 
-        return Costs(stage, costs.boundary)
+        def boundary(index: int, cut: int) -> float:
+            return math.inf if self._tied_across(cut) else costs.boundary(index, cut)
+
+        return Costs(stage, boundary)
+
+    def _tied_across(self, cut: int) -> Tied | None:
+        """Return a weight that stages on both sides of a cut would use, where they cannot; None: there is none."""
+        return None if self.sums_tied else self.model.tied_across(cut)
+
+    def _check_tied(self, cuts: Cuts) -> None:
+        """Raise `InputError` for cuts between units that share weights."""
+        for cut in cuts[1:-1]:
+            if (tied := self._tied_across(cut)) is not None:
+                units = " and ".join(self.units[unit].name for unit in tied.units)
+                raise InputError(
+                    f"units {units} share a weight ({tied.title}), and stages that update at different times cannot "
+                    "have a copy each: take pipeline, gpipe or model-parallelism, untie them, or use fewer stages",
+                    ("method", "stages"),
+                )
 
     @cached_property
     def fullness(self) -> tuple[float, Cuts]:
@@ -213,12 +236,14 @@ class Chain:
         """Return even cuts; raises `InputError` where they do not fit."""
         cuts = cutting.even(len(self.units), len(self.devices))
         self.check(cuts)
+        self._check_tied(cuts)
         return cuts
 
     def _chosen(self, found: tuple[float, Cuts]) -> Cuts:
         cost, cuts = found
         if math.isinf(cost):
             self.check(self.fullness[1])
+            self._check_tied(cuts)
         return cuts
 
 
@@ -397,4 +422,44 @@ class SynchronousPipeline(TrainingPipeline):
             for slot in self.timeline(cuts, steps=3)
             if slot.stage == 0 and slot.action.kind == "forward" and slot.action.micro % self.micro_batches == 0
         ]
-        return starts[2] - starts[1]
+        return starts[2] - starts[1] + self._tied_time(cuts)
+
+    def _tied_time(self, cuts: Cuts) -> float:
+        """Return the seconds that the exchange of tied gradients adds to a step.
+
+        The first stage with a tied weight waits for the gradients of the others, which follow those of activations on
+        their way; the others have the sum before they do the next step, whose activations follow it.
+        """
+        sizes: dict[tuple[int, int], int] = {}
+        for tied in self.model.tied:
+            first, *others = tied.holders(cuts[:-1])
+            for other in others:
+                sizes[first, other] = sizes.get((first, other), 0) + BYTES_PER_VALUE * tied.values
+        waits, shifts = [0.0], [0.0]
+        slots = self.timeline(cuts) if sizes else []
+        for (first, other), size in sizes.items():
+            begun = min(slot.start for slot in slots if slot.stage == other)
+            ready, last = (
+                max(slots, key=lambda slot: (slot.stage == stage and slot.action.kind == "backward", slot.end))
+                for stage in (first, other)
+            )
+            sent = max(last.end, ready.start) if other == first + 1 else last.end
+            waits.append(sent + sum(self._tied_transfer(other, first, size)) - ready.end)
+            busy, delay = self._tied_transfer(first, other, size)
+            updated = (self.update_time(stage, *cuts[stage : stage + 2]) for stage in (first, other))
+            mine, theirs = updated
+            shifts.append(busy + delay + theirs - mine - begun)
+            if other == first + 1:
+                shifts.append(busy - mine - self.forward_time(first, cuts[first], cuts[first + 1], self.samples))
+        return max(waits) + max(shifts)
+
+    def _tied_transfer(self, source: int, target: int, size: int) -> tuple[float, float]:
+        """Return how long gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
+        pair = self.devices[source].name, self.devices[target].name
+        if pair not in self.links:
+            raise InputError(
+                f"{pair[0]} and {pair[1]} use the same weights ({self.model.tied[0].title}) and send each other "
+                f"gradients, but no link leads from {pair[0]} to {pair[1]}: use the topology mesh or add the link",
+                ("network", "topology"),
+            )
+        return self.links[pair].transmission_time(size_around(size)), self.links[pair].delay

@@ -71,6 +71,16 @@ class Architecture:
         return module
 
 
+def add_tied(model: Model, parts: Sequence[nn.Module]) -> None:
+    """Give all copies of a tied weight the sum of their gradients, as the stages of a pipeline do."""
+    for tied in model.tied:
+        named = [dict(part.named_parameters()) for part in parts]
+        copies = [weights[name] for weights in named for name in tied.names if name in weights]
+        total = torch.stack([copy.grad for copy in copies if copy.grad is not None]).sum(0)
+        for copy in copies:
+            copy.grad = total.clone()
+
+
 def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     """Hold a model in parts against the undivided network: forward, gradients, an update and all state.
 
@@ -95,6 +105,7 @@ def check(each: Architecture, model: Model, cuts: Sequence[int]) -> None:
     nn.functional.cross_entropy(left[-1], labels).backward()
     for at in range(len(parts) - 2, -1, -1):
         left[at].backward(entered[at + 1].grad)
+    add_tied(model, parts)
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         if own := list(part.parameters()):

@@ -8,14 +8,14 @@ second), for torch works out every shape in Python.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from functools import lru_cache
 
 from testbed.common.lazy import torch
 from testbed.kits.layers.shard import Adjust, Rows, Shard, State
 from testbed.kits.layers.versions import Versions
 from testbed.method import Problem
-from testbed.models.chain import Model
+from testbed.models.chain import Model, Tied
 from testbed.models.shapes import Shape
 from testbed.training.optimizers import is_weight
 from testbed.training.recipe import Recipe
@@ -88,16 +88,24 @@ class ShapeShard:
     def adjust(self, change: Adjust) -> None:
         """Do nothing: there are no gradients."""
 
-    def norms(self) -> torch.Tensor:
+    def norms(self, without: Collection[str] = ()) -> torch.Tensor:
         """Return norms of the shape that `Shard.norms` gives."""
-        units = range(self.first, self.last)
-        return torch.zeros(
-            sum(
-                trained
-                for unit in units
-                for _, _, trained in _described(self._model, unit, self._training.frozen_travels).values()
-            )
-        )
+        described = [self._described(unit) for unit in range(self.first, self.last)]
+        trained = {name for unit in described for name, (_, _, is_trained) in unit.items() if is_trained}
+        for tied in self._model.tied:
+            trained.difference_update([name for name in tied.names if name in trained][1:])
+        return torch.zeros(len(trained.difference(without)))
+
+    def _described(self, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+        return _described(self._model, unit, self._training.frozen_travels)
+
+    def gradient(self, tied: Tied) -> torch.Tensor:
+        """Return a gradient of the shape that `Shard.gradient` gives."""
+        shape, dtype, _ = self._described(tied.units[0])[tied.names[0]]
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
+        """Do nothing: there are no gradients."""
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take note that there is an optimizer's state from now on; ``norms`` are of any shape."""
@@ -118,7 +126,7 @@ class ShapeShard:
         found: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
-            for name, (shape, dtype, trained) in _described(self._model, unit, self._training.frozen_travels).items():
+            for name, (shape, dtype, trained) in self._described(unit).items():
                 found[name] = torch.empty(shape, dtype=dtype, device="meta")
                 kept = self._training.kept(shape) if trained and self._updated else {}
                 for kind, (size, type_) in kept.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -11,7 +11,7 @@ from testbed.common.seeds import derive
 from testbed.device import Precision
 from testbed.kits.layers.versions import Statistics, Versions
 from testbed.kits.messaging.transfer import codec
-from testbed.models.chain import Model
+from testbed.models.chain import Model, Tied
 from testbed.training.optimizers import AVERAGE, is_weight
 from testbed.training.recipe import Recipe
 
@@ -84,6 +84,8 @@ class Shard:
         self._optimizer = training.optimizer()
         self._averages: dict[str, torch.Tensor] = {}
         """Moving averages of the trained weights; empty before the first update, and where none are wanted."""
+        self._aliases = _aliases(self._module)
+        """Further names of weights that several units share, with the one that the optimizer knows."""
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -164,9 +166,27 @@ class Shard:
             if weight.grad is not None:
                 change(name, weight.detach(), weight.grad)
 
-    def norms(self) -> torch.Tensor:
-        """Return the norms of the gradients added up, as a vector: one for each trained tensor that has one."""
-        return self._training.norms([each.grad for each in self.versions.latest.values() if each.grad is not None])
+    def norms(self, without: Collection[str] = ()) -> torch.Tensor:
+        """Return the norms of the gradients added up, as a vector: one for each trained tensor that has one.
+
+        Those of the names in ``without`` are left out: another stage counts them.
+        """
+        named = self.versions.latest.items()
+        return self._training.norms(
+            [each.grad for name, each in named if each.grad is not None and name not in without]
+        )
+
+    def gradient(self, tied: Tied) -> torch.Tensor:
+        """Return the gradient added up here of a weight that other stages use as well."""
+        weight = self._tied_weight(tied)
+        return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+
+    def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
+        """Replace the gradient of such a weight by that of all stages."""
+        self._tied_weight(tied).grad = gradient.clone()
+
+    def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
+        return next(self.versions.latest[name] for name in tied.names if name in self.versions.latest)
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take one optimizer step, counted from 0, with the gradients added up, and forget them.
@@ -240,7 +260,17 @@ class Shard:
         found = self._module.state_dict().items()
         state = {name: tensor.detach().clone() for name, tensor in found if name not in self._fixed}
         averages = {AVERAGE + name: average.clone() for name, average in self._averages.items()}
-        return state | self._optimizer.state() | averages
+        return state | self._with_aliases(self._optimizer.state() | averages)
+
+    def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the optimizer's state also by the other names of a weight: its units may part ways later."""
+        further = {}
+        for alias, name in self._aliases.items():
+            for key, tensor in kept.items():
+                kind, _, own = key.partition(":")
+                if own == name:
+                    further[f"{kind}:{alias}"] = tensor.clone()
+        return kept | further
 
     def load(self, state: State) -> None:
         """Take over a state as `state` made it; what is not in it of the optimizer's starts from nothing.
@@ -257,8 +287,9 @@ class Shard:
         self._kept.clear()
         self._postponed.clear()
         self._statistics.clear()
-        self._optimizer.load(state)
-        averages = {name: tensor for name, tensor in state.items() if name.startswith(AVERAGE)}
+        own = {name: tensor for name, tensor in state.items() if name.partition(":")[2] not in self._aliases}
+        self._optimizer.load(own)
+        averages = {name: tensor for name, tensor in own.items() if name.startswith(AVERAGE)}
         self._averages = {name.removeprefix(AVERAGE): tensor.clone() for name, tensor in averages.items()}
         for parameter in self._module.parameters():
             parameter.grad = None
@@ -298,6 +329,13 @@ class Shard:
         from testbed.kits.layers.draws import RowsOfBatch
 
         return RowsOfBatch(begin, count, samples)
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Return the further names of parameters that units of a module share, each with the first name."""
+    first = {parameter: name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[weight] for name, weight in every if unit_of(name) != unit_of(first[weight])}
 
 
 def _taken(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -106,6 +106,16 @@ class Norms(Numbered, kind="norms", key=("batch", "whole")):
 
 
 @dataclass(frozen=True)
+class TiedGradient(Numbered, kind="tied", key=("sender", "batch", "weight")):
+    """For a weight that several stages use: its gradient, to the first of them; or the sum of all, back."""
+
+    batch: int
+    weight: int
+    """Index in `Model.tied`."""
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Output(Numbered, kind="output", key=("work", "batch")):
     """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
 
@@ -240,7 +250,10 @@ class Measured(Numbered, kind="measured"):
 
 
 FORWARD_KINDS: tuple[type[Typed], ...] = (*MEMBERSHIP_KINDS, Configure, Activation, Output)
-SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (*FORWARD_KINDS, Labels, Gradient, Norms, UnitState, Loss, Updated)
+SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+    *FORWARD_KINDS,
+    *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),
+)
 ASYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
     *MEMBERSHIP_KINDS,
     *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),

@@ -252,7 +252,10 @@ class Partitioner(Generic[Known]):
 
     def over(self, names: Sequence[str]) -> StagePartition:
         """Return the partition over the first of these devices; raises `InputError` where none fits."""
-        count = min(self.problem.options.stages or len(names), len(self.problem.model.units))
+        model, parts = self.problem.model, self.problem.model.untied_parts
+        # Where no cut is possible for tied weights, planning for all devices fails and names them.
+        possible = len(names) if parts == 1 else min(len(names), parts)
+        count = min(self.problem.options.stages or possible, len(model.units))
         return StagePartition(tuple(names[:count]), self.cut(self.pipeline(names[:count])))
 
     def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from testbed.kits.pipeline.messages import (
     Times,
 )
 from testbed.method import Problem
+from testbed.models.chain import Model
 from testbed.schedule import Action
 
 T = TypeVar("T")
@@ -58,6 +59,11 @@ class StagePosition:
         """First unit, and the one after the last."""
         _, first, last = self.stages[self.index]
         return first, last
+
+    def holders(self, model: Model) -> list[list[int]]:
+        """Return the stages that use each of the model's tied weights."""
+        cuts = [first for _, first, _ in self.stages]
+        return [tied.holders(cuts) for tied in model.tied]
 
     @property
     def before(self) -> str | None:

@@ -22,6 +22,7 @@ from testbed.kits.pipeline.messages import (
     Norms,
     Replica,
     Replicated,
+    TiedGradient,
     Times,
     UnitState,
     Updated,
@@ -77,6 +78,7 @@ class SynchronousUpdates:
         if position.after is None:
             stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
         cost = costs.update(stage.units, stage.problem.training)
+        await self._add_tied(batch)
         update = partial(stage.shard.update, batch, await self._norms(batch))
         await stage.compute(update, cost, Span("update", batch))
         judged = stage.problem.workload.training.judged and is_due(batch + 1, self._options.evaluate_every)
@@ -84,6 +86,41 @@ class SynchronousUpdates:
             await self._checkpoint(batch)
         if position.before is None:
             stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
+
+    async def _add_tied(self, batch: int) -> None:
+        """Give every stage the whole gradient of the weights that several stages use, whose copies so stay equal.
+
+        The first stage with such a weight adds up the gradients of all, in their order.
+        """
+        stage, position = self._stage, self._stage.position
+        number, mailbox = position.configuration, stage.mailbox
+        names = [device for device, _, _ in position.stages]
+        shared = {
+            index: holders
+            for index, holders in enumerate(position.holders(stage.problem.model))
+            if len(holders) > 1 and position.index in holders
+        }
+        tied = stage.problem.model.tied
+        for index, (first, *_) in shared.items():
+            if first != position.index:
+                own = stage.shard.gradient(tied[index])
+                mailbox.post(names[first], TiedGradient(number, batch, index, own))
+        for index, (first, *others) in shared.items():
+            if first != position.index:
+                continue
+            total = stage.shard.gradient(tied[index])
+            for other in others:
+                part = (await mailbox.take(TiedGradient, (names[other], batch, index))).tensor
+                total = await stage.compute(
+                    partial(torch.add, total, part), Cost(tied[index].values), Span("tied", batch)
+                )
+            stage.shard.put_gradient(tied[index], total)
+            for other in others:
+                mailbox.post(names[other], TiedGradient(number, batch, index, total))
+        for index, (first, *_) in shared.items():
+            if first != position.index:
+                found = await mailbox.take(TiedGradient, (names[first], batch, index))
+                stage.shard.put_gradient(tied[index], found.tensor)
 
     async def _norms(self, batch: int) -> torch.Tensor | None:
         """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.
@@ -93,7 +130,10 @@ class SynchronousUpdates:
         stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
         if clip is None or clip.norm is None or len(position.stages) == 1:
             return None
-        norms = stage.shard.norms()
+        model = stage.problem.model
+        counted = zip(model.tied, position.holders(model), strict=True)
+        elsewhere = {name for tied, (first, *_) in counted if first != position.index for name in tied.names}
+        norms = stage.shard.norms(elsewhere)
         if position.after is not None:
             norms = torch.cat([norms, (await stage.mailbox.take(Norms, (batch, False))).tensor])
         if position.before is not None:

@@ -61,6 +61,7 @@ def check(problem: Problem, plain: bool) -> None:
     }
     module = problem.model.build(0, len(problem.model.units), problem.seed)
     reasons["running statistics, as of batch normalisation"] = any(True for _ in module.buffers())
+    reasons["weights that several layers share"] = bool(problem.model.tied)
     reasons["layers that may draw, such as dropout"] = draws(module)
     reasons["a smaller last batch"] = not problem.workload.drop_last
     reasons["weights that are not trained"] = problem.model.frozen

@@ -25,6 +25,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from tests.corpus.architectures import add_tied
 from tests.helpers import ROOT
 from tests.helpers.deployed import bodies, read
 
@@ -91,6 +92,7 @@ def test_partitioned_equals_whole(name: str) -> None:
         nn.functional.cross_entropy(left[-1], labels).backward()
         for at in range(len(parts) - 2, -1, -1):
             left[at].backward(entered[at + 1].grad)
+        add_tied(model, parts)
         found = {}
         for part in parts:
             torch.optim.SGD(part.parameters(), lr=0.1).step()
@@ -224,26 +226,38 @@ def test_options_are_arguments(tmp_path: Path) -> None:
         own("make", file)
 
 
-def test_weights_shared_by_two_places_stay_in_one_unit(tmp_path: Path) -> None:
+def test_weights_shared_by_two_places_are_named(tmp_path: Path) -> None:
     file = written(
         tmp_path,
         "def build():\n    fc = nn.Linear(64, 64)\n"
         "    return nn.Sequential(nn.Flatten(), fc, nn.Linear(64, 64), fc, nn.Linear(64, 10))\n",
     )
     model = own("build", file)
-    assert [unit.parameters for unit in model.units] == [2 * 65 * 64, 650]
-    assert len(model.held) == 1
-    assert re.match(r".*net.py.*: no unit can begin here: weights are used on both sides of it", model.held[0])
+    assert [unit.parameters for unit in model.units] == [65 * 64] * 3 + [650]
+    assert model.parameters == 2 * 65 * 64 + 650
+    assert [tied.names for tied in model.tied] == [("0.1.weight", "2.1.weight"), ("0.1.bias", "2.1.bias")]
+
+
+def test_a_normalisation_with_statistics_on_both_sides_stays_in_one_unit(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        "def build():\n    norm = nn.BatchNorm1d(64, affine=False)\n    return nn.Sequential(nn.Flatten(), "
+        "nn.Linear(64, 64), norm, nn.Linear(64, 64), nn.Linear(64, 64), norm, nn.Linear(64, 10))\n",
+    )
+    model = own("build", file)
+    assert [unit.parameters for unit in model.units] == [65 * 64, 2 * 65 * 64, 650]
+    assert re.match(r".*net.py.*: no unit can begin here: a normalisation with running statistics", model.held[0])
 
 
 def test_more_stages_than_units_are_refused_with_the_line_that_holds_units_together(tmp_path: Path) -> None:
     file = scenario(tmp_path, "{name: pipeline, stages: 3}", "Tied")
     (tmp_path / "net.py").write_text(
         "from torch import nn\nclass Tied(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.one = nn.Linear(64, 64)\n    def forward(self, x):\n        x = self.one(x.flatten(1))\n"
-        "        return self.one(x)[:, :10]\n"
+        "        self.one, self.two, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64)\n"
+        "    def forward(self, x):\n        x = self.two(self.one(self.norm(x.flatten(1))))\n"
+        "        return self.norm(x)[:, :10]\n"
     )
-    with pytest.raises(InputError, match=r"3 stages, but the model has 1 unit: .*net\.py:8: no unit can begin here"):
+    with pytest.raises(InputError, match=r"3 stages, but the model has 1 unit: .*net\.py:\d: no unit can begin here"):
         prepare(trials(load(file))[0])
 
 
