@@ -159,7 +159,7 @@ def set_congestion_control(name: str, algorithm: str) -> None:
     """
     index = socket.if_nametoindex(name)
     with _netlink(f"setting TCP's congestion control on {name}") as route:
-        for held in route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index):
+        for held in list(route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)):
             length = held["dst_len"]
             settings = {"proto": held["proto"], "scope": held["scope"], "metrics": {"cc_algo": algorithm}}
             for key, value in (("prefsrc", held.get("prefsrc")), ("gateway", held.get("gateway"))):
