@@ -44,13 +44,19 @@ def combined(
     ``offsets`` what each host's clock shows beyond ours, in seconds.
     """
     found = {(name, each["source"], each["destination"]): each for name, half in halves.items() for each in half}
-    raw = {pair: found[host[pair[1]], *pair]["delays"] for pair in asked}
+    raw: dict[Pair, list[float]] = {}
+    for source, destination in asked:
+        gate = found[host[source], source, destination]["gate"]
+        raw[source, destination] = [each - gate for each in found[host[destination], source, destination]["delays"]]
     moved = _between({pair: (link, statistics.median(raw[pair])) for pair, link in asked.items() if raw[pair]}, host)
     measured = []
     for (source, destination), link in asked.items():
         way, here = (host[source], host[destination]), found[host[destination], source, destination]
         difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
-        delays, sent = [delay - difference for delay in here["delays"]], found[way[0], source, destination]["sent"]
+        delays, sent = (
+            [each - difference for each in raw[source, destination]],
+            found[way[0], source, destination]["sent"],
+        )
         delay = statistics.median(delays) if delays else None
         slowest, lost = replace(link, rate=here["asked"]), sent - len(delays)
         measured.append(

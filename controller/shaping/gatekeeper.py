@@ -22,6 +22,8 @@ LIMIT = 5000
 """Packets of one device that may wait; the buffers of its sockets are smaller."""
 _IP_HEADER = 20
 _MOST_READ = 64
+_EARLY = 60e-6
+"""Seconds by which a packet is let go before its time, about what the way back through the kernel takes."""
 
 
 class Loop:
@@ -43,22 +45,23 @@ class Loop:
     def run(self) -> None:
         """Go on until the server is gone."""
         while True:
-            wait = self._media.next_end - time.monotonic()
+            wait = self._media.next_end - _EARLY - time.monotonic()
             # select waits with microseconds, epoll only with milliseconds.
             select.select([self._epoll.fileno()], [], [], None if wait == float("inf") else max(0.0, wait))
+            woken = time.monotonic()
             self._release()
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
                     if not serve_request(self._control, self._carry_out, 1):
                         return
                 elif descriptor in self._names:
-                    self._read(self._names[descriptor])
+                    self._read(self._names[descriptor], woken)
                 self._release()
 
     def _release(self) -> None:
         now = time.monotonic()
-        for made in self._media.finished(now):
-            self._lateness.add(now - made.end, 1)
+        for made in self._media.finished(now + _EARLY):
+            self._lateness.add(max(0.0, now - made.end), 1)
             self._passed += 1
             self._decide(str(made.station), self._accept + made.item)
 
@@ -68,7 +71,8 @@ class Loop:
         except OSError:
             self._refused += 1
 
-    def _read(self, device: str) -> None:
+    def _read(self, device: str, woken: float) -> None:
+        """Take what a device has sent; none of it was there before the loop was ``woken``, or hardly so."""
         opened = self._sockets[device]
         for _ in range(_MOST_READ):
             try:
@@ -80,16 +84,16 @@ class Loop:
                 continue
             kind = nfqueue.message_type(self._buffer)
             if kind == nfqueue.PACKET:
-                self._take(device, length)
+                self._take(device, length, woken)
             elif kind == nfqueue.NLMSG_ERROR:
                 self._refused += 1
 
-    def _take(self, device: str, length: int) -> None:
+    def _take(self, device: str, length: int, now: float) -> None:
         packet = nfqueue.content(self._buffer, length)
         size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
         address = socket.inet_ntoa(packet[16:20])
         identity = nfqueue.packet_identity(self._buffer)
-        if not self._media.offer(device, address, time.monotonic(), size, identity):
+        if not self._media.offer(device, address, now, size, identity):
             self._dropped += 1
             self._decide(device, self._drop + identity)
 

@@ -1,7 +1,7 @@
 """Rates and channels that several share: who waits where, and who sends when. Pure; the time is an argument.
 
-A cell's devices share one channel. A device that casts over a slow link has a channel of its own for that, so that its
-casts take as long as the rate says, to the last byte.
+A cell's devices share one channel. A slow link, and the casts of a device over slow links, have a channel of their own,
+so that a message takes as long as the rate says, to the last byte: HTB lets a frame go at the beginning of its time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from testbed.network.link import Cell, Link, Pair, cell_of
 QUEUE = 60_000
 """Number of the netfilter queue in each device's namespace; the delay line's count from 1."""
 GATED_RATE = 25e6
-"""bit/s up to which casts wait at the gate: HTB lets a frame go at the beginning of its time instead of at the end, and
-above this rate that time is below half a millisecond."""
+"""bit/s up to which casts wait at the gate: above this rate a frame takes less than half a millisecond."""
+SLOW_RATE = 5e6
+"""bit/s up to which links wait at the gate as well: a frame takes 2.4 ms or more there. A packet costs the host some
+0.1 ms of processor time at the gate."""
 T = TypeVar("T")
 
 
@@ -33,23 +35,31 @@ def routes(
     links: Mapping[Pair, Link],
     cells: Sequence[Cell],
     uplink: float | None = None,
+    downlinks: Mapping[str, float | None] | None = None,
 ) -> dict[str, Route]:
-    """Return, by address, what a device sends over a medium: everything within its cells, and its casts.
+    """Return, by address, what a device sends over a medium: everything within its cells, its casts, and slow links.
 
-    ``peers`` maps every device's name to its address. A cast of a device in several cells takes all of them at once.
+    ``peers`` maps every device's name to its address, ``downlinks`` to the rate of its downlink. A cast of a device in
+    several cells takes all of them at once.
     """
-    found = {}
+    found, downlinks = {}, downlinks or {}
     outgoing = {pair: link for pair, link in links.items() if pair[0] == device}
     for pair, link in outgoing.items():
         cell = cell_of(pair, cells)
         if cell is not None and pair[1] in peers:
             rate = min(cell.rate, link.rate or cell.rate)
             found[peers[pair[1]]] = Route((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
+        elif pair[1] in peers:
+            limits = (link.rate, uplink, downlinks.get(pair[1]))
+            slowest = min((rate for rate in limits if rate is not None), default=math.inf)
+            if slowest <= SLOW_RATE:
+                limit = queue_limit(replace(link, rate=slowest))
+                found[peers[pair[1]]] = Route((f"link {device} -> {pair[1]}",), slowest, limit)
     own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
-    slowest = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
-    if broadcast and outgoing and slowest is not None and (own or slowest <= GATED_RATE):
+    cast_rate = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
+    if broadcast and outgoing and cast_rate is not None and (own or cast_rate <= GATED_RATE):
         channels = tuple(map(_channel, own)) or (f"casts of {device}",)
-        found[broadcast] = Route(channels, slowest, queue_limit(Link(rate=slowest)))
+        found[broadcast] = Route(channels, cast_rate, queue_limit(Link(rate=cast_rate)))
     return found
 
 

@@ -109,7 +109,8 @@ def plan(
 
     ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
     without a link cannot talk: its packets are dropped where they arrive. ``gated`` holds, by address, the rates that
-    the gate sees to already.
+    the gate sees to already. A link's class keeps its rate all the same, so that a link that becomes slow while packets
+    wait there does not let them go at once; it delays none that come from the gate.
     """
     device, uplink = endpoint.name, endpoint.uplink
     gated = gated or {}
@@ -121,7 +122,6 @@ def plan(
             link = links[device, peer]
             if link.up:
                 rates.append(min(gated.get(address, CEILING), link.rate or CEILING, uplink or CEILING))
-            link = replace(link, rate=None) if address in gated else link
             senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
         incoming = links.get((peer, device), DOWN)
         queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)

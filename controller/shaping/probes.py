@@ -9,12 +9,13 @@ of one radio cell share its channel, so their packets are spaced as if they were
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import os
 import socket
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -68,10 +69,15 @@ class _Tally:
         """Return the shortest time between small packets that leaves the link, or its channel, half idle."""
         return 2 * self.link.transmission_time(SMALL_FRAME) * self.crowd
 
+    @property
+    def gate(self) -> float:
+        """Return the seconds that a small packet waits at the gate before the delay of the link begins."""
+        return 0.0 if self.medium is None else self.link.transmission_time(SMALL_FRAME)
+
     def measurement(self) -> LinkMeasurement:
         delay = statistics.median(self.delays.values()) if self.delays else None
-        if delay is not None and self.medium is not None:
-            delay -= self.link.transmission_time(SMALL_FRAME)
+        if delay is not None:
+            delay -= self.gate
         lost = self.sent - len(self.delays)
         return LinkMeasurement(
             *self.pair,
@@ -110,24 +116,33 @@ def measure(
 
 def _one_of_each(links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Pair]:
     """Return the first link of every kind."""
+    users = Counter(media[pair].channels for pair in links if pair in media)
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
-        kinds.setdefault((_on_the_way(pair, link, sites, media), media.get(pair)), pair)
+        # A channel that no other link uses makes no kind of its own.
+        shared = media[pair] if pair in media and users[media[pair].channels] > 1 else None
+        kinds.setdefault((_on_the_way(pair, link, sites, media), shared), pair)
     return {*kinds.values()}
 
 
 def measure_half(
-    links: Mapping[Pair, Link], sites: Mapping[str, Site], ends: Mapping[str, Ends | FarEnds], run: bytes, begin: float
+    links: Mapping[Pair, Link],
+    sites: Mapping[str, Site],
+    ends: Mapping[str, Ends | FarEnds],
+    run: bytes,
+    begin: float,
+    media: Mapping[Pair, Route],
 ) -> list[dict[str, Any]]:
     """Do here what is to be done of measuring links between this host and others, which do theirs at the same time.
 
     ``begin`` is the instant of this host's monotonic clock at which all of them start, ``run`` the same of all. Returns
     for each link that begins or ends here how many packets were ``sent`` from here; the ``delays`` of those that
     arrived here in seconds by their sender's clock and this host's; the ``rate`` in bit/s where it was measured; and
-    the lowest rate ``asked`` on its way.
+    the lowest rate ``asked`` on its way; and the ``gate``: seconds that each packet waited there, of which only the
+    sender's host knows, by ``media``.
     """
     representatives = _one_of_each(links, sites, {})
-    tallies = _tallies(links, sites, {}, representatives)
+    tallies = _tallies(links, sites, media, representatives)
     _measure(tallies, representatives, {}, ends, run, begin)
     return [
         {
@@ -137,6 +152,7 @@ def measure_half(
             "delays": [*tally.delays.values()],
             "rate": tally.rate,
             "asked": tally.link.rate,
+            "gate": tally.gate,
         }
         for tally in tallies
     ]
@@ -280,41 +296,46 @@ def _measure_delays(
         send(index, tally.packets)  # makes the addresses known; its number is no measurement's
     time.sleep(0.01 + max(tally.gap for tally in tallies) / 2)
     first = 0.015 + max(tally.gap for tally in tallies) / 2
-    schedule = _schedule(tallies, began + first)
-    rest = max(longest_delay(tally.link) for tally in tallies) + 0.1
-    until = schedule[-1][0] + rest
+    starts, gaps = _schedule(tallies, began + first)
+    rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
+    planned = max(starts[index] + gaps[index] * (tally.packets - 1) for index, tally in enumerate(tallies)) + rest
     # Other hosts measure by the same schedule; by itself a host that falls behind sends later, and loses nothing by it.
-    latest = until if begin is not None else until + _BEHIND_SECONDS
-    upcoming = iter([*schedule, (math.inf, 0, 0)])
-    when, index, number = next(upcoming)
+    until, latest = planned, planned if begin is not None else planned + _BEHIND_SECONDS
+    upcoming = [(when, index, 0) for index, when in enumerate(starts)]
+    heapq.heapify(upcoming)
     receivers = [end.receiver for end in ends.values() if end.receiver is not None]
     coming = [tally for tally in tallies if ends[tally.pair[1]].receiver is not None]
     with Listener(receivers) as listener:
-        while (now := time.monotonic()) < (until if when == math.inf else latest):
-            if when <= now:
-                tallies[index].sent += ends[tallies[index].pair[0]].sender is not None
+        while (now := time.monotonic()) < (latest if upcoming else until):
+            if upcoming and upcoming[0][0] <= now:
+                when, index, number = heapq.heappop(upcoming)
+                tally = tallies[index]
+                tally.sent += ends[tally.pair[0]].sender is not None
                 send(index, number)
-                when, index, number = next(upcoming)
+                if number + 1 < tally.packets:
+                    # Not two at once after a stall: the second would wait for the first on a slow link.
+                    heapq.heappush(upcoming, (max(when + gaps[index], now + tally.gap), index, number + 1))
                 until = max(until, min(latest, now + rest))
-            elif when == math.inf and all(len(tally.delays) == tally.packets for tally in coming):
+            elif not upcoming and all(len(tally.delays) == tally.packets for tally in coming):
                 break
-            for receiver in listener.ready(min(when, until) - time.monotonic()):
+            following = upcoming[0][0] if upcoming else until
+            for receiver in listener.ready(following - time.monotonic()):
                 _note_delays(receiver, run, tallies)
     for receiver in receivers:  # what came while this process was kept from the processor is not lost
         _note_delays(receiver, run, tallies)
-    return schedule[-1][0] + rest - began + _BETWEEN
+    return planned - began + _BETWEEN
 
 
-def _schedule(tallies: Sequence[_Tally], start: float) -> list[tuple[float, int, int]]:
-    """Return (time, link, number) of every small packet, in the order of time."""
+def _schedule(tallies: Sequence[_Tally], start: float) -> tuple[list[float], list[float]]:
+    """Return of each link when its first small packet is due, and the seconds from one to the next."""
     span = max(0.1, sum(tally.packets for tally in tallies) / _PACKETS_PER_SECOND)
-    schedule = []
+    starts, gaps = [], []
     for index, tally in enumerate(tallies):
         gap = max(span / tally.packets, tally.gap)
         among, place = (len(tallies), index) if tally.place is None else (tally.crowd, tally.place)
-        first = start + gap * place / among
-        schedule += [(first + gap * number, index, number) for number in range(tally.packets)]
-    return sorted(schedule)
+        starts.append(start + gap * place / among)
+        gaps.append(gap)
+    return starts, gaps
 
 
 def _note_delays(receiver: socket.socket, run: bytes, tallies: Sequence[_Tally]) -> None:

@@ -294,21 +294,22 @@ class Shaping:
         """Return what a device has to send over a shared medium."""
         if self._ungated:
             return {}
-        addresses = self._addresses()
+        endpoints = self._endpoints()
+        addresses = {name: each.address for name, each in endpoints.items()}
+        downlinks = {name: each.downlink for name, each in endpoints.items()}
         endpoint, broadcast = attached.endpoint, attached.interface.broadcast
-        return routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink)
+        return routes(endpoint.name, broadcast, addresses, self._links, self._cells, endpoint.uplink, downlinks)
 
-    def _addresses(self) -> dict[str, str]:
-        """Return the address of every device, wherever it is."""
-        endpoints = {**self._elsewhere, **{name: each.endpoint for name, each in self._devices.items()}}
-        return {name: each.address for name, each in endpoints.items()}
+    def _endpoints(self) -> dict[str, Endpoint]:
+        """Return every device, wherever it is."""
+        return {**self._elsewhere, **{name: each.endpoint for name, each in self._devices.items()}}
 
     def _plan(self, attached: Attached) -> InterfacePlan:
         return planning.plan(
             attached.endpoint,
             attached.interface.name,
             attached.interface.broadcast,
-            {name: (self._numbers[name], address) for name, address in self._addresses().items()},
+            {name: (self._numbers[name], each.address) for name, each in self._endpoints().items()},
             self._links,
             {address: route.rate for address, route in self._routes(attached).items()},
         )
@@ -471,8 +472,9 @@ class Shaping:
                 endpoint = self._elsewhere.get(name) or self._devices[name].endpoint
                 sites[name] = Site(None, endpoint.address, endpoint.uplink, endpoint.downlink)
                 both.setdefault(name, FarEnds((endpoint.address, ports[name])))
+            media = self._media(pairs)
         with held:
-            return measure_half(links, sites, both, bytes.fromhex(run), begin)
+            return measure_half(links, sites, both, bytes.fromhex(run), begin, media)
 
     def _site(self, name: str, stack: contextlib.ExitStack) -> Site:
         """Return where a device is, as long as the stack holds it."""
@@ -483,7 +485,8 @@ class Shaping:
         return Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
-        """Return the shared channels among these links."""
-        routes = {name: self._routes(self._devices[name]) for name in {source for source, _ in pairs}}
-        address = {name: other.endpoint.address for name, other in self._devices.items()}
-        return {(a, b): routes[a][address[b]] for a, b in pairs if address[b] in routes[a]}
+        """Return the channels that these links have at the gate, as far as their senders are on this host."""
+        here = {source for source, _ in pairs if source in self._devices}
+        routes = {name: self._routes(self._devices[name]) for name in here}
+        address = {name: each.address for name, each in self._endpoints().items()}
+        return {(a, b): routes[a][address[b]] for a, b in pairs if a in here and address[b] in routes[a]}

@@ -23,6 +23,7 @@ from controller.shaping.interfaces import interface_names
 from controller.shaping.namespaces import command
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import Shaping
+from controller.shaping.trains import HEADERS
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
 from testbed.wire.framing import CONGESTION_CONTROL
@@ -78,6 +79,15 @@ def test_rate_is_charged_at_the_sender_per_pair(net: Network, shaping: Shaping) 
     for rate in udp_rates(net, both, 0.6, skip=0.1).values():
         assert rate == pytest.approx(20e6, rel=RATE)
     assert tcp_rates(net, [("a", "c")], 1.5, skip=0.5)["a", "c"] == pytest.approx(20e6, rel=RATE)
+
+
+def test_a_message_over_a_slow_link_ends_when_its_last_frame_has_had_its_time(net: Network, shaping: Shaping) -> None:
+    shaping.attach(net.endpoints.values(), mesh(Link(rate=250e3, delay=0.005)))
+    frame, spacing = (64 + HEADERS) * 8 / 250e3, 0.05
+    # After a pause a frame that leaves at the beginning of its time would arrive with the delay alone.
+    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(0.005 + frame, abs=0.0007)
+    shaping.attach([replace(net.endpoints["b"], downlink=100e3)], {})
+    assert statistics.median(one_way(net, "a", "b", 10, spacing)) == pytest.approx(0.005 + 2.5 * frame, abs=0.0007)
 
 
 def test_loss_is_within_its_binomial_bounds(net: Network, shaping: Shaping) -> None:

@@ -20,8 +20,11 @@ HOST = {"p": "a", "q": "a", "r": "b"}
 LINK = Link(rate=50e6, delay=0.005)
 
 
-def half(sent: int, source: str, destination: str, delays: list[float], rate: float | None = None) -> dict:
-    return {"source": source, "destination": destination, "sent": sent, "delays": delays, "rate": rate, "asked": 50e6}
+def half(
+    sent: int, source: str, destination: str, delays: list[float], rate: float | None = None, gate: float = 0.0
+) -> dict:
+    found = {"source": source, "destination": destination, "sent": sent, "delays": delays, "rate": rate}
+    return {**found, "asked": 50e6, "gate": gate}
 
 
 def measured(there: list[float], back: list[float]):
@@ -44,6 +47,12 @@ def test_a_difference_of_clocks_is_not_a_delay() -> None:
 def test_a_delay_that_is_too_long_on_one_way_is_seen_all_the_same() -> None:
     found, _ = measured([10.0072] * 30, [-9.9948] * 30)
     assert all(each.problem and "delays by 6.2" in each.problem for each in found)
+
+
+def test_the_time_at_the_gate_of_the_sender_is_not_a_delay() -> None:
+    halves = {"a": [half(30, "p", "r", [], gate=0.02)], "b": [half(0, "p", "r", [0.0252] * 30)]}
+    [found], _ = combined({("p", "r"): LINK}, halves, HOST, {"a": 0.0, "b": 0.0})
+    assert found.delay == pytest.approx(0.0052)
 
 
 def test_packets_that_did_not_arrive_are_loss() -> None:

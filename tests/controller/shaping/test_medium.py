@@ -117,10 +117,23 @@ def test_without_cells_and_with_fast_links_nothing_waits():
 
 
 def test_slow_casts_have_a_channel_of_their_own():
-    found = routes("a", BROADCAST, PEERS, links(1e6), ())
+    found = routes("a", BROADCAST, PEERS, links(20e6), ())
     assert set(found) == {BROADCAST}
     assert found[BROADCAST].channels == ("casts of a",)
-    assert found[BROADCAST].rate == 1e6
+    assert found[BROADCAST].rate == 20e6
+
+
+def test_slow_links_wait_for_the_end_of_their_time_each_for_itself():
+    found = routes("a", None, PEERS, links(20e6) | {("a", "c"): Link(rate=250e3)}, ())
+    assert found == {PEERS["c"]: Route(("link a -> c",), 250e3, 300)}
+
+
+def test_a_slow_access_at_either_end_makes_a_link_slow():
+    by_uplink = routes("a", None, PEERS, links(), (), uplink=1e6)
+    assert {address: route.rate for address, route in by_uplink.items()} == {PEERS["b"]: 1e6, PEERS["c"]: 1e6}
+    assert len({route.channels for route in by_uplink.values()}) == 2, "the uplink itself shares among them"
+    by_downlink = routes("a", None, PEERS, links(2e6), (), None, {"b": 64e3, "c": 50e6})
+    assert {address: route.rate for address, route in by_downlink.items()} == {PEERS["b"]: 64e3, PEERS["c"]: 2e6}
 
 
 def test_casts_are_as_slow_as_the_slowest_link_and_the_access():
@@ -147,7 +160,7 @@ def test_a_cast_in_several_cells_takes_all_of_them():
 
 
 def test_rules_lead_exactly_these_addresses_into_the_queue():
-    gated = routes("a", BROADCAST, PEERS, links(1e6), ())
+    gated = routes("a", BROADCAST, PEERS, links(20e6), ())
     made = gate_rules("eth1", gated)
     assert made.rules == (f"-d {BROADCAST}/32 -j NFQUEUE --queue-num {QUEUE}",)
     assert ("OUTPUT", "-o", "eth1") in vars(made).values()
