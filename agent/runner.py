@@ -229,7 +229,9 @@ class Runner:
         if isinstance(failure, TestbedError):
             error = str(failure)
         elif failure is not None:  # whatever ends a program is reported to the controller
-            error = "".join(traceback.format_exception(failure))
+            from testbed.common.usercode import located
+
+            error = located(failure) or "".join(traceback.format_exception(failure))
             print(error, file=sys.stderr, flush=True)
         # For the device: what it computed last may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()

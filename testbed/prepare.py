@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from testbed import validation
 from testbed.common import formats, usercode
-from testbed.common.errors import Diagnostic, InputError, Key
+from testbed.common.errors import Diagnostic, InputError, Key, TestbedError
 from testbed.common.lazy import np
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
@@ -125,7 +125,7 @@ def prepare(trial: Trial) -> Prepared:
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         _check_last_batch(method, problem)
-        plan = method.plan(problem)
+        plan = _planned(method, problem)
         _check_tied(method, problem, plan)
     except InputError as error:
         found = _locate(error, trial)
@@ -251,6 +251,17 @@ def _check_last_batch(method: Method, problem: Problem) -> None:
         if last and last // min(parts, last) < needed:
             text = f"the last batch of {count} samples has {last}, too few to normalise: use another batch_size"
             raise InputError(text, key)
+
+
+def _planned(method: Method, problem: Problem) -> Plan:
+    """Return the plan of a method; raises `InputError`, also where a user's own planner raises something else."""
+    try:
+        return method.plan(problem)
+    except Exception as error:
+        text = None if isinstance(error, TestbedError) else usercode.located(error)
+        if text is None:
+            raise
+        raise InputError(text, ("method", "file")) from error
 
 
 def model_code(scenario: Scenario) -> Code | None:

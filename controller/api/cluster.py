@@ -229,6 +229,7 @@ def _simulate(
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
         for file, text in files.items():
+            Path(name, file).parent.mkdir(parents=True, exist_ok=True)
             Path(name, file).write_text(text, encoding="utf-8")
         sys.argv, before = list(argv), sys.argv
         try:

@@ -64,16 +64,22 @@ def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) 
     return table
 
 
+def _reason(error: str) -> str:
+    """Return the line of an error that names it: the last one of a traceback, else the first."""
+    lines = error.strip().splitlines() or ["no reason known"]
+    return lines[-1] if "Traceback" in error else lines[0]
+
+
 def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
     from controller.report.sections import found_text
 
     for finished in runs:
         if finished.outcome.status != "finished":
-            error: Any = (finished.outcome.error or "").strip().splitlines() or ["no reason known"]
+            error = _reason(finished.outcome.error or "")
             if finished.outcome.status == "interrupted":
-                raise StoppedError(f"the run was interrupted: {error[-1]}; what it left is in {finished.path}")
-            raise TestbedError(f"the run {finished.outcome.status}: {error[-1]}; what it left is in {finished.path}")
+                raise StoppedError(f"the run was interrupted: {error}; what it left is in {finished.path}")
+            raise TestbedError(f"the run {finished.outcome.status}: {error}; what it left is in {finished.path}")
     diverged = [
         f"{finished.path.name} ({finished.metrics['divergence']})"
         for finished in runs

@@ -120,12 +120,21 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
-        # The engine's client is imported only by commands that need it; whatever it raises is about this host.
-        elif type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
-            text = f"the container engine: {' '.join(str(error).split())}"
-        else:
+        text, status = _explain(error)
+        if text is None:
             raise
         click.echo(f"testbed: {visible(text)}", err=True)
-        sys.exit(HostError.exit_code)
+        sys.exit(status)
+
+
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """Return what the user should read of an error that nobody expected, and the exit status; None: its traceback."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
+        return text, HostError.exit_code
+    # The engine's client is imported only by commands that need it; whatever it raises is about this host.
+    if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
+        return f"the container engine: {' '.join(str(error).split())}", HostError.exit_code
+    from testbed.common.usercode import located
+
+    return located(error), TestbedError.exit_code

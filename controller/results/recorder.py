@@ -24,6 +24,7 @@ from controller.results.declared import declared_by, keep
 from controller.results.run import Run
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
+from testbed.common.usercode import Code
 from testbed.common.yamltext import written
 from testbed.plan import Plan
 from testbed.scenario.schema import PaperPart, Scenario, Trial
@@ -162,6 +163,7 @@ class Recorder:
                 "scenario.yaml": written(facts_of(replace(trial, scenario=scenario))),
                 **sources,
             }.items():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(text, encoding="utf-8")
             keep(self.path, trial, self._declared, {})
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
@@ -285,24 +287,32 @@ def keep_paper(folder: Path, part: PaperPart) -> None:
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
-    """Return the scenario as it can lie beside the Python files that it names, and their texts by name."""
+    """Return the scenario as it can lie beside the Python files that it names, and their texts by name.
+
+    What these files import from beside them lies there, too.
+    """
     sources: dict[str, str] = {}
     parts: dict[str, Any] = {}
     for file in _further_files(scenario.workload):
         if Path(file).name == file:
-            code = usercode.read(scenario.source.folder / file, "", ("training", "file"))
-            sources.setdefault(file, code.sources[code.module])
+            _add_sources(sources, usercode.read(scenario.source.folder / file, "", ("training", "file")), "")
     for key in ("method", "model", "data"):
         part = getattr(scenario.workload, key)
         if part.file is not None:
             code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
-            text, name = code.sources[code.module], Path(part.file).name
-            if sources.get(name, text) != text:
-                name = f"{key}_{name}"
-            sources[name] = text
-            parts[key] = part.model_copy(update={"file": name})
+            parts[key] = part.model_copy(update={"file": _add_sources(sources, code, f"{key}/")})
     workload = scenario.workload.model_copy(update=parts)
     return scenario.model_copy(update={"workload": workload}), sources
+
+
+def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
+    """Add the texts of a code, below a folder where others have their names; return the name of its own file."""
+    texts = usercode.texts_of(code)
+    if any(sources.get(name, text) != text for name, text in texts.items()):
+        texts = {folder + name: text for name, text in texts.items()}
+    for name, text in texts.items():
+        sources.setdefault(name, text)
+    return next(iter(texts))
 
 
 def _further_files(workload: WorkloadPart) -> Iterator[str]:

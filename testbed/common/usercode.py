@@ -1,18 +1,26 @@
 """Python that is no part of this code: in a file that a scenario names, and as text on the devices.
 
-A device has no such file, so its source text travels there, and is imported under the same module name. Text is all
-that travels, nothing is unpickled, and it is the code of the user who runs the experiment, on their own machines.
+A device has no such file, so its source text travels there, with that of the files beside it which it imports. Text is
+all that travels, nothing is unpickled, and it is the code of the user who runs the experiment, on their own machines.
+
+Modules of a user's file have names of their own, ``ring_0a1b2c3d4e5f``, by the content of the file and of all that it
+imports: two files of one name are two modules, an edited file is another one, and none of them hides an installed
+module. An ``import`` statement finds them by the names that the user gave them.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,6 +30,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from testbed.common.errors import InputError, Key
+
+MOST_CHARACTERS = 2_000_000
+"""Characters of all source text of a method or a model together: more is a package that should be split."""
+
+
+_HOME = Path(__file__).resolve().parents[2]
+"""Where the testbed's own packages lie."""
+_PACKAGES = ("testbed", "agent", "controller")
 
 
 class Code(BaseModel):
@@ -33,7 +49,11 @@ class Code(BaseModel):
     module: str
     """The module that defines it."""
     sources: dict[str, str]
-    """Source text of that module, and of the others of its package, by module name."""
+    """Source text of that module and of all that it imports from beside it or from its package, by module name."""
+    files: dict[str, str] = {}
+    """The file of each module as the user named it, where there is one."""
+    imports: dict[str, dict[str, str]] = {}
+    """The modules that import statements of a module, and of those below it, mean by some names."""
 
 
 class _TextImporter(MetaPathFinder, InspectLoader):
@@ -42,14 +62,29 @@ class _TextImporter(MetaPathFinder, InspectLoader):
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
         self.files: dict[str, str] = {}
-        """Where a text comes from, for tracebacks."""
+        """Where a text comes from, for tracebacks and ``__file__``."""
+        self.imports: dict[str, dict[str, str]] = {}
+        """See `Code.imports`."""
+
+    def add(self, code: Code) -> None:
+        """Take in the modules of a code."""
+        for module, file in code.files.items():
+            if self.files.get(module, file) != file:
+                sys.modules.pop(module, None)  # compiled under another file's name, which errors would be looked for in
+        self.sources |= code.sources
+        self.files |= code.files
+        self.imports |= code.imports
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in self.sources:
             return None
-        return importlib.util.spec_from_loader(fullname, self, origin=self.files.get(fullname))
+        file = self.files.get(fullname)
+        spec = importlib.util.spec_from_loader(fullname, self, origin=file and str(Path(file).absolute()))
+        if spec is not None:
+            spec.has_location = file is not None
+        return spec
 
     def is_package(self, fullname: str) -> bool:
         return any(name.startswith(f"{fullname}.") for name in self.sources)
@@ -60,23 +95,105 @@ class _TextImporter(MetaPathFinder, InspectLoader):
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.sources[fullname], shown(fullname), "exec", dont_inherit=True)
 
+    def exec_module(self, module: ModuleType) -> None:
+        own = self.imports.get(_root(module.__name__))
+        if own:
+            # Import statements, also those in functions, call what the builtins of their module have for it.
+            importing = {"__import__": partial(_import, own)}
+            module.__dict__["__builtins__"] = {**vars(builtins), **importing}
+        super().exec_module(module)
+
 
 _IMPORTER = _TextImporter()
 
 
-def read(file: Path, name: str, key: Key) -> Code:
-    """Return a file's text as the code of something in it; raises `InputError` naming the key.
+def _root(module: str) -> str:
+    return module.partition(".")[0]
 
-    A process reads a file once: what runs, what it declares and what is kept with the results is the same text.
+
+def _import(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any) -> ModuleType:
+    """Do what an import statement asks for; ``own`` are the user's modules, by the names that it may have for them."""
+    relative = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
+    first, dot, rest = name.partition(".")
+    if not relative and first in own:
+        name = own[first] + dot + rest
+    return builtins.__import__(name, *arguments, **keywords)
+
+
+def read(file: Path, name: str, key: Key) -> Code:
+    """Return a file's text as the code of something in it, with the files beside it that it imports.
+
+    A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
+    `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
     """
-    module, text = _text(file.resolve(), str(file), key)
-    return Code(name=name, module=module, sources={module: text})
+    return _gathered(file.resolve(), str(file), key).model_copy(update={"name": name})
+
+
+@dataclass
+class _Source:
+    """A file, or a folder of Python files, that can be imported by one name."""
+
+    path: Path
+    files: dict[str, Path]
+    """Its files, by the names of the modules within it; "" is itself."""
+    texts: dict[str, str]
+    imported: dict[str, _Source]
+    """Sources beside it that it imports, by name."""
+    module: str = ""
+    """Name of its module."""
 
 
 @cache
-def _text(file: Path, named: str, key: Key) -> tuple[str, str]:
+def _gathered(file: Path, named: str, key: Key) -> Code:
+    """Return a file with all that it imports from beside it."""
+    main = _Source(file, {"": file}, {"": _text(file, named, key)}, {})
+    sources = _with_imports(main, Path(named).parent, key)
+    if sum(len(text) for source in sources for text in source.texts.values()) > MOST_CHARACTERS:
+        text = f"{named} and the files that it imports have more than {MOST_CHARACTERS:,} characters: import less"
+        raise InputError(text, key)
+    for source in sources:
+        source.module = f"{re.sub(r'[^0-9A-Za-z_]', '_', source.path.stem)}_{_digest(source, file.parent)}"
+    found = Code(name="", module=main.module, sources={}, files={}, imports={})
+    for source in sources:
+        if source.imported:
+            found.imports[source.module] = {name: each.module for name, each in source.imported.items()}
+        for name, text in source.texts.items():
+            module = f"{source.module}.{name}" if name else source.module
+            found.sources[module] = text
+            found.files[module] = str(Path(named).parent / source.files[name].relative_to(file.parent))
+    # Errors that are found before it is loaded are located in it as well.
+    _IMPORTER.add(found)
+    return found
+
+
+def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
+    """Return a source and all that it imports from its folder, which the user named so; fill in which imports which.
+
+    Raises `InputError` where a name stands for another module, too.
+    """
+    folder = main.path.parent
+    sources = {main.path: main}
+    waiting = [main]
+    while waiting:
+        source = waiting.pop()
+        for name, file, line in _imports(source):
+            path = _beside(folder, name)
+            if path is None:
+                continue
+            if (other := _elsewhere(name, path)) is not None:
+                where = f"{named / file.relative_to(folder)}:{line}"
+                text = f"{where}: imports '{name}', which is {path.name} beside it and {other}: rename {path.name}"
+                raise InputError(text, key)
+            if path not in sources:
+                sources[path] = _source(path, key)
+                waiting.append(sources[path])
+            source.imported[name] = sources[path]
+    return list(sources.values())
+
+
+def _text(file: Path, named: str, key: Key) -> str:
     try:
-        text = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{named} is not text: name a Python file", key) from None
     except OSError as error:
@@ -84,24 +201,115 @@ def _text(file: Path, named: str, key: Key) -> tuple[str, str]:
         raise InputError(
             f"{named} cannot be read ({reason}): name a Python file, relative to the scenario", key
         ) from None
-    # By its content: two files of one name are two modules, and a file that was edited is another one.
-    module = f"{key[0]}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    if _IMPORTER.files.get(module, named) != named:
-        sys.modules.pop(module, None)  # compiled under another file's name, which errors would be looked for in
-    _IMPORTER.files[module] = named
-    return module, text
+
+
+def _beside(folder: Path, name: str) -> Path | None:
+    """Return the file or the folder of Python files of that name in a folder."""
+    file, package = folder / f"{name}.py", folder / name
+    if package == _HOME / name:
+        return None
+    if (package / "__init__.py").is_file():
+        return package
+    if file.is_file():
+        return file
+    return package if package.is_dir() and any(package.glob("*.py")) else None
+
+
+def _source(path: Path, key: Key) -> _Source:
+    if path.is_file():
+        return _Source(path, {"": path}, {"": _text(path, str(path), key)}, {})
+    files = {"": path / "__init__.py"}
+    for file in sorted(path.rglob("*.py")):
+        parts = file.relative_to(path).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        if all(part.isidentifier() for part in parts):
+            files[".".join(parts)] = file
+            for depth in range(1, len(parts)):  # folders without a file of their own
+                inner = parts[:depth]
+                files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
+    texts = {name: _text(file, str(file), key) if file.is_file() else "" for name, file in files.items()}
+    return _Source(path, files, texts, {})
+
+
+def _imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
+    """Yield the first name of each absolute import of a source, with its file and line."""
+    for name, text in source.texts.items():
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue  # which is reported when it is loaded
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield _root(alias.name), source.files[name], node.lineno
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                yield _root(node.module), source.files[name], node.lineno
+
+
+def _elsewhere(name: str, path: Path) -> str | None:
+    """Return which other module of that name can be imported."""
+    if name in sys.stdlib_module_names:
+        return "a module of the standard library"
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    places = [spec.origin] if spec.origin else [*(spec.submodule_search_locations or ())]
+    # The current folder may be searched for modules; so is a checkout, whose other folders are nobody's modules.
+    own = [path, path / "__init__.py"]
+    if name not in _PACKAGES and (_HOME / "pyproject.toml").is_file():
+        own += [_HOME / name, _HOME / name / "__init__.py", _HOME / f"{name}.py"]
+    if all(Path(place).resolve() in own for place in places):
+        return None
+    return f"an installed module ({places[0]})"
+
+
+def _digest(source: _Source, folder: Path) -> str:
+    """Return a digest of the content of a source and of all that it imports."""
+    found: dict[Path, _Source] = {}
+    waiting = [source]
+    while waiting:
+        each = waiting.pop()
+        if each.path not in found:
+            found[each.path] = each
+            waiting.extend(each.imported.values())
+    digest = hashlib.sha256()
+    for path in sorted(found):
+        for name, text in found[path].texts.items():
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{name}\0{text}\0".encode())
+    return digest.hexdigest()[:12]
+
+
+def code_of_module(name: str, module: str) -> Code | None:
+    """Return something that a module of a user's file defines, with all that it imports; None for other modules."""
+    if module not in _IMPORTER.files:
+        return None
+    roots: list[str] = []
+    waiting = [_root(module)]
+    while waiting:
+        root = waiting.pop()
+        if root not in roots:
+            roots.append(root)
+            waiting.extend(_IMPORTER.imports.get(root, {}).values())
+    sources = {each: text for each, text in _IMPORTER.sources.items() if _root(each) in roots}
+    files = {each: _IMPORTER.files[each] for each in sources}
+    imports = {root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports}
+    return Code(name=name, module=module, sources=sources, files=files, imports=imports)
 
 
 def clear_cache() -> None:
     """Read files again when they are next asked for, so that edits are seen."""
-    _text.cache_clear()
+    _gathered.cache_clear()
 
 
 def load(code: Code, key: Key) -> ModuleType:
     """Import the module that defines something; raises `InputError` naming the key and the line."""
     if _IMPORTER not in sys.meta_path:
         sys.meta_path.append(_IMPORTER)
-    _IMPORTER.sources |= code.sources
+    _IMPORTER.add(code)
     try:
         return importlib.import_module(code.module)
     except SyntaxError as error:
@@ -136,9 +344,41 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
 
 def line_of(error: BaseException, code: Code) -> str:
     """Return the last line of this text that an exception went through; its file where it went through none."""
-    files = {shown(name) for name in code.sources}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    frames = _frames(error, {shown(name) for name in code.sources})
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
+
+
+def located(error: BaseException) -> str | None:
+    """Return an error with the lines of users' files that it went through; None where it went through none.
+
+    The first line has the last of those lines and the error, as ``ring.py:42: KeyError: 'round'``.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return next((text for each in error.exceptions if (text := located(each)) is not None), None)
+    frames = _frames(error, _IMPORTER.files.values())
+    if not frames:
+        return None if error.__cause__ is None else located(error.__cause__)
+    last = frames[-1]
+    lines = [f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"]
+    if len(frames) > 1:
+        lines += [f"  {each.filename}:{each.lineno}, in {each.name}: {each.line}" for each in frames]
+    text = "\n".join(lines)
+    for module in _IMPORTER.files:
+        if "." not in module:
+            text = text.replace(module, module.rpartition("_")[0])
+    return text
+
+
+def texts_of(code: Code) -> dict[str, str]:
+    """Return the texts of a code by their files, relative to the folder of the named file, which is the first."""
+    folder = Path(code.files[code.module]).parent
+    modules = [code.module, *(module for module in code.sources if module != code.module)]
+    return {Path(code.files[each]).relative_to(folder).as_posix(): code.sources[each] for each in modules}
+
+
+def _frames(error: BaseException, files: Iterable[str]) -> list[traceback.FrameSummary]:
+    known = set(files)
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in known]
 
 
 def shown(module: str) -> str:

@@ -16,15 +16,13 @@ from types import ModuleType
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.usercode import Code
+from testbed.common.usercode import MOST_CHARACTERS, Code
 from testbed.method import Method
 from testbed.trace.registry import figures_of
 
 GROUP = "testbed.methods"
 """Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
 FILE_KEY = ("method", "file")
-MOST_CHARACTERS = 2_000_000
-"""Characters of all source text of a method together: more is no method, but a package that should be split."""
 
 
 def from_file(file: Path, name: str) -> Method:
@@ -69,6 +67,8 @@ def code_of(method: Method) -> Code | None:
     module = type(method).__module__
     if module == "testbed" or module.startswith("testbed."):
         return None
+    if (code := usercode.code_of_module(method.name, module)) is not None:
+        return code
     sources = {name: _source(name) for name in _modules(module.partition(".")[0])}
     if sum(map(len, sources.values())) > MOST_CHARACTERS:
         raise InputError(

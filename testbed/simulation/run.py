@@ -11,6 +11,7 @@ from testbed.common import kernels
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
 from testbed.common.seeds import derive
+from testbed.common.usercode import located
 from testbed.deployment import complete, frozen_part, with_frozen
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
@@ -145,5 +146,7 @@ def _parts(world: World, lead: str) -> dict[str, bytes]:
 
 
 def _message(error: BaseException | None) -> str:
-    """Return what the user should read: one line where the error is meant for users, else all of the traceback."""
-    return str(error) if isinstance(error, TestbedError) else "".join(traceback.format_exception(error))
+    """Return what the user should read: one line, the lines of their own files, or all of the traceback."""
+    if error is None or isinstance(error, TestbedError):
+        return str(error)
+    return located(error) or "".join(traceback.format_exception(error))
