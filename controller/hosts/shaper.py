@@ -53,10 +53,9 @@ def combined(
     for (source, destination), link in asked.items():
         way, here = (host[source], host[destination]), found[host[destination], source, destination]
         difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
-        delays, sent = (
-            [each - difference for each in raw[source, destination]],
-            found[way[0], source, destination]["sent"],
-        )
+        there = found[way[0], source, destination]
+        delays = [each - difference for each in raw[source, destination]]
+        sent = there["sent"]
         delay = statistics.median(delays) if delays else None
         slowest, lost = replace(link, rate=here["asked"]), sent - len(delays)
         measured.append(
@@ -69,7 +68,7 @@ def combined(
                 delay=delay,
                 loss=lost / sent if sent else None,
                 packets=sent,
-                problem=tolerance.problem(slowest, here["rate"], delay, sent, lost),
+                problem=tolerance.problem(slowest, here["rate"], delay, sent, lost, there["gate"]),
             )
         )
     return measured, moved

@@ -87,7 +87,7 @@ class _Tally:
             delay=delay,
             loss=lost / self.sent if self.sent else None,
             packets=self.sent,
-            problem=tolerance.problem(self.link, self.rate, delay, self.sent, lost),
+            problem=tolerance.problem(self.link, self.rate, delay, self.sent, lost, self.gate),
         )
 
 

@@ -52,22 +52,26 @@ def loss_interval(link: Link, packets: int) -> tuple[int, int]:
     return max(0, math.floor(mean - (mean - lowest) * wider)), min(packets, math.ceil(mean + (highest - mean) * wider))
 
 
-def median_tolerance(link: Link, packets: int) -> float:
-    """Return the seconds by which the median delay of this many packets may differ: jitter adds chance."""
+def median_tolerance(link: Link, packets: int, gate: float = 0.0) -> float:
+    """Return the seconds by which the median delay of this many packets may differ: jitter adds chance.
+
+    ``gate`` is the transmission time that was subtracted from what was measured: the tolerated fraction counts of both.
+    """
     correlated = (1 + link.jitter_correlation) / (1 - link.jitter_correlation)
     scatter = link.jitter * math.sqrt(math.pi / 2 * correlated / max(1, packets))
-    return delay_tolerance(link.delay) + 2.6 * scatter
+    return delay_tolerance(link.delay + gate) + 2.6 * scatter
 
 
-def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost: int) -> str | None:
+def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost: int, gate: float = 0.0) -> str | None:
     """Say what is outside its tolerance in what was measured (rates in bit/s, delay in seconds), or None.
 
     ``delay`` is the median of those that arrived; the link's rate is the lowest on the way, access limits included.
+    ``gate`` is as for `median_tolerance`.
     """
     if not link.up:
         return None if lost == sent else f"is down, yet {sent - lost} of {sent} packets arrived"
     found = []
-    asked, bound = median_delay(link), median_tolerance(link, sent - lost)
+    asked, bound = median_delay(link), median_tolerance(link, sent - lost, gate)
     if delay is None:
         if expected_loss(link) < 0.9:
             found.append(f"none of {sent} packets arrived")

@@ -278,6 +278,9 @@ def test_tolerances() -> None:
     assert "none of 30" in (tolerance.problem(link, None, None, 30, 30) or "")
     assert tolerance.problem(Link(up=False), None, None, 30, 30) is None
     assert "is down, yet 1 of 30" in (tolerance.problem(Link(up=False), None, 0.1, 30, 29) or "")
+    slow = Link(rate=8e3, delay=0.005)
+    assert tolerance.problem(slow, 8e3, 0.006, 10, 0, gate=0.066) is None, "2 % of 71 ms that were measured"
+    assert "delays by 6.50 ms" in (tolerance.problem(slow, 8e3, 0.0065, 10, 0, gate=0.066) or "")
 
 
 def test_rounds_share_no_device() -> None:
