@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,9 @@ def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, b
 
 
 def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:
-    """Write the pictures of a run, ``boxes-<sample>.png``, into its folder."""
+    """Write the pictures of a run, ``boxes-<sample>.png``, into its folder; none where Pillow is not installed."""
+    if find_spec("PIL") is None:
+        return
     for name, content in pictures(events, dataset):
         (folder / name).write_bytes(content)
 

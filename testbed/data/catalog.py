@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 from testbed.common.errors import InputError, Key, nearest
@@ -124,12 +123,12 @@ def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Sampl
 
 @cache
 def _digits_table() -> npt.NDArray[np.uint8]:
-    """Return a row for each digit: 64 grey levels up to 16, then what it is. Read once: as text it takes long."""
-    # The file that scikit-learn's `load_digits` reads: to import the package would take a second.
-    package = find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    return np.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",").astype(np.uint8)
+    """Return a row for each digit: 64 grey levels up to 16, then its class.
+
+    The file is the test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998,
+    CC BY 4.0), as scikit-learn's `load_digits` has it.
+    """
+    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",").astype(np.uint8)
 
 
 def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import shutil
 import tarfile
 import tempfile
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-import pooch
 import requests
+import urllib3
 
 from testbed.common.errors import HostError, InputError
 from testbed.data.catalog import Remote, describe
@@ -49,43 +49,38 @@ def fetch(
 
 def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
     """Download one file from the first address that has it, and unpack it."""
-    pooch.get_logger().setLevel(logging.WARNING)
     failures = []
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
+        download = Path(unfinished) / remote.name
         for base in bases:
             address = f"{base.rstrip('/')}/{remote.name}"
-            # The bytes as they were stored: a .gz is not to be unpacked on the way.
-            download = pooch.HTTPDownloader(
-                _Bar(remote.name, progress), _CHUNK, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}
-            )
             try:
-                found = pooch.retrieve(address, f"md5:{remote.md5}", remote.name, unfinished, downloader=download)
-                _keep(remote, Path(found), folder)
-            except (requests.RequestException, OSError, ValueError) as error:
+                _download(address, download, remote, progress)
+                _keep(remote, download, folder)
+            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 failures.append(f"{address}: {error}")
             else:
                 return
     raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
 
 
-class _Bar:
-    """What pooch reports to while it downloads; ``total`` is 0 where the server does not say."""
-
-    def __init__(self, file: str, progress: DownloadProgress) -> None:
-        self.total = 0
-        self._file, self._progress, self._done = file, progress, 0
-
-    def update(self, more: int) -> None:
-        """Note that this many more bytes have arrived, counted by whole chunks."""
-        self._done = min(self._done + more, self.total) if self.total else self._done + more
-        self._progress(self._file, self._done, self.total or None)
-
-    def reset(self) -> None:
-        """Begin again: pooch reports the whole once more at the end."""
-        self._done = 0
-
-    def close(self) -> None:
-        """Nothing is left to do."""
+def _download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
+    """Write the bytes of an address to a file; raises ValueError where their checksum is another one."""
+    digest, done = hashlib.md5(usedforsecurity=False), 0
+    with requests.get(address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
+        response.raise_for_status()
+        total = int(response.headers.get("Content-Length", 0)) or None
+        with file.open("wb") as output:
+            # The bytes as they were stored: requests would unpack a .gz that is served as an encoding.
+            for chunk in response.raw.stream(_CHUNK, decode_content=False):
+                output.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                progress(remote.name, done, total)
+    if total is not None and done < total:
+        raise ValueError(f"the connection ended after {done} of {total} bytes")
+    if digest.hexdigest() != remote.md5:
+        raise ValueError(f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}")
 
 
 def _keep(remote: Remote, download: Path, folder: Path) -> None:

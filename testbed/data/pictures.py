@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import np
+from testbed.common.lazy import need, np
 from testbed.data.files import Bytes
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
 
 def photos() -> list[Image]:
     """Return scikit-learn's two photographs: a Chinese palace and a flower, each of 640x427."""
-    from PIL import Image
-    from sklearn.datasets import load_sample_images
-
-    return [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    samples = need("sklearn.datasets", "pictures", "the data set of photographs").load_sample_images()
+    from_array = need("PIL.Image", "pictures", "the data set of photographs").fromarray
+    return [from_array(pixels) for pixels in samples.images]
 
 
 def read(path: Path) -> Image:
     """Read a file in any format that Pillow knows, turned as its camera says; raises `InputError` naming the file."""
+    need("PIL", "pictures", f"reading {path}")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:

@@ -13,7 +13,7 @@ def test_planning_loads_nothing_heavy(command: list[str]) -> None:
     program = (
         "import sys; from controller.cli.main import testbed\n"
         f"testbed.main({command!r}, standalone_mode=False)\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'docker', 'pooch')))"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'docker')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from controller.results import files
 from controller.results.run import run_name
-from controller.results.summary import interval, summarize
+from controller.results.summary import interval, student_quantile, summarize
 from testbed.scenario.points import short_keys
 from tests.helpers import recorded
 
@@ -22,6 +22,12 @@ def test_interval_after_student() -> None:
     assert interval([5.0]) == (5.0, None)
     with pytest.raises(ValueError, match="no values"):
         interval([])
+
+
+def test_quantiles_of_student_equal_scipy() -> None:
+    stats = pytest.importorskip("scipy.special")
+    for freedom in (1, 2, 3, 4, 9, 10, 29, 101, 1000):
+        assert student_quantile(freedom, 0.95) == pytest.approx(stats.stdtrit(freedom, 0.975), rel=1e-9)
 
 
 def test_a_sweep_with_repetitions_is_summarized_by_point(tmp_path: Path) -> None:
