@@ -342,7 +342,13 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(tmp_pat
     # Who comes first decides what asynchronous methods compute: where all devices' samples are alike, by 0.15 if one is
     # six times as slow as another. The others compute the same on both clocks.
     alike = ["workload.data.split=iid"]
-    methods = {"fedprox": ([], 1e-6), "fedadam": ([], 1e-6), "fedbuff": (alike, 0.3), "gossip": (alike, 0.3)}
+    methods = {
+        "fedprox": ([], 1e-6),
+        "fedadam": ([], 1e-6),
+        "scaffold": ([], 1e-6),
+        "fedbuff": (alike, 0.3),
+        "gossip": (alike, 0.3),
+    }
     changes = {
         name: [part for change in shorter + more for part in ("--set", change)] for name, (more, _) in methods.items()
     }

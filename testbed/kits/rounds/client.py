@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from testbed.common.lazy import torch
 from testbed.device import Cost, Span
@@ -13,9 +13,21 @@ from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.messaging.transfer import Codec
 from testbed.kits.rounds.layers import Layers, Share
-from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Here, Norms, Ping, Update
+from testbed.kits.rounds.messages import (
+    ActivationGradient,
+    Begin,
+    Begun,
+    DeviceActivation,
+    Here,
+    Norms,
+    Ping,
+    Update,
+    parted,
+    with_extra,
+)
 from testbed.kits.rounds.options import Length
 from testbed.kits.rounds.stacked import Stack
+from testbed.wire.message import Message
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,18 @@ class LocalRound:
     """The device's samples."""
     start: State
     """Weights and running statistics that the round began with, by name."""
+    device: str
+    """The device's name."""
+    devices: int
+    """Number of devices with data, in this round or not."""
+    rate: float
+    """Learning rate of the round's first iteration."""
+    extra: State = field(default_factory=dict)
+    """Tensors that the server sent beside the weights; see `Hooks.extra`."""
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that the device keeps from round to round, by any names. Saved to its disk before its update leaves."""
+    sends: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors to be sent beside the update, by any names; the server's `merge` finds them in `Trained.extra`."""
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
@@ -128,6 +152,8 @@ class LocalTraining:
     layers: Layers
     train_local: TrainLocal = train_whole
     sent: Sent = send_weights
+    devices: int = 1
+    """Number of devices with data."""
     stack: Stack | None = None
     """Computes it together with that of other devices, while ``layers`` have no numbers."""
 
@@ -141,14 +167,29 @@ class LocalTraining:
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
         """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
+        return (await self.train_round(number, start, {}, {}))[:2]
+
+    async def train_round(
+        self, number: int, start: State, extra: State, own: State
+    ) -> tuple[float | None, State, LocalRound]:
+        """Do the same with tensors beside the weights and with the device's own, as `LocalRound` has them."""
         steps = self.steps(number)
         stacked = None if self.stack is None else self.stack.begin(self.share, steps, start)
         await self.layers.load(start, number)
-        loss = await self.train_local(LocalRound(number, steps, self.layers, self.share, start))
+        layers = self.layers
+        rate = layers.rate(steps.start)
+        local = LocalRound(
+            number, steps, layers, self.share, start, layers.device_name, self.devices, rate, extra, dict(own)
+        )
+        loss = await self.train_local(local)
         trained: State = self.layers.weights()
         if stacked is not None:
             loss, trained = stacked.finish()
-        return loss, self.sent(start, trained)
+        return loss, self.sent(start, trained), local
+
+
+OWN = "own"
+"""Name under which a device's disk keeps `LocalRound.own`."""
 
 
 class Client:
@@ -196,6 +237,13 @@ class Client:
         steps = self._training.steps(begin.round)
         begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
         self._mailbox.post(self._server, begun)
-        loss, weights = await self._training.train(begin.round, begin.state)
-        samples = self._training.samples(begin.round)
-        self._mailbox.post(self._server, Update(begin.configuration, samples, loss, weights))
+        device, training = self._mailbox.device, self._training
+        kept = device.saved(OWN)
+        start, extra = parted(begin.state)
+        loss, weights, local = await training.train_round(
+            begin.round, start, extra, {} if kept is None else kept.tensors
+        )
+        if local.own:
+            await device.save(OWN, Message(OWN, {}, local.own))
+        update = Update(begin.configuration, training.samples(begin.round), loss, with_extra(weights, local.sends))
+        self._mailbox.post(self._server, update)

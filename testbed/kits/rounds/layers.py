@@ -38,6 +38,15 @@ class Layers:
         self._shard = shard(problem, first, last, device.name)
 
     @property
+    def device_name(self) -> str:
+        """The device's name."""
+        return self._device.name
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of an iteration, which a schedule may change."""
+        return float(self.training.settings(step).get("lr", self.training.part.optimizer.rate))
+
+    @property
     def parameters(self) -> int:
         """Number of trained values."""
         return costs.parameters(self._units)

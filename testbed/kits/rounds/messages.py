@@ -9,6 +9,19 @@ from testbed.kits.layers.shard import State
 from testbed.kits.messaging.membership import Hello
 from testbed.kits.messaging.typed import Fixed, Numbered, Typed
 
+_EXTRA = "extra:"
+
+
+def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
+    """Return weights and tensors beside them, of any names, as one message carries both."""
+    return {**weights, **{_EXTRA + name: tensor for name, tensor in extra.items()}}
+
+
+def parted(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights and the tensors beside them that `with_extra` joined."""
+    extra = {name.removeprefix(_EXTRA): tensor for name, tensor in state.items() if name.startswith(_EXTRA)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)}, extra
+
 
 @dataclass(frozen=True)
 class Ping(Typed, kind="ping"):
@@ -27,7 +40,7 @@ class Begin(Numbered, kind="begin", opens=True):
     round: int
     """From 0."""
     state: State
-    """Weights and running statistics of the device's layers."""
+    """Weights and running statistics of the device's layers, and what the method's `Hooks.extra` adds."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from testbed.kits.rounds.messages import KINDS
 from testbed.kits.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
-from testbed.kits.rounds.server import GlobalModel, Merge, Server, ServerSide, mean
+from testbed.kits.rounds.server import Extra, GlobalModel, Merge, Server, ServerSide, mean, no_extra
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
 
@@ -47,6 +47,8 @@ class Hooks:
     """What it sends to the server."""
     merge: Merge = mean
     """What the server makes of that."""
+    extra: Extra = no_extra
+    """What the server sends beside the weights."""
     min_updates: int = 1
     """Updates that a round needs."""
 
@@ -139,7 +141,8 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     sent = hooks.sent
     if by := codec(transfer_of(problem.options).updates, problem.codes):
         sent = Changes(sent, by)
-    return LocalTraining(share, Participants(problem).length, layers, hooks.train_local, sent, stack)
+    length, devices = Participants(problem).length, len(problem.samples)
+    return LocalTraining(share, length, layers, hooks.train_local, sent, devices, stack)
 
 
 async def hold_rounds(
@@ -152,7 +155,7 @@ async def hold_rounds(
     problem, clients = job.problem, job.plan.details.portions
     assert job.dataset is not None
     device, options, depth = mailbox.device, problem.options, len(problem.model.units)
-    model = GlobalModel(device, job, hooks.merge)
+    model = GlobalModel(device, job, hooks.merge, hooks.extra)
     splits = {name: client.split for name, client in clients.items()}
     side = None
     if split:
@@ -162,7 +165,8 @@ async def hold_rounds(
     planned = {name: client.round_time for name, client in clients.items()}
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
     changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
-    server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
+    rounds = Rounds(mailbox, policy, problem.seed)
+    server = Server(device, rounds, model, splits, side, in_turn, changes)
     size = problem.workload.batch_size
     if few := [name for name, there in problem.samples.items() if there < size]:
         text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"

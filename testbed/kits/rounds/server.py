@@ -16,7 +16,16 @@ from testbed.kits.layers.shard import State, restrict
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.rounds.estimate import AGGREGATION_FLOPS
 from testbed.kits.rounds.layers import Layers
-from testbed.kits.rounds.messages import ActivationGradient, Begin, Begun, DeviceActivation, Norms, Update
+from testbed.kits.rounds.messages import (
+    ActivationGradient,
+    Begin,
+    Begun,
+    DeviceActivation,
+    Norms,
+    Update,
+    parted,
+    with_extra,
+)
 from testbed.kits.rounds.options import RoundOptions
 from testbed.kits.rounds.planner import Participants, RoundDetails
 from testbed.kits.rounds.rounds import Rounds
@@ -71,6 +80,8 @@ class Trained:
     """State of the whole model, the server's layers included; or what else the device sends."""
     loss: float
     """Mean of its iterations."""
+    extra: State = field(default_factory=dict)
+    """Tensors that it has sent beside that: `LocalRound.sends`."""
 
 
 Memory = dict[str, "torch.Tensor"]
@@ -85,15 +96,31 @@ def mean(state: State, trained: Sequence[Trained], memory: Memory) -> State:
     return average([each.state for each in trained], [each.samples for each in trained])
 
 
+Extra = Callable[[Memory], State]
+"""Hook: takes the memory; returns tensors, by any names, that devices find in `LocalRound.extra`."""
+
+
+def no_extra(memory: Memory) -> State:
+    """Send weights alone."""
+    return {}
+
+
+_MEMORY = "memory:"
+"""What stands before the names of the memory on the disk."""
+
+
 class GlobalModel:
     """The whole model on the server, after each round; outlives a restart of the server."""
 
-    def __init__(self, device: Device, job: Job[RoundOptions, RoundDetails], merge: Merge = mean) -> None:
+    def __init__(
+        self, device: Device, job: Job[RoundOptions, RoundDetails], merge: Merge = mean, extra: Extra = no_extra
+    ) -> None:
         """Take what the server's disk keeps; else the weights that the job was given, or those of the seed."""
         problem, kept, weights = job.problem, device.saved(GLOBAL), job.weights
         assert job.dataset is not None
         self._device = device
         self._merge = merge
+        self._extra = extra
         self._layers = layers = Layers(device, problem, 0, len(problem.model.units))
         self._tests = Requests(job.dataset, problem.workload.batch_size)
         self._due = Due(problem.options.evaluate_every, device.now())
@@ -107,10 +134,16 @@ class GlobalModel:
         """What there is to record of the last of them."""
         self.state: State = layers.weights()
         self._memory: Memory = {}
+        self._averages: Memory = {}
+        """Moving averages of the weights, where those are evaluated."""
         self._diverged = False
         if kept is not None:
             self.state = {name: kept.tensors[name] for name in self.state}
-            self._memory = {name: tensor for name, tensor in kept.tensors.items() if name not in self.state}
+            for name, tensor in kept.tensors.items():
+                if name.startswith(_MEMORY):
+                    self._memory[name.removeprefix(_MEMORY)] = tensor
+                elif name.startswith(AVERAGE):
+                    self._averages[name.removeprefix(AVERAGE)] = tensor
         elif weights is not None:
             self.state = {**self.state, **weights}
         self.stopping = Stopping(layers.training)
@@ -127,21 +160,27 @@ class GlobalModel:
         """Whether there are any: a workload without has shapes alone."""
         return not any(tensor.is_meta for tensor in self.state.values())
 
+    def extra(self) -> State:
+        """Return what is to be sent to devices beside the weights."""
+        return self._extra(self._memory)
+
     async def merge(self, trained: Sequence[Trained]) -> None:
         """Become what the devices' models make of it; stay what it is where there are none."""
         if trained:
-            work = partial(self._merge if self.numbers else mean, self.state, trained, self._memory)
+            # Without numbers a mean has the right shapes, but the size of what is sent may follow from the memory.
+            merge = self._merge if self.numbers or self._extra is not no_extra else mean
+            work = partial(merge, self.state, trained, self._memory)
             cost = Cost(AGGREGATION_FLOPS * self._layers.parameters * len(trained))
             self.state = await self._device.compute(work, cost, Span("average", self.rounds))
             for name, tensor in self.state.items() if self._ema else ():
-                kept = self._memory.get(AVERAGE + name)
+                kept = self._averages.get(name)
                 if kept is not None and self._ema and tensor.is_floating_point():
                     tensor = torch.lerp(tensor, kept, self._ema)
-                self._memory[AVERAGE + name] = tensor
+                self._averages[name] = tensor
 
     def result(self) -> State:
         """Return what is evaluated, and what the run leaves: the weights, or their moving averages."""
-        return {name: self._memory.get(AVERAGE + name, tensor) for name, tensor in self.state.items()}
+        return {name: self._averages.get(name, tensor) for name, tensor in self.state.items()}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
         """Count a round that began at ``start``, and save to the disk, with what there is to record of it."""
@@ -155,7 +194,9 @@ class GlobalModel:
         self._report = {**made, **loss_fields(loss, self.numbers)}
         self.rounds += 1
         fields = {"rounds": self.rounds, "report": self._report}
-        await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **self._memory}))
+        memory = {_MEMORY + name: tensor for name, tensor in self._memory.items()}
+        averages = {AVERAGE + name: tensor for name, tensor in self._averages.items()}
+        await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **memory, **averages}))
 
     def _report_divergence(self, trained: Sequence[Trained]) -> None:
         """Record, once, which devices sent numbers that are not finite."""
@@ -272,16 +313,17 @@ class Server:
 
     async def _train(self, number: int, devices: Sequence[str]) -> list[Trained]:
         """Have devices train from the global model on, into which what they send is merged."""
-        state = self.model.state
+        state, beside = self.model.state, self.model.extra()
 
         def invite(name: str, configuration: int) -> Begin:
-            return Begin(configuration, number, restrict(state, 0, self.splits[name]))
+            return Begin(configuration, number, with_extra(restrict(state, 0, self.splits[name]), beside))
 
         serve = None if self.side is None else partial(self.side.serve, state, number)
-        updates = await self.rounds.hold(number, devices, invite, serve)
-        if self.changes:
-            updates = [replace(each, state=_added(state, each.state)) for each in updates]
-        trained = [Trained(update.sender, update.samples, *self._whole(update)) for update in updates]
+        trained = []
+        for arrived in await self.rounds.hold(number, devices, invite, serve):
+            weights, extra = parted(arrived.state)
+            update = replace(arrived, state=_added(state, weights) if self.changes else weights)
+            trained.append(Trained(update.sender, update.samples, *self._whole(update), extra))
         await self.model.merge(trained)
         return trained
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 
@@ -12,6 +13,8 @@ import torch
 
 from controller.api import load
 from testbed.data import load as load_data
+from testbed.kits.rounds.client import train_whole
+from testbed.kits.rounds.method import Hooks
 from testbed.kits.rounds.server import Trained
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -21,7 +24,7 @@ from testbed.trace.outcome import Outcome
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "scenarios" / "examples"
-LIMITS = {"fedprox": 30, "fedadam": 30, "fedbuff": 60, "gossip": 70}
+LIMITS = {"fedprox": 30, "fedadam": 30, "scaffold": 45, "fedbuff": 60, "gossip": 70}
 """Lines that a method of one's own takes, all of its file counted."""
 
 
@@ -117,6 +120,81 @@ def test_what_fedadam_keeps_outlives_a_restart_of_the_server() -> None:
     fault = '[{"kill": "server", "when": {"device": "server", "event": "step", "batch": 3}, "for": "1s"}]'
     undisturbed = run("fedadam", workload__steps=80)
     assert same(run("fedadam", workload__steps=80, faults=fault), undisturbed)
+
+
+SCAFFOLD = {"workload__steps": 15, "workload__method__local_steps": 5, "devices__device__count": 3}
+
+
+def test_scaffold_computes_what_its_paper_says() -> None:
+    """Algorithm 1 with option II and a global rate of 1, in plain torch."""
+    from testbed.kits.rounds.layers import Share
+
+    outcome, prepared = run("scaffold", **SCAFFOLD), ready("scaffold", **SCAFFOLD)
+    problem, data, rate = prepared.problem, load_data(prepared.scenario.workload.data), 0.05
+    names = prepared.method.data_owners(problem)
+    model = problem.model.build(0, len(problem.model.units), problem.seed)
+    x = [each.detach().clone() for each in model.parameters()]
+    c = [torch.zeros_like(each) for each in x]
+    own = {name: [torch.zeros_like(each) for each in x] for name in names}
+    for number in range(3):
+        ends, changes = [], []
+        for name in names:
+            samples = prepared.share(data, name)
+            assert samples is not None
+            share = Share(samples, 16, 1, problem.seed)
+            for weight, begin in zip(model.parameters(), x, strict=True):
+                weight.data = begin.clone()
+            for step in range(number * 5, number * 5 + 5):
+                ((images, labels),) = share.iteration(step)
+                model.zero_grad()
+                torch.nn.functional.cross_entropy(model(images), labels).backward()
+                for weight, all_, one in zip(model.parameters(), c, own[name], strict=True):
+                    assert weight.grad is not None
+                    weight.data -= rate * (weight.grad - one + all_)
+            y = [each.detach().clone() for each in model.parameters()]
+            after = [one - all_ + (a - b) / (5 * rate) for one, all_, a, b in zip(own[name], c, x, y, strict=True)]
+            changes.append([new - old for new, old in zip(after, own[name], strict=True)])
+            own[name] = after
+            ends.append(y)
+        x = [sum(each) / len(names) for each in zip(*ends, strict=True)]
+        c = [old + sum(each) / len(names) for old, *each in zip(c, *changes, strict=True)]
+    assert outcome.weights is not None
+    for found, expected in zip(outcome.weights.values(), x, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("victim", ["device2", "server"])
+def test_what_devices_and_server_keep_between_rounds_outlives_their_restart(victim: str) -> None:
+    fault = f'[{{"kill": "{victim}", "when": {{"device": "server", "event": "evaluate"}}, "for": "1s"}}]'
+    struck = run("scaffold", **SCAFFOLD, faults=fault)
+    assert len(struck.events.of("fault")) == 2
+    assert not [event for event in struck.events if event.event == "missed"]
+    assert same(struck, run("scaffold", **SCAFFOLD))
+
+
+def test_extra_tensors_have_their_size_without_numbers_and_are_no_weights() -> None:
+    full, timed = run("scaffold", **SCAFFOLD), run("scaffold", **SCAFFOLD, workload__numerics="none", expect="{}")
+    sizes = [[event.fields["bytes"] for event in each.events.of("send")] for each in (full, timed)]
+    assert sizes[0] == sizes[1]
+    assert full.weights is not None
+    assert set(full.weights) == set(ready("scaffold").problem.model.build(0, 2, 1).state_dict())
+
+
+def test_a_device_knows_its_name_the_number_of_devices_and_the_learning_rate_of_the_schedule() -> None:
+    known = []
+    prepared = ready(
+        "scaffold", **SCAFFOLD, workload__training__schedule='{"name": "step", "step_size": 5, "gamma": 0.5}'
+    )
+
+    async def train(local):
+        known.append((local.device, local.devices, local.rate))
+        return await train_whole(local)
+
+    method = type("Knows", (type(prepared.method),), {"hooks": lambda self, options: Hooks(train_local=train)})()
+    outcome = simulate(replace(prepared, method=method), load_data(prepared.scenario.workload.data))
+    assert outcome.status == "finished", outcome.error
+    assert known[:3] == [(f"device{number}", 3, 0.05) for number in (1, 2, 3)]
+    assert [rate for _, _, rate in known[3::3]] == [0.025, 0.0125]
 
 
 def test_the_first_version_of_fedbuff_with_a_buffer_of_all_devices_is_that_of_federated_averaging() -> None:
