@@ -9,10 +9,8 @@ from testbed.network.parts import LinkPart
 
 MOST_LOSS = 0.05
 """Share of lost packets up to which messages take as long as in containers, within 15 % (docs/fidelity.md)."""
-MOST_LOSS_NEARBY = 0.01
-"""The same on links shorter than `NEARBY`, where a time-out takes as long as a hundred round trips."""
-NEARBY = 0.01
-"""Seconds of one-way delay."""
+LEAST_DELAY = 0.01
+"""Seconds of one-way delay from which that holds: below, one time-out takes as long as a hundred round trips."""
 MOST_JITTER = 0.3
 """Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
 
@@ -31,8 +29,8 @@ def left_out(experiment: Experiment) -> list[str]:
         found.append("packets that arrive twice")
     if any(map(_loses_much, links)) or any((part.loss or 0.0) > MOST_LOSS for part in changes):
         found.append(
-            f"TCP where more than {MOST_LOSS:.0%} of the packets are lost "
-            f"({MOST_LOSS_NEARBY:.0%} below {NEARBY * 1e3:g} ms)"
+            f"TCP where more than {MOST_LOSS:.0%} of the packets are lost, "
+            f"or any on links of less than {LEAST_DELAY * 1e3:g} ms"
         )
     if any(link.jitter > MOST_JITTER * link.delay for link in links):
         found.append(f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay")
@@ -40,5 +38,5 @@ def left_out(experiment: Experiment) -> list[str]:
 
 
 def _loses_much(link: Link) -> bool:
-    most = MOST_LOSS if link.delay >= NEARBY else MOST_LOSS_NEARBY
+    most = MOST_LOSS if link.delay >= LEAST_DELAY else 0.0
     return round(expected_loss(link), 9) > most  # 5 % is computed as 5.000000000000004 %

@@ -80,7 +80,9 @@ def test_validate_says_ok_or_what_is_wrong(call, tmp_path):
 
 def test_validate_names_losses_that_the_virtual_clock_does_not_follow(call):
     assert "not in the model" in call("validate", "quickstart", "--set", "network.link.loss=20%")
-    assert "not in the model" not in call("validate", "quickstart", "--set", "network.link.loss=1%")
+    assert "not in the model" not in call(
+        "validate", "quickstart", "--set", "network.link={rate: 50mbit, delay: 10ms, loss: 1%}"
+    )
 
 
 def test_validate_checks_every_point_of_a_sweep(call):
