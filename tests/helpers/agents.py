@@ -74,13 +74,15 @@ class LoopbackDevice:
             self.process = None
 
 
-def deployment(device: LoopbackDevice, devices: list[LoopbackDevice], do: str, **options: Any) -> bytes:
+def deployment(
+    device: LoopbackDevice, devices: list[LoopbackDevice], do: str, memory: float = 1e9, **options: Any
+) -> bytes:
     """Return what makes a device run one of the scripted programs among the others."""
     workload = {"model": {"name": "mlp"}, "method": {"name": "scripted", "do": do, **options}, "steps": 1}
     names = [each.name for each in devices]
     problem: Problem[Any] = Problem(
         model=create("mlp", {}, (1, 28, 28), 10),
-        devices=tuple(DeviceSpec(name, 1e9, 1e9) for name in names),
+        devices=tuple(DeviceSpec(name, 1e9, memory) for name in names),
         links=dict.fromkeys(permutations(names, 2), Link()),
         workload=WorkloadPart.model_validate(workload),
         options=Options(),

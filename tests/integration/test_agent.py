@@ -387,10 +387,10 @@ def test_a_message_too_large_for_any_device_is_refused_where_it_is_sent() -> Non
     device = LoopbackDevice("a", 6)
     device.boot()
     try:
-        device.agent.deploy(deployment(device, [device, LoopbackDevice("b", 8)], "stream", size=600_000_000))
+        device.agent.deploy(deployment(device, [device, LoopbackDevice("b", 8)], "stream", memory=4e6, size=3_000_000))
         device.agent.start(time.monotonic())
         states = named(list(device.agent.events()), "state")
-        assert states[-1].fields["error"].startswith("a message of 600 MB from a to b is too large")
+        assert states[-1].fields["error"].startswith("a message of 3 MB from a to b is too large")
     finally:
         device.kill()
 

@@ -59,7 +59,9 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
         return answer
 
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
-    return Execution._final_weights(cast(Execution, SimpleNamespace(_lab=lab, _lead="source")))
+    prepared = SimpleNamespace(problem=SimpleNamespace(training=SimpleNamespace(frozen_travels=True)))
+    execution = SimpleNamespace(_lab=lab, _lead="source", _prepared=prepared, _weights=None)
+    return Execution._final_weights(cast(Execution, execution))
 
 
 @pytest.mark.parametrize(
