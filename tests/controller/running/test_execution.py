@@ -59,8 +59,8 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
         return answer
 
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
-    prepared = SimpleNamespace(problem=SimpleNamespace(training=SimpleNamespace(frozen_travels=True)))
-    execution = SimpleNamespace(_lab=lab, _lead="source", _prepared=prepared, _weights=None)
+    problem = SimpleNamespace(model=None, training=SimpleNamespace(frozen_travels=True))
+    execution = SimpleNamespace(_lab=lab, _lead="source", _prepared=SimpleNamespace(problem=problem), _weights=None)
     return Execution._final_weights(cast(Execution, execution))
 
 
