@@ -120,11 +120,11 @@ def prepare(trial: Trial) -> Prepared:
     method, problem = build_problem(trial)
     try:
         _check_training(method, problem)
-        _check_normalisation(method, problem)
         _check_precision(method, problem)
         shares = _shares(scenario, method, problem)
         problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
         _check_last_batch(method, problem)
+        _check_normalisation(method, problem)
         plan = _planned(method, problem)
         _check_tied(method, problem, plan)
     except InputError as error:
@@ -225,11 +225,11 @@ def _check_precision(method: Method, problem: Problem) -> None:
 
 
 def _check_normalisation(method: Method, problem: Problem) -> None:
-    samples = method.samples_at_once(problem)
+    samples = min([method.samples_at_once(problem), *problem.samples.values()])
     for unit in problem.model.units:
         if problem.workload.task == "train" and samples < unit.least_samples:
             raise InputError(
-                f"{unit.name} normalises images of one pixel, of which {samples} sample at once says nothing: "
+                f"{unit.name} normalises over samples alone, and {samples} at once has no variance: "
                 "use larger batches, or fewer micro-batches of each",
                 ("batch_size",),
             )

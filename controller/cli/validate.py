@@ -15,6 +15,7 @@ import click
 
 from controller.cli.options import as_json, in_results, overrides
 from controller.cli.printing import dump
+from controller.lab.memory import too_small
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
 from testbed.prepare import prepare_all, raise_refused
@@ -105,6 +106,9 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         prepared, refused = ({}, []) if in_results(scenario) else prepare_all(runs)
         raise_refused(refused)
         advice = [text for each in prepared.values() for text in each.method.advice(each.problem, each.plan)]
+        for done in prepared.values():
+            if text := too_small(done.experiment.devices, torch=done.method.needs_torch):
+                advice.append(text)
         for each in runs:
             advice += [f"not in the model of the virtual clock: {text}" for text in left_out(each.experiment)]
     except InputError as error:

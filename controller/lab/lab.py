@@ -38,7 +38,7 @@ from controller.lab.engine import connect, ensure_engine, facts, refuse_unusable
 from controller.lab.engineaddress import EngineAddress, chosen_engine
 from controller.lab.health import Health
 from controller.lab.images import ensure_images
-from controller.lab.memory import check_memory
+from controller.lab.memory import check_memory, too_small
 from controller.lab.networks import data_subnet, device_addresses, make_control_network
 from controller.lab.programimages import device_images
 from controller.lab.reaper import Reaper
@@ -181,6 +181,8 @@ class Lab(RunLab):
         refuse_unusable(client, engine)
         needs_torch = find_method(trial.scenario).needs_torch
         machine = facts(client)
+        if text := too_small(trial.experiment.devices, torch=needs_torch):
+            raise HostError(text)
         check_memory(trial.experiment.devices, machine["memory"], torch=needs_torch)
         if machine["unlimited"]:
             say(f"no device is held to limits on {', '.join(machine['unlimited'])}: see 'testbed doctor'")

@@ -21,6 +21,18 @@ def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 
+def too_small(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
+    """Return which devices cannot hold their agent in a container, and the remedy; None where all can."""
+    agent = TORCH_AGENT if torch else AGENT
+    small = [f"{device.name} ({size(device.memory)})" for device in devices if device.memory < agent]
+    if not small:
+        return None
+    return (
+        f"containers cannot hold {', '.join(small[:5])}{' and others' if len(small) > 5 else ''}: an agent"
+        f"{' with torch' if torch else ''} takes {size(agent)}: give them more memory, or '--runtime simulate'"
+    )
+
+
 def check_memory(devices: Iterable[DeviceSpec], memory: float, *, torch: bool) -> None:
     """Raise HostError where devices take more than a machine has; ``memory`` is that of the machine in bytes."""
     taken = [device_memory(device, torch=torch) for device in devices]

@@ -87,7 +87,7 @@ class Unit:
 
     @property
     def least_samples(self) -> int:
-        """Samples that training needs at once, at least; two where a layer normalises images of one pixel."""
+        """Samples that training needs at once, at least; two where a layer normalises over samples alone."""
         return max((layer.least_samples(shape) for layer, shape in self._entering), default=1)
 
     @property

@@ -50,6 +50,8 @@ class CountedUnit(Layer):
     """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
     held: str = field(default="", compare=False)
     """Why it is no two units, with the line; empty where it is one piece of work."""
+    least: int = 1
+    """Samples that training needs at once, at least."""
     described: tuple[tuple[str, Layer], ...] = ()
     """The layers that it is a row of, each with the path of its module; empty: it is something else."""
     make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
@@ -62,6 +64,10 @@ class CountedUnit(Layer):
     def output(self, shape: Shape) -> Shape:
         """Shape that leaves."""
         return self.shape
+
+    def least_samples(self, shape: Shape) -> int:
+        """Samples that training needs at once, at least."""
+        return self.least
 
     def parameters(self, shape: Shape) -> int:
         """Number of trained values."""

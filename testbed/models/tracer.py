@@ -44,6 +44,7 @@ STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
 """Functions that make tensors of sizes, the number of samples among them: torch does not show a tracer these."""
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
 _UNLIKE = "does something else in evaluation than in training"
 _REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
 
@@ -56,6 +57,8 @@ class Measure:
     cost: Cost = field(default_factory=Cost)
     made: int = 0
     """Values of the tensors made within it."""
+    least: int = 1
+    """Samples that training needs at once, at least."""
 
     @property
     def works(self) -> bool:
@@ -222,12 +225,15 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin; ``weights`` are `storages` of the network."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
+        self.least = 1
         self.cost = Cost()
         self.counter = FlopCounterMode(display=False)
         """To be entered first: it counts what this one lets through."""
         self._weights = weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in _PRODUCTS:
+            _check_types(args)
         before = self.counter.get_total_flops()
         found = func(*args, **(kwargs or {}))
         flops = self.counter.get_total_flops() - before
@@ -235,12 +241,23 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
             given = pytree.tree_leaves((args, kwargs))
             read = [each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()]
+            if "batch_norm" in func.name() and any(each is True for each in args) and math.prod(read[0].shape[2:]) == 1:
+                self.least = 2  # one value for each channel has no variance
             weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
             values = first.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
             matrices = sum(each.numel() for each in weights if each.ndim > 1)
             self.made += first.numel()
             self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
         return found
+
+
+def _check_types(arguments: Sequence[Any]) -> None:
+    """Raise TypeError where a product is of different types, which torch accepts of tensors without values."""
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    types = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+    if len(types) > 1:
+        text = "samples are float32: convert them, or the network by .float()"
+        raise TypeError(f"multiplies {' by '.join(types)}; {text}")
 
 
 def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
@@ -293,7 +310,7 @@ def measured(
     work = _Work(weights)
     with torch.device(device), work.counter, work:
         value = _called(root, node, args, kwargs)
-    return Measure(value, work.cost, work.made)
+    return Measure(value, work.cost, work.made, work.least)
 
 
 def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -397,6 +397,7 @@ def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Count
         matrices=sum(each.numel() for each in parameters if each.ndim > 1),
         kept=sum(small[node.name].made for node in piece) // BATCHES[0],
         charged=cost.scaled(flops=1 / BATCHES[0], accessed=1 / BATCHES[0], weights=1),
+        least=max(small[node.name].least for node in piece),
         untrained=sum(each.numel() for each in everything if not each.requires_grad),
     )
 

@@ -106,7 +106,7 @@ def test_prepares_method_problem_and_plan(file):
             "model: {name: mobilenetv2, width: 0.1}\n  data: {name: digits}\n"
             "  method: {name: pipeline, micro_batches: 4}\n  batch_size: 7\n",
             15,
-            "workload.batch_size: block6-1 normalises images of one pixel, of which 1 sample at once says nothing",
+            "workload.batch_size: block6-1 normalises over samples alone, and 1 at once has no variance",
         ),
         ("count: 3", "count: true", 6, "devices.worker.count: 'true' is not a whole number"),
         ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' is not a whole number"),

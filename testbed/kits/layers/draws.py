@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_IN_PLACE = (torch.ops.aten.bernoulli_.float, torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+_LIKE = {
+    torch.ops.aten.randn_like.default: (torch.ops.aten.normal_.default, (0.0, 1.0)),
+    torch.ops.aten.rand_like.default: (torch.ops.aten.uniform_.default, (0.0, 1.0)),
+}
+"""Functions that make and draw a tensor, and what draws the values in place."""
+
 
 class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has what is drawn for each of some samples drawn for all of the batch, and takes the rows of those.
 
-    Every dropout of torch draws in this way, and modules that drop whole samples. What has no rows for each sample is
-    drawn as it is.
+    Every dropout of torch draws in this way, modules that drop whole samples, and noise like a tensor
+    (`torch.randn_like`). What has no rows for each sample is drawn as it is.
     """
 
     def __init__(self, begin: int, count: int, samples: int) -> None:
@@ -24,7 +31,10 @@ class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if func is not torch.ops.aten.bernoulli_.float or not args[0].ndim or args[0].shape[0] % self._count:
+        if func in _LIKE and args[0].ndim and args[0].shape[0] % self._count == 0:
+            func, settings = _LIKE[func]
+            args, options = (torch.empty_like(args[0], **options), *settings), {}
+        if func not in _IN_PLACE or not args[0].ndim or args[0].shape[0] % self._count:
             return func(*args, **options)
         drawn, *probability = args
         each = drawn.shape[0] // self._count

@@ -234,8 +234,8 @@ class Shard:
         if self._averages:
             self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
         self._module.eval()
-        with torch.no_grad(), self._narrow():
-            outputs = self._module(inputs.detach())
+        with torch.no_grad():
+            outputs = self._seeded(inputs.detach(), "evaluation")
         self._module.train()
         self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
@@ -307,11 +307,14 @@ class Shard:
         So the draws depend neither on where the model is cut, nor on how many parts a batch is of, nor on what other
         devices of the process do.
         """
+        return self._seeded(inputs, repr((key[0], 0) if rows else key), rows).float()
+
+    def _seeded(self, inputs: torch.Tensor, key: str, rows: Rows | None = None) -> torch.Tensor:
         begin, samples = rows or (0, len(inputs))
 
         def seeded(name: str) -> None:
             # Not torch.manual_seed, which formats the stack three times for accelerators that may come.
-            torch.default_generator.manual_seed(derive(self._seed, "draws", name, repr((key[0], 0) if rows else key)))
+            torch.default_generator.manual_seed(derive(self._seed, "draws", name, key))
 
         if self._draws:
             with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow():
@@ -320,7 +323,7 @@ class Shard:
             with self._narrow():
                 outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
-        return outputs.float()
+        return outputs
 
     @staticmethod
     def _of_batch(begin: int, count: int, samples: int) -> AbstractContextManager[object]:

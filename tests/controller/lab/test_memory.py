@@ -1,6 +1,6 @@
 import pytest
 
-from controller.lab.memory import check_memory
+from controller.lab.memory import check_memory, too_small
 from testbed.common.errors import HostError
 from testbed.hardware import DeviceSpec
 
@@ -20,3 +20,10 @@ def test_devices_that_fit_pass_and_those_without_torch_or_with_a_small_limit_tak
     check_memory(devices(128), 23.5 * GB, torch=True)
     check_memory(devices(300), 23.5 * GB, torch=False)
     check_memory(devices(300, memory=64 << 20), 23.5 * GB, torch=True)
+
+
+def test_devices_that_cannot_hold_their_agent_are_named() -> None:
+    text = too_small([*devices(1), *devices(1, memory=64 << 20)], torch=True)
+    assert text is not None
+    assert "an agent with torch takes 172 MB" in text
+    assert too_small(devices(1, memory=64 << 20), torch=False) is None
