@@ -106,7 +106,8 @@ def torch_builds() -> tuple[str, ...]:
     """Return the builds of torch that the device image may hold, the preferred one first.
 
     The version is that of this environment. The CPU build comes first, since it is a tenth of the size; the build of
-    this environment is the alternative, and the only choice where TESTBED_TORCH asks for it.
+    this environment is the alternative, and the only choice where TESTBED_TORCH asks for it. Raises `HostError` where
+    torch is not installed or TESTBED_TORCH is neither cpu nor cuda.
     """
     try:
         installed = metadata.version("torch")

@@ -105,7 +105,7 @@ class ShapeShard:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
-        """Do nothing: there are no gradients."""
+        """Do nothing: timing-only runs have no gradients of any shape."""
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
         """Take note that there is an optimizer's state from now on; ``norms`` are of any shape."""

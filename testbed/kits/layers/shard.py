@@ -177,12 +177,12 @@ class Shard:
         )
 
     def gradient(self, tied: Tied) -> torch.Tensor:
-        """Return the gradient added up here of a weight that other stages use as well."""
+        """Return the gradient added up here of a weight that other stages use as well, of the weight's shape."""
         weight = self._tied_weight(tied)
         return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
-        """Replace the gradient of such a weight by that of all stages."""
+        """Replace the gradient of a tied weight by the sum over all stages, of the weight's shape."""
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
