@@ -44,7 +44,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     replans = True
     sums_tied = True
     Details = PipelineDetails
-    begins = frozenset({"load", "forward", "backward", "tied", "update", "checkpoint", "evaluate"})
+    begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
 
     def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
         """Cut the model over the devices. Raises `InputError` where that cannot be."""

@@ -112,7 +112,7 @@ class SynchronousUpdates:
             for other in others:
                 part = (await mailbox.take(TiedGradient, (names[other], batch, index))).tensor
                 total = await stage.compute(
-                    partial(torch.add, total, part), Cost(tied[index].values), Span("tied", batch)
+                    partial(torch.add, total, part), Cost(tied[index].values), Span("update", batch)
                 )
             stage.shard.put_gradient(tied[index], total)
             for other in others:
