@@ -135,7 +135,7 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
     for path, content, kind in (
         ("/facts", lambda: json.dumps(facts(runner)) + "\n", "application/json"),
         ("/events", lambda: _events(runner), "application/x-ndjson"),
-        ("/weights", runner.weights, "application/octet-stream"),
+        ("/weights", lambda: _weights(runner), "application/octet-stream"),
         ("/metrics", lambda: _metrics(runner), "text/plain"),
     ):
         app.add_url_rule(path, path, partial(_read, content, kind))
@@ -163,6 +163,12 @@ def _metrics(runner: Runner) -> bytes:
     from agent.metrics import exposition
 
     return exposition(runner, resident_bytes())
+
+
+def _weights(runner: Runner) -> bytes:
+    from flask import request
+
+    return runner.weights("part" in request.args)
 
 
 def _events(runner: Runner) -> Iterator[bytes]:

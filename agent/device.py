@@ -51,7 +51,8 @@ class RealDevice:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
         self.leaving = False
-        self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self.exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]] = {}
+        """What returns the weights, by whether they are the device's part alone."""
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
@@ -112,9 +113,9 @@ class RealDevice:
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
         self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
         """Keep the callable that returns the weights when they are asked for."""
-        self.exposed = weights
+        self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:
         """Write to the disk, in a thread of its own."""

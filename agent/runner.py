@@ -166,12 +166,16 @@ class Runner:
 
         return hears
 
-    def weights(self) -> bytes:
-        """Return what the program exposes, as it is between two pieces of work; raises `Refused` without such."""
+    def weights(self, part: bool = False) -> bytes:
+        """Return the weights that the program exposes, as they are between two pieces of work.
+
+        ``part``: those of the device's own part of the model. Raises `Refused` where there are none.
+        """
         device = self.device
-        if device is None or device.exposed is None:
+        found = device.between_works(device.exposed[part]) if device is not None and part in device.exposed else None
+        if not found:
             raise Refused(409, "this device's program exposes no weights")
-        return b"".join(tensors.write(tensors.from_torch(device.between_works(device.exposed))))
+        return b"".join(tensors.write(tensors.from_torch(found)))
 
     def start(self, origin: float) -> None:
         """Run the program; ``origin`` is the monotonic instant at which the workload begins."""

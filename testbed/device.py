@@ -158,5 +158,9 @@ class Device(Protocol):
     def record(self, event: str, **fields: Any) -> None:
         """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Name the function that returns the weights held now; the runtime calls it when asked for them."""
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
+        """Name the function that returns the weights held now; the runtime calls it when asked for them.
+
+        Those of the lead are the run's. A ``part`` is the device's own part of the model: a run that fails before the
+        lead has gathered the whole keeps the parts of all devices. A device may expose both.
+        """

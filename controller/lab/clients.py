@@ -238,9 +238,12 @@ class Agent:
         start = {"start": event.fields["start"] + moved} if "start" in event.fields else {}
         return event._replace(time=event.time + moved, fields={**event.fields, **start})
 
-    def weights(self, seconds: float = WORK_SECONDS) -> bytes:
-        """Return the weights that the program exposes right now, as safetensors; raises AgentGone after ``seconds``."""
-        return self._request("GET", "/weights", seconds=seconds).content
+    def weights(self, seconds: float = WORK_SECONDS, part: bool = False) -> bytes:
+        """Return the weights that the program exposes right now, as safetensors.
+
+        ``part``: those of the device's own part of the model. Raises AgentGone after ``seconds``.
+        """
+        return self._request("GET", "/weights?part" if part else "/weights", seconds=seconds).content
 
     def metrics(self) -> dict[str, float]:
         """Return the agent's metrics: name, with its labels in braces, to value."""

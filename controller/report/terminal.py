@@ -43,7 +43,12 @@ def render(run: Run, width: int) -> RenderableType:
     parts += [draw(section, width) for section in sections(run)]
     if run.expectations:
         parts.append(draw(expected(run), width))
-    parts += [_verdict(run.metrics["verdict"]), where(run.path)]
+    parts.append(_verdict(run.metrics["verdict"]))
+    if kept := sorted(path.name for path in run.path.glob("weights-*.safetensors")):
+        more = f" and {len(kept) - 2} more" if len(kept) > 2 else ""
+        text = f"{', '.join(kept[:2])}{more} hold the newest weights of each stage"
+        parts.append(Text(" Weights ", style="dim").append(text, style="not dim"))
+    parts.append(where(run.path))
     return Group(*parts)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from controller.hosts.lab import AnyLab
-from controller.lab.clients import AgentGone
+from controller.lab.clients import WORK_SECONDS, AgentGone
 from controller.lab.containers import DeviceContainer
 from controller.lab.health import Ending
 from controller.running import control
@@ -157,10 +157,12 @@ class Execution:
         with suppress(HostError):  # the shaper may have ended, and the run with it
             fidelity |= self._lab.shaper.host_load()
         computed = self._prepared.problem.workload.numerics != "none"
-        weights, lost = self._final_weights() if computed and status == "finished" else (None, [])
-        parts = self._weights_of_all() if computed and status in UNGATHERED else {}
-        if (left := parts.pop(self._lead, None)) is not None:
-            weights = complete(self._prepared.problem, left, self._weights)
+        weights, lost, parts = None, list[str](), dict[str, bytes]()
+        if computed and status == "finished":
+            weights, lost = self._final_weights(WORK_SECONDS)
+        elif computed and status in UNGATHERED:
+            weights, _ = self._final_weights(UNGATHERED_SECONDS)
+            parts = self._parts()
         self._stop_all()
         return Outcome(
             runtime="emulate",
@@ -386,22 +388,22 @@ class Execution:
 
     # The end
 
-    def _final_weights(self) -> tuple[bytes | None, list[str]]:
+    def _final_weights(self, seconds: float) -> tuple[bytes | None, list[str]]:
         """Return the weights that the lead exposes, if it does, and what is lost."""
         try:
-            left = self._lab.agent(self._lead).weights()
+            left = self._lab.agent(self._lead).weights(seconds)
             return complete(self._prepared.problem, left, self._weights), []
         except AgentGone:
             return None, [f"the weights, since {self._lead} went down as its program ended"]
         except TestbedError:  # the lead need not expose any
             return None, []
 
-    def _weights_of_all(self) -> dict[str, bytes]:
-        """Return the weights that each device exposes which still answers."""
+    def _parts(self) -> dict[str, bytes]:
+        """Return its part of the model from each device that still answers and exposes one."""
 
         def ask(name: str) -> bytes | None:
             with suppress(TestbedError):  # killed, or it exposes none
-                return self._lab.agent(name).weights(UNGATHERED_SECONDS)
+                return self._lab.agent(name).weights(UNGATHERED_SECONDS, part=True)
             return None
 
         with ThreadPoolExecutor(WORKERS, "weights") as pool:

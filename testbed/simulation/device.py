@@ -107,7 +107,8 @@ class SimulatedDevice:
         """How many tasks that was until now."""
         self.running = True
         """Whether the program has not returned."""
-        self.exposed: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self.exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]] = {}
+        """What returns the weights, by whether they are the device's part alone."""
         self._world = world
         self._form: CastForm | None = None
         self._casts = 0
@@ -137,9 +138,9 @@ class SimulatedDevice:
         if self.alive:
             self._recorder.add(form, row)
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
         """Keep the callable for whoever asks for the weights."""
-        self.exposed = weights
+        self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:
         """Keep a copy at the host."""

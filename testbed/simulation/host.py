@@ -25,7 +25,7 @@ class Guest(Protocol):
     """Whether the program has not returned."""
     leaving: bool
     """Whether it has been told to leave."""
-    exposed: Callable[[], Mapping[str, torch.Tensor]] | None
+    exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]]
     """Returns the weights that the device holds."""
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:

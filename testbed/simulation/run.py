@@ -96,7 +96,7 @@ def simulate(
             computed = problem.workload.numerics != "none"
             final = _weights(world.hosts[plan.lead].device) if computed else None
             final = final and complete(problem, final, weights)
-            parts = _parts(world, plan.lead) if computed and status in UNGATHERED else {}
+            parts = _parts(world) if computed and status in UNGATHERED else {}
     finally:
         torch.set_num_threads(threads)
         world.close()
@@ -133,15 +133,14 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     return "finished", None
 
 
-def _weights(device: Guest | None) -> bytes | None:
+def _weights(device: Guest | None, part: bool = False) -> bytes | None:
     """Return what a device exposes, as safetensors; None where it is down or exposes nothing."""
-    if device is None or device.exposed is None:
-        return None
-    return b"".join(tensors.write(tensors.from_torch(device.exposed())))
+    found = device.exposed[part]() if device is not None and part in device.exposed else None
+    return b"".join(tensors.write(tensors.from_torch(found))) if found else None
 
 
-def _parts(world: World, lead: str) -> dict[str, bytes]:
-    found = {name: _weights(host.device) for name, host in world.hosts.items() if name != lead}
+def _parts(world: World) -> dict[str, bytes]:
+    found = {name: _weights(host.device, part=True) for name, host in world.hosts.items()}
     return {name: weights for name, weights in found.items() if weights is not None}
 
 

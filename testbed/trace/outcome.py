@@ -95,7 +95,7 @@ class Outcome:
     weights_file: bytes | None = None
     """Weights of the whole model at the end as safetensors, where the method exposed them on its lead."""
     parts: Mapping[str, bytes] = field(default_factory=dict)
-    """Weights that other devices exposed, by device, as safetensors: of a run that ended before they were gathered."""
+    """Parts of the model by device, as safetensors, of a run that ended before the lead had gathered the whole."""
     wall_seconds: float = 0.0
 
     @cached_property

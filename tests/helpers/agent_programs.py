@@ -192,6 +192,7 @@ async def expose(device: Device, job: Job, options: Instructions) -> None:
     """Shows what it was given to begin with, changed by one piece of work."""
     weights = dict(job.weights or {})
     device.expose(lambda: weights)
+    device.expose(lambda: {"w": weights["w"]} if weights["w"].any() else {}, part=True)
     if job.dataset is not None:
         train, tests = len(job.dataset.train_labels), len(job.dataset.test_labels)
         owned = dict(job.problem.samples)

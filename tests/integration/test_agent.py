@@ -212,6 +212,7 @@ def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     weights = safetensors.torch.load(agent.weights())
     assert weights["w"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert weights["kept"].dtype == torch.bfloat16
+    assert [*safetensors.torch.load(agent.weights(part=True))] == ["w"]
     agent.stop()
     assert safetensors.torch.load(agent.weights())["w"].sum() == 6
 

@@ -82,9 +82,23 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     kept: dict[str, torch.Tensor] = {}
     for part in outcome.parts.values():
         kept |= tensors.to_torch(tensors.read(bytearray(part))[0])
-    assert [*outcome.parts] == ["worker1", "worker2", "worker3"]
-    assert {name.split(".")[0] for name in whole.keys() - kept.keys()} == {"0", "1"}  # units of the source
+    assert outcome.weights_file is None  # no checkpoint was complete
+    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
+    assert kept.keys() == whole.keys()
     for name, value in kept.items():
         assert torch.equal(value, whole[name]), name
     place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(parts=outcome.parts))
     assert (place / "weights-worker1.safetensors").read_bytes() == outcome.parts["worker1"]
+
+
+def test_a_run_at_its_time_limit_leaves_each_stage_and_no_empty_file() -> None:
+    outcome = run(scenario(method={"checkpoint_every": 12}, time_limit="0.2s"))
+    assert outcome.status == "timed out"
+    assert outcome.weights_file is None
+    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
+
+
+def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() -> None:
+    outcome = run(scenario(method={"name": "pipedream", "global_every": 0}, time_limit="0.05s"))
+    assert outcome.status == "timed out"
+    assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]

@@ -114,9 +114,9 @@ class Stage:
             return made
 
         self.shard = await self.compute(build, self.copy_cost, Span("load"))
-        if self._updates is not None and self.device.name != self.position.coordinator:
-            # The coordinator's device exposes the whole model: these serve where it could not be gathered.
-            self.device.expose(lambda: result_of(self.shard.state()))
+        if self._updates is not None:
+            # The coordinator exposes the whole model as last gathered: these serve where gathering fails.
+            self.device.expose(lambda: result_of(self.shard.state()), part=True)
 
     @property
     def copy_cost(self) -> Cost:

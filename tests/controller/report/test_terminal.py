@@ -52,6 +52,12 @@ def test_names_of_devices_are_whole_beside_long_times(tmp_path: Path) -> None:
     assert "5 min" in devices
 
 
+def test_the_parts_of_a_model_that_a_failed_run_left_are_named(tmp_path: Path) -> None:
+    left = dict.fromkeys(("a", "b", "c"), b"weights")
+    text = printed(run(tmp_path, status="timed out", error="not over after 6 s", parts=left), 80)
+    assert "weights-a.safetensors, weights-b.safetensors and 1 more" in " ".join(text.split())
+
+
 def test_reasons_against_a_run_stand_in_its_verdict(tmp_path: Path) -> None:
     text = printed(run(tmp_path, status="failed", error="a[b] died", fidelity={"host_stolen": 0.9}), 80)
     assert "✘ not trusted" in text

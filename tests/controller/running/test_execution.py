@@ -53,7 +53,7 @@ def test_a_job_that_fails_holds_up_nothing() -> None:
 
 
 def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]]:
-    def weights() -> bytes:
+    def weights(_seconds: float) -> bytes:
         if isinstance(answer, TestbedError):
             raise answer
         return answer
@@ -61,7 +61,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
     problem = SimpleNamespace(model=None, training=SimpleNamespace(frozen_travels=True))
     execution = SimpleNamespace(_lab=lab, _lead="source", _prepared=SimpleNamespace(problem=problem), _weights=None)
-    return Execution._final_weights(cast(Execution, execution))
+    return Execution._final_weights(cast(Execution, execution), 1.0)
 
 
 @pytest.mark.parametrize(
