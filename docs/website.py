@@ -22,7 +22,8 @@ from typing import Any
 from controller.cli.main import COMMANDS
 from controller.cli.printing import options
 from controller.report import paper
-from controller.report.plots import COLOURS, inline
+from controller.report.charts import COLOURS
+from controller.report.drawing import inline
 from controller.results import papers
 from testbed.common import formats, yamltext
 from testbed.method import Method

@@ -30,6 +30,7 @@ from controller.results.run import Run, run_name
 from controller.results.streams import Callback
 from testbed.common import usercode
 from testbed.common.errors import InputError
+from testbed.common.lazy import need
 from testbed.prepare import Prepared, prepare, prepare_all
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
@@ -75,10 +76,15 @@ class Result:
 
     @property
     def plots(self) -> dict[str, Figure]:
-        """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them."""
+        """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them.
+
+        Raises `InputError` where matplotlib, the extra ``plots``, is not installed.
+        """
+        need("matplotlib", "plots", "drawing plots")
+        from controller.report.drawing import draw
         from controller.report.html import charts
 
-        return {title: draw() for title, _, draw in charts(self.run)}
+        return {title: draw(plot) for title, _, plot in charts(self.run) if plot is not None}
 
     def plot(self, title: str) -> Figure:
         """Return one of `plots`; raises `InputError` naming those there are."""

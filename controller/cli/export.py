@@ -10,6 +10,7 @@ import click
 from controller.cli.options import CommandGroup, overrides
 from controller.cli.printing import say
 from testbed.common.errors import HostError, InputError
+from testbed.common.lazy import need
 
 
 class _OfRuns(CommandGroup):
@@ -54,7 +55,6 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
       testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
     """
     from controller.report import html, sweep, tables
-    from controller.report.plots import save_all
     from controller.results.files import load, load_figures, places
     from controller.results.rows import every_table, points, write_tables
     from controller.results.summary import summary_of
@@ -70,9 +70,13 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
     summary = summary_of(runs) if several else {}
     names = sweep.choose_metrics(summary, metrics) if metrics else None
     place = out or folder / "export"
+    if kind == "plots":
+        need("matplotlib", "plots", "--plots")
     try:
         place.mkdir(parents=True, exist_ok=True)
         if kind == "plots":
+            from controller.report.drawing import save_all
+
             save_all(place, sweep.charts(summary, runs, names) if several else html.charts(runs[0]))
         elif kind == "latex":
             (place / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")

@@ -102,14 +102,16 @@ def compare(
       testbed compare results/sweep --plots figures --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
     """
     from controller.report import comparison
-    from controller.report.plots import save_all
     from controller.report.tables import latex as as_latex
     from controller.results.comparison import compare as put_side_by_side
     from controller.results.comparison import side_by_side
     from controller.results.files import load_figures, places
     from testbed.common.errors import InputError
+    from testbed.common.lazy import need
     from testbed.trace.events import finite
 
+    if plots is not None:
+        need("matplotlib", "plots", "--plots")
     runs = [load_figures(place) for folder in folders for place in places(folder)]
     if len(runs) < 2:
         raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
@@ -127,6 +129,8 @@ def compare(
         latex.write_text(as_latex(comparison.figures_of(compared)), encoding="utf-8")
         click.echo(f"written to {latex}", err=as_json)
     if plots is not None:
+        from controller.report.drawing import save_all
+
         plots.mkdir(parents=True, exist_ok=True)
         names = save_all(plots, comparison.plots(grouped))
         click.echo(f"written to {plots}: {', '.join(names)}", err=as_json)

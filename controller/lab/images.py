@@ -28,12 +28,12 @@ from controller.lab.engine import Say, install_packages, refusal_within
 from controller.lab.paths import BUILD, RECIPES, ROOT
 from controller.lab.wheels import (
     PYTHON,
-    REQUIREMENTS,
     Target,
     describe_full_disk,
     fetch_cpu_torch,
     fetch_wheels,
     host_machine,
+    list_packages,
     machine_name,
     read_list,
     requirements,
@@ -321,13 +321,12 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
 
 def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str, target: Target) -> None:
     wheels = fetch_wheels(requirements(kind, target), target)
-    listed = [line for name in REQUIREMENTS[kind] for line in read_list(RECIPES / f"{name}.requirements")]
     build(
         client,
         tag,
         recipe("runtime"),
         {f"wheels/{path.name}": path for path in wheels},
-        {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in listed))},
+        {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in list_packages(kind)))},
         {LABEL: "runtime", "testbed.runtime": kind},
     )
     # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.

@@ -148,8 +148,7 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
     packages: dict[str, str] = {}
     absent: dict[str, Requirement] = {}
     expanded: set[tuple[str, str]] = set()
-    paths = [RECIPES / f"{name}.requirements" for name in REQUIREMENTS[kind]]
-    listed = [Requirement(line) for path in paths for line in read_list(path)]
+    listed = [Requirement(name) for name in list_packages(kind)]
     waiting = list(listed)
     while waiting:
         requirement = waiting.pop()
@@ -185,6 +184,25 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
 def _needed(lines: Iterable[str], environment: Mapping[str, str]) -> list[Requirement]:
     found = [Requirement(line) for line in lines]
     return [each for each in found if each.marker is None or each.marker.evaluate(dict(environment))]
+
+
+def list_packages(kind: str) -> list[str]:
+    """Return the packages that an image imports itself: those required, and the extras that are installed here."""
+    names = []
+    for each in REQUIREMENTS[kind]:
+        names += read_list(RECIPES / f"{each}.requirements")
+    extras = RECIPES / f"{kind}.extras"
+    if extras.exists():
+        names += [name for name in read_list(extras) if _is_installed(name)]
+    return names
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def read_list(path: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from controller.report import html
-from controller.report.plots import FEW, STYLES, Axis, Dash, Draw, Line, line_plot
+from controller.report.charts import FEW, STYLES, Axis, Chart, Dash, Line, LinePlot
 from controller.report.tables import BARS, Cell, Column, Section, draw, figures
 from controller.report.terminal import VERDICTS
 from controller.results.run import Run
@@ -120,7 +119,7 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
     )
 
 
-def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[tuple[str, str, Draw]]:
+def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     """Yield (title, note, plot) of what runs went through, the first of them where there are more than styles."""
     styled = list(zip(grouped.items(), STYLES, strict=False))
     everyone = [run for runs in grouped.values() for run in runs]
@@ -146,13 +145,13 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[tuple[str, str, Draw
         drawn = lines(what, over="seconds", steady=what == "steps")
         # One evaluation at the end is a figure and no curve.
         if any(len(line.points) > 1 or what != "accuracy" for line in drawn):
-            yield title, note, partial(line_plot, drawn, range_=(0.0, end), y=y)
+            yield title, note, LinePlot(drawn, range_=(0.0, end), y=y)
     steps = [item["step"] for run in everyone for item in run.metrics["recovery_list"] if item["step"] is not None]
     if steps:
         # Around the first step that any run had to resume with.
         first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
         drawn, y = lines("steps", begin=first, end=last), Axis("time per step", "seconds")
-        yield "Time per step around the fault", note, partial(line_plot, drawn, range_=(first, last), x="step", y=y)
+        yield "Time per step around the fault", note, LinePlot(drawn, range_=(first, last), x="step", y=y)
 
 
 def curve(

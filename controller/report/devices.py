@@ -1,4 +1,4 @@
-"""Devices as plots: where they are and how well they hear each other, and who owns how many samples of which class."""
+"""Devices drawn by matplotlib: a map of their links, and the samples of each device by class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from controller.report.plots import COLOURS, HEIGHT, STYLE, WIDTH, legend
-from testbed.network.link import Link, Pair
+from controller.report.charts import COLOURS, DeviceMap, Ownership
+from controller.report.plots import HEIGHT, STYLE, legend
+from testbed.network.link import Pair
 from testbed.network.radio import Position
 
 GRADES = ((0.9, "green", 1.8), (0.7, "blue", 1.3), (0.4, "orange", 0.9), (0.0, "fault", 0.6))
@@ -27,30 +28,15 @@ _LARGEST = 120.0
 """Area of the largest disc, in square points."""
 
 
-def reception(links: Mapping[Pair, Link]) -> dict[Pair, float]:
-    """Return the packet reception ratio of each directed link, from 0 to 1."""
-    return {pair: 1 - link.message_loss for pair, link in links.items()}
-
-
 @mpl.rc_context(STYLE)
-def draw_map(
-    positions: Mapping[str, Position],
-    ratios: Mapping[Pair, float],
-    held: Mapping[str, str],
-    area: tuple[float, float],
-    *,
-    width: float = WIDTH,
-) -> Figure:
-    """Draw devices at their positions in an area of (width, height) metres, and who hears whom.
-
-    A link is two halves: the one at a device is how well the other receives its casts. ``held`` says in words what
-    devices hold.
-    """
+def draw_map(plot: DeviceMap, width: float) -> Figure:
+    """Draw devices at their positions, and the two halves of each link in the colour of their reception."""
+    positions, held, area = plot.positions, plot.held, plot.area
     figure = Figure((width, width * min(1.2, max(0.5, area[1] / area[0]))), layout="constrained")
     axes = figure.subplots()
     above = math.inf
     for least, colour, width in GRADES:
-        halves = [_half(positions, pair) for pair, ratio in ratios.items() if max(least, 1e-9) <= ratio < above]
+        halves = [_half(positions, pair) for pair, ratio in plot.ratios.items() if max(least, 1e-9) <= ratio < above]
         label = f"PRR from {least:.0%}" if least else f"PRR below {above:.0%}"
         axes.add_collection(
             LineCollection(halves, colors=COLOURS[colour], linewidths=width, label=label if halves else f"_{label}")
@@ -94,11 +80,9 @@ def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Posi
 
 
 @mpl.rc_context(STYLE)
-def draw_owned(owned: Mapping[str, Mapping[str, int]], order: str = "the scenario", *, width: float = WIDTH) -> Figure:
-    """Draw a disc for each device and class, its area in proportion to the samples.
-
-    ``owned`` are the samples of each device by class, as a manifest has them, in the order of what ``order`` says.
-    """
+def draw_owned(plot: Ownership, width: float) -> Figure:
+    """Draw a disc for each device and class, its area in proportion to the samples."""
+    owned = plot.owned
     figure = Figure((width, HEIGHT), layout="constrained")
     axes = figure.subplots()
     found = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
@@ -108,7 +92,7 @@ def draw_owned(owned: Mapping[str, Mapping[str, int]], order: str = "the scenari
     named = len(owned) <= MOST_OWNERS_NAMED
     if named:
         axes.set_xticks(range(len(owned)), list(owned), rotation=30 if len(owned) > 6 else 0)
-    axes.set_xlabel("device" if named else f"device, by its place in {order}")
+    axes.set_xlabel("device" if named else f"device, by its place in {plot.order}")
     axes.set_ylabel("class")
     axes.set_xlim(-0.5, len(owned) - 0.5)
     axes.set_ylim(min(classes) - 0.7, max(classes) + 0.7)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
-from controller.report import devices
+from controller.report.charts import FEW, STYLES, Axis, Chart, DeviceMap, Line, LinePlot, Ownership, StackedPlot, Window
 from controller.report.declared import Drawn, curves, head
-from controller.report.plots import FEW, STYLES, Axis, Draw, Line, Window, inline, line_plot, stacked_plot
 from controller.report.sections import directions, expected, holdings, sections
 from controller.report.tables import Section
 from controller.report.terminal import VERDICTS
@@ -21,6 +21,8 @@ from controller.report.thinning import abridged, devices_shown
 from controller.report.timeline import shaded, timeline
 from controller.results.recorder import facts_of
 from controller.results.run import Run
+from testbed.common.errors import InputError
+from testbed.common.lazy import need
 from testbed.common.yamltext import written
 from testbed.scenario.points import value_text
 
@@ -48,7 +50,7 @@ def page(
     *,
     chips: Sequence[str],
     sections: Sequence[Section],
-    charts: Sequence[tuple[str, str, Draw | None]],
+    charts: Sequence[Chart],
     files: Sequence[str] = (),
     runs: Sequence[Run] = (),
     lead: str = "",
@@ -68,7 +70,6 @@ def page(
         if runs
         else {}
     )
-    drawn = [(name, note, plot and inline(plot, name)) for name, note, plot in charts]
     kinds = sorted({f"{run.outcome.runtime}d" for run in runs})
     return (
         environment()
@@ -80,11 +81,24 @@ def page(
             warnings=warnings,
             notice=notice,
             first=first,
-            charts=list(zip_longest(drawn, files)),
+            charts=list(zip_longest(draw_charts(charts), files)),
             sections=sections,
             **origin,
         )
     )
+
+
+def draw_charts(charts: Sequence[Chart]) -> list[tuple[str, str, Markup | None]]:
+    """Return charts with their plots as SVG; where matplotlib is not installed, one note in place of all."""
+    if not charts:
+        return []
+    try:
+        need("matplotlib", "plots", "drawing charts")
+    except InputError as error:
+        return [("Charts", str(error), None)]
+    from controller.report.drawing import inline
+
+    return [(title, note, None if plot is None else inline(plot, title)) for title, note, plot in charts]
 
 
 def write(run: Run) -> None:
@@ -107,7 +121,7 @@ def render(run: Run) -> str:
             explained=_explained(metrics["verdict"]),
             figures=list(head(run)),
             expected=expected(run),
-            charts=[(title, note, inline(plot, title)) for title, note, plot in charts(run)],
+            charts=draw_charts(list(charts(run))),
             timeline=timeline(run),
             sections=list(sections(run)),
             fell=any(row["down"] for row in metrics["devices"].values()),
@@ -146,7 +160,7 @@ def _explained(judged: Mapping[str, Any]) -> str:
     return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
 
 
-def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
+def charts(run: Run) -> Iterator[Chart]:
     """Yield (title, note, plot) of what the run went through."""
     metrics = run.metrics
     end = metrics["duration"]
@@ -156,8 +170,8 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
     steps = series["steps"]
     evaluations = series["evaluations"]
 
-    def draw(lines: list[Line], y: Axis) -> Draw:
-        return partial(line_plot, lines, windows, range_=(0.0, end), y=y)
+    def draw(lines: list[Line], y: Axis) -> LinePlot:
+        return LinePlot(lines, windows, range_=(0.0, end), y=y)
 
     if steps:
         losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
@@ -182,17 +196,18 @@ def charts(run: Run) -> Iterator[tuple[str, str, Draw]]:
     yield from _owned(run)
 
 
-def _map(run: Run) -> tuple[str, str, Draw]:
+def _map(run: Run) -> Chart:
     """Draw where devices are, who hears whom, and who holds what."""
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
-    plot = partial(devices.draw_map, radio.positions, devices.reception(run.experiment.links), holdings(run), part.area)
+    ratios = {pair: 1 - link.message_loss for pair, link in run.experiment.links.items()}
+    plot = DeviceMap(radio.positions, ratios, holdings(run), part.area)
     note = "The half of a line at a device is which share of its casts the other receives (PRR), before any fault."
     return "Map", note, plot
 
 
-def _owned(run: Run) -> Iterator[tuple[str, str, Draw]]:
+def _owned(run: Run) -> Iterator[Chart]:
     """Draw who owns how many samples, of the devices that are in their table."""
     owned = run.manifest.get("owned", {})
     shown = {name: owned[name] for name in devices_shown(run.metrics["devices"]) if name in owned}
@@ -204,10 +219,10 @@ def _owned(run: Run) -> Iterator[tuple[str, str, Draw]]:
     if left_out := len(owned) - len(shown):
         note += f" {left_out:,} more devices are left out here; manifest.json has all."
         order = "the table of devices"
-    yield "Who owns what", note, partial(devices.draw_owned, shown, order)
+    yield "Who owns what", note, Ownership(shown, order)
 
 
-def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw], end: float) -> tuple[str, str, Draw]:
+def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], LinePlot], end: float) -> Chart:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
         Line(name or curve.title, points, *style, marks=len(points) <= FEW)
@@ -216,11 +231,11 @@ def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], Draw], end: floa
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
     y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
-    plot = partial(stacked_plot, lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y)
+    plot = StackedPlot(lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y)
     return curve.title, note, plot
 
 
-def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], Draw]) -> tuple[str, str, Draw]:
+def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], LinePlot]) -> Chart:
     steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
     others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
     lines = [

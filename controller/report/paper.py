@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from controller.report import html, tables
+from controller.report.charts import FEW, SERIES, Axis, BarPlot, Bars, Chart, Line, LinePlot, thin
 from controller.report.comparison import BAND, curve, mean_line
-from controller.report.plots import FEW, SERIES, Axis, Bars, Draw, Line, bar_plot, line_plot, save_all, thin
 from controller.report.tables import Cell, Column, Section, figures
 from controller.report.terminal import VERDICTS, where
 from controller.results.reproduction import ReproducedRow, table
@@ -85,7 +85,7 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
         lead=scenario.description,
         chips=[scenario.name, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"],
         charts=drawn,
-        files=save_all(folder, drawn),
+        files=_save(folder, drawn),
         sections=[
             section(
                 "The paper's figures beside ours" if any(row.printed != formats.NONE for row in rows) else "Figures",
@@ -94,6 +94,15 @@ def render(folder: Path, part: PaperPart, rows: Sequence[ReproducedRow], runs: S
             Section("Runs", "Each with its own report.", "", columns, pages),
         ],
     )
+
+
+def _save(folder: Path, charts: Sequence[Chart]) -> list[str]:
+    """Save the plots of a page and return the names of their files; none where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        return []
+    from controller.report.drawing import save_all
+
+    return save_all(folder, charts)
 
 
 def section(title: str, rows: Sequence[ReproducedRow]) -> Section:
@@ -144,7 +153,7 @@ def _link(folder: Path, run: Run) -> str:
     return quote((below / "report.html").as_posix())
 
 
-def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> tuple[str, str, Draw | None]:
+def draw(chart: PaperChart, rows: Sequence[ReproducedRow], runs: Sequence[Run]) -> Chart:
     """Return (title, note, plot) of a chart; None, and the reason in the note, where no run gives anything to draw."""
     title, note, plot = draw_lines(chart, rows, lines_of(chart, runs))
     if plot is None and chart.of_runs:
@@ -164,7 +173,7 @@ def lines_of(chart: PaperChart, runs: Sequence[Run]) -> list[Line]:
     return found
 
 
-def draw_lines(chart: PaperChart, rows: Sequence[ReproducedRow], lines: Sequence[Line]) -> tuple[str, str, Draw | None]:
+def draw_lines(chart: PaperChart, rows: Sequence[ReproducedRow], lines: Sequence[Line]) -> Chart:
     """Return what `draw` does, given the `lines_of` the chart."""
     found = {row.name: row for row in rows}
     if chart.of_runs:
@@ -174,7 +183,7 @@ def draw_lines(chart: PaperChart, rows: Sequence[ReproducedRow], lines: Sequence
     return _bars(chart, found) if chart.what == "bars" else _lines(chart, found)
 
 
-def _of_runs(chart: PaperChart, lines: Sequence[Line]) -> tuple[str, str, Draw | None]:
+def _of_runs(chart: PaperChart, lines: Sequence[Line]) -> Chart:
     unit = "step" if chart.over == "steps" else "seconds"
     places = [x for line in lines for x, _ in line.points]
     if not places:
@@ -189,10 +198,10 @@ def _of_runs(chart: PaperChart, lines: Sequence[Line]) -> tuple[str, str, Draw |
     if any(line.half_widths for line in lines):
         note += f" {BAND}"
     x = chart.axis if chart.axis not in ("", "seconds") else "time (s)" if unit == "seconds" else unit
-    return chart.title, note, partial(line_plot, lines, range_=(low, high), x=x, y=y)
+    return chart.title, note, LinePlot(lines, range_=(low, high), x=x, y=y)
 
 
-def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Draw | None]:
+def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Chart:
     places = [float(x) for x in chart.x]
     begin, end = chart.range or (places[0], places[-1])
     places = [x for x in places if begin <= x <= end]
@@ -207,7 +216,7 @@ def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, 
         lines.append(Line(f"{series.label}, printed", theirs, colour, marks=True, printed=True))
         lines.append(Line(series.label, ours, colour, marks=True, half_widths=halves if any(halves) else ()))
     at = places if len(places) <= MOST_MARKS else None
-    plot = partial(line_plot, lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), at=at)
+    plot = LinePlot(lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), at=at)
     note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
     if any(line.half_widths for line in lines):
         note = f"{note} Whiskers: 95% confidence interval.".strip()
@@ -221,7 +230,7 @@ def _axis(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Axis:
     return Axis(measures.pop() if len(measures) == 1 else chart.title, rows[0].kind)
 
 
-def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, str, Draw | None]:
+def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Chart:
     kinds = []
     for series, colour in zip(chart.series, SERIES, strict=False):
         kinds += _pair(series, [found[name] for name in series.rows], colour)
@@ -229,7 +238,7 @@ def _bars(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> tuple[str, s
     if any(half is not None for bars in kinds for half in bars.half_widths):
         note = f"{note} Whiskers: 95% confidence interval.".strip()
     groups = [value_text(x) if isinstance(x, str) else f"{x:g}" for x in chart.x]
-    return chart.title, note, partial(bar_plot, groups, kinds, x=chart.axis, y=_axis(chart, found))
+    return chart.title, note, BarPlot(groups, kinds, x=chart.axis, y=_axis(chart, found))
 
 
 def _pair(series: PaperSeries, rows: Sequence[ReproducedRow], colour: str) -> list[Bars]:

@@ -1,59 +1,43 @@
-"""Plots by matplotlib: inline in a page, whose colours they take on, and as SVG and PDF files for one or two columns.
+"""Lines, stacks and bars drawn by matplotlib.
 
-What is drawn is the same at every width; letters and lines keep their size.
+A plot has the same content at every width; letters and lines keep their size.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
+from controller.report.charts import (
+    COLOURS,
+    SERIES,
+    Axis,
+    BarPlot,
+    Dash,
+    Line,
+    LinePlot,
+    Numbers,
+    Points,
+    StackedPlot,
+    Window,
+    thin,
+)
 from testbed.common import formats
-from testbed.common.formats import FigureKind
 
-COLOURS = {
-    "ink": "#1b2330",
-    "soft": "#5b6675",
-    "line": "#e1e5eb",
-    "card": "#ffffff",
-    "blue": "#0072b2",
-    "orange": "#d55e00",
-    "green": "#009e73",
-    "violet": "#cc79a7",
-    "teal": "#56b4e9",
-    "grey": "#4d4d4d",
-    "fault": "#d6404f",
-    "recovery": "#d99a1c",
-}
-"""Those of style.css by its names; inline, each becomes the page's own, in a dark page too. The series are after Okabe
-and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
-SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
-"""Colours of the series of a plot, in this order."""
 MARKS = ("o", "s", "^", "D", "v", "P")
-"""Marks of the series, in the same order: they can be distinguished without colours, too."""
-Dash = Literal["solid", "dashed", "dotted"]
+"""Marks of the series, in the order of their colours: they can be distinguished without colours, too."""
 HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
-STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(HATCHES, SERIES))
-"""Colour and dash of the series of a plot, in this order; it has no more series than that."""
 WIDTH, HEIGHT = 4.2, 2.2
 """Inches, on a page; a legend adds to the height."""
-PRINT = {"": 3.5, "-wide": 7.16}
-"""What follows the name of a file -> its width in inches: one column of a paper and two (those of IEEE)."""
 LOG_FROM = 10.0
 """How many times the lowest value the highest is, from which on the y axis of lines is logarithmic."""
 LOG_BARS_FROM = 100.0
@@ -64,10 +48,6 @@ LETTER = 0.075
 """Inches: about the width of a letter."""
 MARK_LETTERS = 6
 """Room that the mark beside a name in a legend takes, in letters."""
-MOST_POINTS = 1500
-"""Points drawn of a line: more than pixels across add weight, not detail."""
-FEW = 60
-"""Points of a line that can be distinguished: each gets a mark."""
 APART = 3.0
 """Points of type between the marks of two series at the same place, so that their intervals can be distinguished."""
 PRINTED = 0.45
@@ -91,126 +71,25 @@ STYLE: Any = {
     "ytick.left": False,
     "hatch.linewidth": 0.5,
 }
-Points = Sequence[tuple[float, float]]
-Numbers = Sequence[float] | np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a plot: (x, y) in the order of x."""
-
-    name: str
-    points: Points
-    colour: str
-    """One of `COLOURS`."""
-    dash: Dash = "solid"
-    marks: bool = False
-    """Draw a dot at every point, for few of them."""
-    joined: bool = True
-    """Join the points."""
-    printed: bool = False
-    """As a publication has it: drawn paler and dashed, and not in the legend."""
-    half_widths: Sequence[float | None] = ()
-    """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
-
-    @property
-    def marked(self) -> bool:
-        """Whether there is a mark at each point."""
-        return self.marks or not self.joined or len(self.points) == 1
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Bars of one kind, one for each group of a plot; None where there is nothing to draw."""
-
-    name: str
-    values: Sequence[float | None]
-    colour: str
-    half_widths: Sequence[float | None] = ()
-    """Half widths of the intervals around the values."""
-    dash: Dash = "solid"
-    """Says how the bars are hatched."""
-    printed: bool = False
-    """As a publication has it: drawn paler, and not in the legend."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What is on an axis."""
-
-    name: str
-    kind: FigureKind = "number"
-
-    @property
-    def most(self) -> float:
-        """What a value, and the interval around one, can be at most: a share is no more than all."""
-        return 1.0 if self.kind == "share" else math.inf
-
-    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
-        """Return how far down and up the intervals around values go, (2, values); NaN where there is none."""
-        half = np.array([math.nan if each is None else each for each in halves], float)
-        room = np.maximum(self.most - np.array(values), np.where(np.array(values) > self.most, math.inf, 0.0))
-        return np.array([half, np.minimum(half, room)])
-
-
-class Draw(Protocol):
-    """Draws a plot at a width in inches."""
-
-    def __call__(self, *, width: float = WIDTH) -> Figure: ...  # noqa: D102 - the class says it
-
-
-@dataclass(frozen=True)
-class Window:
-    """A stretch of x to be shaded."""
-
-    start: float
-    end: float
-    label: str
-    style: str = "fault"
-    """fault, which is labelled, or recovery."""
-
-
-def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Return at most ``most`` points, keeping the lowest and the highest of every stretch."""
-    finite = [point for point in points if math.isfinite(point[1])]
-    if len(finite) <= most:
-        return finite
-    size = math.ceil(len(finite) / (most // 2))
-    kept: list[tuple[float, float]] = []
-    for start in range(0, len(finite), size):
-        stretch = finite[start : start + size]
-        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
-        kept += sorted(ends)
-    return kept
 
 
 @mpl.rc_context(STYLE)
-def line_plot(
-    lines: Sequence[Line],
-    windows: Sequence[Window] = (),
-    *,
-    range_: tuple[float, float],
-    y: Axis,
-    x: str = "time (s)",
-    at: Sequence[float] | None = None,
-    width: float = WIDTH,
-) -> Figure:
-    """Draw lines, windows behind them.
-
-    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart. The x axis
-    goes over ``range_``, is called ``x``, and has a figure at each of ``at``, or at round numbers.
-    """
-    figure, axes = _axes(width, x)
-    low, high = range_[0], range_[1] if range_[1] > range_[0] else range_[0] + 1.0
+def draw_lines(plot: LinePlot, width: float) -> Figure:
+    """Draw lines, windows behind them."""
+    figure, axes = _axes(width, plot.x)
+    low, high = plot.range_
+    if high <= low:
+        high = low + 1.0
     axes.set_xlim(low, high)
-    drawn = [line for line in lines if line.points]
+    y = plot.y
+    drawn = [line for line in plot.lines if line.points]
     if all(float(place).is_integer() for line in drawn for place, _ in line.points):
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
-    if at is not None:
+    if plot.at is not None:
         if low > 0 and high >= low * LOG_X_FROM:
             axes.set_xscale("log")
             axes.set_xlim(low / 1.1, high * 1.1)
-        marked = _apart(at, axes, width)
+        marked = _apart(plot.at, axes, width)
         axes.set_xticks(marked, [f"{place:g}" for place in marked])
         axes.minorticks_off()
     ends = [value for line in drawn for _, value in line.points]
@@ -224,7 +103,7 @@ def line_plot(
     for line in drawn:
         aside = (spread.index(line) - (len(spread) - 1) / 2) * APART if line in spread else 0.0
         _draw_line(axes, line, y, factor, several, aside)
-    _shade(axes, windows, high - low, width)
+    _shade(axes, plot.windows, high - low, width)
     legend(figure, axes)
     return figure
 
@@ -281,20 +160,18 @@ def _draw_line(axes: Axes, line: Line, y: Axis, factor: float, several: bool, as
 
 
 @mpl.rc_context(STYLE)
-def stacked_plot(lines: Sequence[Line], marks: Sequence[float], *, end: float, y: Axis, width: float = WIDTH) -> Figure:
-    """Draw what each line adds to the whole, over the seconds from 0 to ``end``; a value holds until the next.
-
-    ``marks`` are seconds at which something happened to the whole.
-    """
+def draw_stack(plot: StackedPlot, width: float) -> Figure:
+    """Draw the part of each line in the whole, over time."""
+    lines, end = plot.lines, plot.end
     figure, axes = _axes(width, "time (s)")
     axes.set_xlim(0.0, end)
     times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
     held = np.array([_held(line.points, times) for line in lines])
     whole = held.sum(axis=0)
-    factor = _measure(axes, y, whole, whole, math.inf)
+    factor = _measure(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
     axes.stackplot(times, held / factor, step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
-    for mark in marks:
+    for mark in plot.marks:
         axes.axvline(mark, color=COLOURS["ink"], linewidth=0.8, linestyle="dotted")
     legend(figure, axes)
     return figure
@@ -307,13 +184,10 @@ def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
 
 
 @mpl.rc_context(STYLE)
-def bar_plot(groups: Sequence[str], kinds: Sequence[Bars], *, y: Axis, x: str = "", width: float = WIDTH) -> Figure:
-    """Draw bars side by side in groups, each with its figure above it if there is room for all of them.
-
-    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart. ``x`` says
-    what the groups are.
-    """
-    figure, axes = _axes(width, x)
+def draw_bars(plot: BarPlot, width: float) -> Figure:
+    """Draw bars side by side in groups, each with its figure above it if there is room for all of them."""
+    groups, kinds, y = plot.groups, plot.kinds, plot.y
+    figure, axes = _axes(width, plot.x)
     room = width * 0.85 / max(1, len(groups))
     bar = 0.8 / max(1, len(kinds))
     values = [value for kind in kinds for value in kind.values if value is not None]
@@ -411,43 +285,3 @@ def legend(figure: Figure, axes: Axes) -> None:
         made.remove()
         made = figure.legend(handles, wrapped, ncols=columns, **place)
     figure.set_figheight(figure.get_figheight() + made.get_window_extent().height / figure.dpi)
-
-
-@mpl.rc_context(STYLE)
-def save(draw: Draw, path: Path) -> None:
-    """Write ``<path>.svg`` and ``.pdf`` for one column and ``<path>-wide`` for two, the same bytes each time."""
-    for end, width in PRINT.items():
-        figure = draw(width=width)
-        name = path.with_name(path.name + end)
-        figure.savefig(f"{name}.svg", metadata={"Date": None}, facecolor="white")
-        figure.savefig(f"{name}.pdf", metadata={"CreationDate": None}, facecolor="white")
-
-
-def save_all(folder: Path, charts: Iterable[tuple[str, str, Draw | None]]) -> list[str]:
-    """Save the plots of a page, given with title and note, in a folder; return the names of their files."""
-    names = []
-    for number, (title, _, draw) in enumerate(charts, 1):
-        names.append(f"{number}-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}")
-        if draw is not None:
-            save(draw, folder / names[-1])
-    return names
-
-
-@mpl.rc_context(STYLE)
-def inline(draw: Draw, title: str) -> Markup:
-    """Return the plot as an SVG element for a page with style.css, which gives it colours and font."""
-    buffer = io.StringIO()
-    draw().savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue()
-    drawn = re.sub(
-        r"<metadata>.*?</metadata>|<defs>\s*<style.*?</defs>", "", text[text.index("<svg") :], flags=re.DOTALL
-    )
-    # Matplotlib numbers its elements; on a page with several plots the numbers would not be unique.
-    drawn = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn)
-    for name, colour in COLOURS.items():
-        drawn = drawn.replace(colour, f"var(--{name})")
-    drawn = drawn.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    size = re.search(r'viewBox="[^"]*"', drawn)
-    assert size is not None
-    label = Markup('<svg class="chart" role="img" aria-label="{}" ').format(title)
-    return label + Markup(size[0]) + Markup(drawn[drawn.index(">") :])

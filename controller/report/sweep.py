@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from controller.report import comparison, html, tables
-from controller.report.plots import STYLES, Axis, Bars, Draw, Line, bar_plot, line_plot
+from controller.report.charts import STYLES, Axis, BarPlot, Bars, Chart, Line, LinePlot
 from controller.report.tables import Cell, Column, Section
 from controller.report.terminal import where
 from controller.results.comparison import side_by_side
@@ -139,9 +138,7 @@ def _heading(name: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def charts(
-    summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None
-) -> Iterator[tuple[str, str, Draw]]:
+def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None = None) -> Iterator[Chart]:
     """Yield (title, note, plot) of each metric over the sweep, and of the courses of few points over time.
 
     ``names`` chooses the metrics and their titles, without the courses over time.
@@ -161,9 +158,7 @@ def _keys(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({_text(point, key) for point in points}) > 1]
 
 
-def _over(
-    name: str, title: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[str]
-) -> tuple[str, str, Draw]:
+def _over(name: str, title: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
     numbers = [key for key in keys if _places(points, key)]
     chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))
@@ -189,7 +184,7 @@ def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[st
     return [key for key, found in pairs.items() if len(found) == len(values)]
 
 
-def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> Draw:
+def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> LinePlot:
     values, unit = on_one_scale([point["point"].get(key) for point in points]) or ([], "")
     place = dict(zip((_text(point, key) for point in points), values, strict=True))
     lines = []
@@ -205,10 +200,10 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
     at = sorted(set(values))
     unit += "/s" if unit in RATE_UNITS else ""
     x = f"{_short(key)} ({unit})" if unit else _short(key)
-    return partial(line_plot, lines, range_=(at[0], at[-1]), x=x, y=y, at=at if len(at) <= MOST_MARKED else None)
+    return LinePlot(lines, range_=(at[0], at[-1]), x=x, y=y, at=at if len(at) <= MOST_MARKED else None)
 
 
-def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> Draw:
+def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> BarPlot:
     groups = list(dict.fromkeys(_text(point, key) for point in points))
     kinds = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
@@ -216,7 +211,7 @@ def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, lis
         rows = [found.get(group, {}) for group in groups]
         values, halves = [row.get("mean") for row in rows], [row.get("ci95") for row in rows]
         kinds.append(Bars(label, values, style[0], halves, style[1]))
-    return partial(bar_plot, groups, kinds, x=_short(key), y=y)
+    return BarPlot(groups, kinds, x=_short(key), y=y)
 
 
 def _places(points: Sequence[Point], key: str) -> list[float] | None:

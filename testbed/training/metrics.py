@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
+from testbed.common.lazy import need, torch
 from testbed.common.usercode import Code
 from testbed.training import named
 from testbed.training.schema import MetricPart
@@ -58,14 +57,14 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -> Metric:
-    """Return a new metric; raises `InputError` where there is none such.
+    """Return a new metric; raises `InputError` for an unknown one, or where torchmetrics is not installed.
 
     ``classes`` are the model's outputs. Whether they are of classes or of several labels follows from the name of the
     loss where the part does not say ``task``.
     """
     if part.file is not None:
         return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
-    torchmetrics = importlib.import_module("torchmetrics")
+    torchmetrics = need("torchmetrics", "metrics", f"the metric '{part.name}'", KEY)
     found = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
     several = "multilabel" if classes > 1 else "binary"
     task = several if loss.lower().startswith(("bce", "multi-label", "multilabel")) else "multiclass"

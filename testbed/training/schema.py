@@ -117,9 +117,9 @@ class MetricPart(NamedPart):
 
     name: str = Field(
         "",
-        description="a class of torchmetrics, such as f1-score, auroc or mean-absolute-error; or a function of `file` "
-        "that takes all outputs and labels and returns a number; default: the metric's key; further keys are its "
-        "options as torchmetrics has them, such as average",
+        description="a class of torchmetrics (extra metrics), such as f1-score, auroc or mean-absolute-error; or a "
+        "function of `file` that takes all outputs and labels and returns a number; default: the metric's key; further "
+        "keys are its options as torchmetrics has them, such as average",
     )
 
 

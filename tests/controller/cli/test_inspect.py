@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -76,6 +77,12 @@ def test_validate_says_ok_or_what_is_wrong(call, tmp_path):
     results = json.loads(call("validate", "quickstart", str(bad), "--json", status=2))
     assert [result["ok"] for result in results] == [True, False]
     assert results[1]["errors"][0].startswith(f"{bad}:1: workload: is missing")
+
+
+def test_validate_names_the_extra_of_a_metric(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    shown = call("validate", "quickstart", "--set", "workload.training.metrics={recall: {}}", status=2)
+    assert "pip install 'edge-testbed[metrics]'" in " ".join(shown.split())
 
 
 def test_validate_names_losses_that_the_virtual_clock_does_not_follow(call):

@@ -142,6 +142,14 @@ def test_a_package_that_is_not_installed_is_reported_with_the_file_that_wants_it
         wheels.requirements("device", Target("x86_64", "2.13.0+cpu"))
 
 
+def test_an_image_has_the_extras_that_are_installed_here(only_torch: Path) -> None:
+    (wheels.RECIPES / "device.requirements").write_text("")
+    (wheels.RECIPES / "device.extras").write_text("torchmetrics\nno-such-package\n")
+    install(only_torch, {"torchmetrics": "Name: torchmetrics\nVersion: 1.9.0"})
+    assert wheels.list_packages("device") == ["torchmetrics"]
+    assert wheels.requirements("device", Target("x86_64", "2.13.0+cpu")) == {"torchmetrics": "==1.9.0"}
+
+
 def test_the_device_gets_torch_and_all_that_it_needs_in_the_hosts_versions() -> None:
     target = Target("x86_64", wheels.torch_builds()[0])
     found = wheels.requirements("device", target)

@@ -14,9 +14,9 @@ from rich.console import Console
 from controller.cli.export import export as export_command
 from controller.cli.report import compare as compare_command
 from controller.cli.report import report as report_command
-from controller.report import sweep
+from controller.report import drawing, sweep
+from controller.report.charts import Axis, Line, LinePlot
 from controller.report.comparison import figures_of, plots, render, show
-from controller.report.plots import Axis, Line, line_plot
 from controller.report.tables import VisibleConsole, latex
 from controller.results import files
 from controller.results.comparison import compare, side_by_side
@@ -146,7 +146,7 @@ def test_charts_of_accuracy_and_of_the_steps_around_a_fault(tmp_path: Path) -> N
     )
     runs = [written(tmp_path / "a", events=events), written(tmp_path / "b", events=events)]
     page = render(side_by_side(runs), compare(side_by_side(runs)))
-    drawn = {title: plot().axes[0] for title, _, plot in plots(side_by_side(runs))}
+    drawn = {title: drawing.draw(plot).axes[0] for title, _, plot in plots(side_by_side(runs))}
     assert all(f'aria-label="{title}"' in page for title in drawn)
     assert drawn["Accuracy over time"].lines[0].get_xydata().tolist() == [[1.5, 50.0], [8.5, 95.0]]
     around = drawn["Time per step around the fault"]
@@ -207,7 +207,7 @@ def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
 
 def test_a_sweep_is_a_page_of_its_own(tmp_path: Path) -> None:
     runs = repeated(tmp_path)
-    drawn = {title: plot().axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}
+    drawn = {title: drawing.draw(plot).axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}
     axes = drawn["Step time"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("rate (mbit/s)", "step time (s)")
     [line] = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
@@ -225,7 +225,7 @@ def test_keys_that_change_together_are_drawn_as_one_line(tmp_path: Path) -> None
         for step, run in enumerate(repeated(tmp_path)[::2], 1)
     ]
     title, note, plot = next(iter(sweep.charts(summary_of(runs), runs)))
-    [line] = [line for line in plot().axes[0].lines if not str(line.get_label()).startswith("_")]
+    [line] = [line for line in drawing.draw(plot).axes[0].lines if not str(line.get_label()).startswith("_")]
     assert len(line.get_xdata()) == 2, title
     assert note == "Along with it: seed."
 
@@ -235,7 +235,7 @@ def test_what_was_swept_may_be_words(tmp_path: Path) -> None:
         replace(run, trial=replace(run.trial, point={"workload.method": {"name": name}}, repetition=0))
         for name, run in zip(("gpipe", "1f1b"), repeated(tmp_path)[::2], strict=True)
     ]
-    axes = {title: plot().axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
+    axes = {title: drawing.draw(plot).axes[0] for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["gpipe", "1f1b"]
     assert [bar.get_height() for bar in axes.patches] == [2.0, 4.0]
 
@@ -249,7 +249,7 @@ def test_all_points_of_a_sweep_are_drawn_in_the_order_of_the_scenario(tmp_path: 
     summarize(tmp_path, runs)
     again = [files.load_figures(place) for place in files.places(tmp_path)]
     labels = [f"rate={rate}" for rate in rates]
-    drawn = next(iter(plots(side_by_side(again))))[2]()
+    drawn = drawing.draw(next(iter(plots(side_by_side(again))))[2])
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == labels
     looks = {(line.get_color(), line.get_linestyle()) for line in drawn.axes[0].lines}
     assert len(looks) == len(rates), "no two lines look alike"
@@ -266,7 +266,7 @@ def test_more_series_than_can_be_distinguished_are_said_to_be_left_out(tmp_path:
     run = written(tmp_path / "a")
     _, note, plot = next(iter(plots({str(number): [run] for number in range(20)})))
     assert note == "2 more are not drawn: choose with --series."
-    assert len(plot().axes[0].lines) == 18
+    assert len(drawing.draw(plot).axes[0].lines) == 18
 
 
 def test_tables_of_sweeps_and_comparisons_are_written_for_latex(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_labels_of_sweep_values_name_series_folders_and_columns(tmp_path: Path) 
     runs = labelled_runs(tmp_path)
     assert runs[0].path.name == "recorded,method=FedAvg,rate=5mbit"
     assert next(iter(side_by_side(runs))) == "method=FedAvg,rate=5mbit"
-    figure = {title: plot() for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
+    figure = {title: drawing.draw(plot) for title, _, plot in sweep.charts(summary_of(runs), runs)}["Step time"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["FedAvg", "SCAFFOLD"]
     assert "FedAvg & 5mbit &" in latex(sweep.section(summary_of(runs)))
 
@@ -332,6 +332,6 @@ def test_export_chooses_metrics_and_their_headings(tmp_path: Path) -> None:
 
 def test_whiskers_at_the_edges_of_a_plot_are_not_clipped() -> None:
     line = Line("a", [(0, 1.0), (1, 5.0)], "blue", marks=True, half_widths=[0.5, 0.5])
-    axes = line_plot([line], range_=(0, 1), y=Axis("a"), at=[0, 1]).axes[0]
+    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("a"), at=[0, 1])).axes[0]
     whiskers = [*axes.collections, *axes.containers[0].get_children()]
     assert not any(artist.get_clip_on() for artist in whiskers)

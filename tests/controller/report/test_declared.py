@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.report import html
+from controller.report import drawing, html
+from controller.report.charts import Axis, Line, StackedPlot
 from controller.report.declared import curves, fill, head, tables
-from controller.report.plots import Axis, Line, stacked_plot
 from controller.results import files
 from controller.results.run import Run
 from testbed.methods.pipeline import Pipeline
@@ -93,7 +93,7 @@ def test_the_page_draws_them(run: Run) -> None:
 
 def test_a_value_holds_until_the_next_where_lines_are_stacked() -> None:
     lines = [Line("a", [(1.0, 2.0), (3.0, 1.0)], "blue"), Line("b", [(2.0, 4.0)], "orange")]
-    (axes,) = stacked_plot(lines, [2.0], end=4.0, y=Axis("neurons")).axes
+    (axes,) = drawing.draw(StackedPlot(lines, [2.0], end=4.0, y=Axis("neurons"))).axes
     tops = [max(y for _, y in area.get_paths()[0].vertices) for area in axes.collections]
     assert tops == [2.0, 6.0]
     assert [line.get_xdata()[0] for line in axes.lines] == [2.0]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controller.report import devices
+from controller.report import drawing
+from controller.report.charts import Ownership
 
 
 def test_areas_are_in_proportion_to_the_samples() -> None:
-    figure = devices.draw_owned({"a": {"0": 40, "2": 10}, "b": {"1": 20}})
+    figure = drawing.draw(Ownership({"a": {"0": 40, "2": 10}, "b": {"1": 20}}))
     (axes,) = figure.axes
     (discs,) = axes.collections
     assert np.array(discs.get_offsets()).tolist() == [[0, 0], [0, 2], [1, 1]]
@@ -19,5 +20,5 @@ def test_areas_are_in_proportion_to_the_samples() -> None:
 
 
 def test_many_devices_are_numbered() -> None:
-    figure = devices.draw_owned({f"device{number}": {"0": 1} for number in range(40)})
+    figure = drawing.draw(Ownership({f"device{number}": {"0": 1} for number in range(40)}))
     assert "by its place" in figure.axes[0].get_xlabel()

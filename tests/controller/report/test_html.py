@@ -3,15 +3,15 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.report import devices, html
-from controller.report.plots import Axis, Line, inline, line_plot, thin
+from controller.report import html
+from controller.report.charts import Axis, DeviceMap, Line, LinePlot, thin
+from controller.report.drawing import inline
 from controller.report.timeline import MOST_BARS, timeline
 from controller.results.declared import declared_by
 from controller.results.recorder import manifest
@@ -148,7 +148,7 @@ def test_a_long_run_is_embedded_joined_but_whole_where_it_matters() -> None:
 def test_the_map_has_devices_and_only_links_that_are_heard() -> None:
     positions = {"a": (0.0, 0.0), "b": (50.0, 50.0), "c": (49.0, 49.0)}
     ratios = {("a", "b"): 0.95, ("b", "a"): 0.5, ("b", "c"): 0.0}
-    page = inline(partial(devices.draw_map, positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
+    page = inline(DeviceMap(positions, ratios, {"a": "unit 0"}, (50, 50)), "Map")
     parsed(page)
     for word in (">a<", ">unit 0<", ">b<", ">PRR from 90%<", ">PRR from 40%<"):
         assert word in page
@@ -166,4 +166,4 @@ def test_thinning_keeps_the_extremes() -> None:
 
 
 def test_a_chart_of_nothing_is_drawn() -> None:
-    assert "<svg" in inline(partial(line_plot, [Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss")
+    assert "<svg" in inline(LinePlot([Line("loss", [], "blue")], range_=(0.0, 0.0), y=Axis("loss")), "Loss")

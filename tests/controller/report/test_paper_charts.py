@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,12 @@ import numpy.typing as npt
 import pytest
 from matplotlib.figure import Figure
 
-from controller.report import html
+from controller.report import drawing, html
+from controller.report.charts import COLOURS, SERIES, Axis, BarPlot, Bars, Line, LinePlot, Window
 from controller.report.comparison import curve, mean_line
+from controller.report.drawing import PRINT, inline, save
 from controller.report.paper import draw, draw_lines, keep, render
 from controller.report.paper import kept as lines
-from controller.report.plots import COLOURS, PRINT, SERIES, Axis, Bars, Line, Window, bar_plot, inline, line_plot, save
 from controller.results import files, reproduction
 from controller.results.run import Run, run_name
 from testbed.common.errors import InputError
@@ -74,7 +74,7 @@ def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, Figure]:
     title, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
     assert title == chart["title"]
     assert plot is not None
-    return note, plot()
+    return note, drawing.draw(plot)
 
 
 def points(plot: Figure) -> dict[str, list[tuple[float, float]]]:
@@ -116,7 +116,7 @@ def test_what_is_kept_of_single_runs_is_drawn_as_they_are(tmp_path: Path) -> Non
     _, _, again = draw_lines(part(STEPS).charts[0], [], lines(kept[STEPS["title"]]))
     assert again is not None
     for name, expected in points(plot).items():
-        assert points(again())[name] == [pytest.approx(point, rel=1e-4) for point in expected]
+        assert points(drawing.draw(again))[name] == [pytest.approx(point, rel=1e-4) for point in expected]
 
 
 def test_steps_are_those_within_the_range(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
     ]
     _, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
     assert plot is not None
-    assert list(points(plot()).values()) == [[(2, 25.0), (4, 50.0)]] * 2
-    axes = plot().axes[0]
+    assert list(points(drawing.draw(plot)).values()) == [[(2, 25.0), (4, 50.0)]] * 2
+    axes = drawing.draw(plot).axes[0]
     assert axes.get_ylabel() == "accuracy (%)"
     assert note == "On the test data. Mean of the repetitions; pale band: 95% confidence interval."
 
@@ -216,8 +216,8 @@ def test_a_range_has_to_rise() -> None:
 
 def test_figures_above_bars_stand_above_all_or_none() -> None:
     kinds = [Bars(f"kind {index}", [0.12] * 4, "blue") for index in range(6)]
-    assert not bar_plot(list("abcd"), kinds, y=Axis("x")).axes[0].texts
-    assert len(bar_plot(list("abcd"), kinds[:2], y=Axis("x")).axes[0].texts) == 8
+    assert not drawing.draw(BarPlot(list("abcd"), kinds, y=Axis("x"))).axes[0].texts
+    assert len(drawing.draw(BarPlot(list("abcd"), kinds[:2], y=Axis("x"))).axes[0].texts) == 8
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_figures_above_bars_stand_above_all_or_none() -> None:
 def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
     names = [f"{name}{index}" * (4 if index == 3 and len(name) > 2 else 1) for index in range(count)]
     for plot in (
-        line_plot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), y=Axis("x")),
-        bar_plot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x")),
+        drawing.draw(LinePlot([Line(name, [(0, 1)], "blue") for name in names], range_=(0, 1), y=Axis("x"))),
+        drawing.draw(BarPlot(["one"], [Bars(name, [1.0], "blue") for name in names], y=Axis("x"))),
     ):
         plot.draw_without_rendering()
         [legend] = plot.legends
@@ -240,7 +240,7 @@ def test_a_legend_stays_within_the_plot(count: int, name: str) -> None:
 
 def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        plot = partial(line_plot, [Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), y=Axis("x"))
+        plot = LinePlot([Line("one & <all>", [(0, 1), (1, 2)], "blue")], range_=(0, 1), y=Axis("x"))
         save(plot, tmp_path / name)
     for kind in (".svg", ".pdf", "-wide.svg", "-wide.pdf"):
         assert (tmp_path / f"a{kind}").read_bytes() == (tmp_path / f"b{kind}").read_bytes()
@@ -262,34 +262,37 @@ def test_axes_have_titles_with_the_unit_that_fits() -> None:
         (0.9, "share", "time (%)"),
         (7.0, "number", "time"),
     ):
-        axes = line_plot([Line("a", [(0, highest)], "blue")], range_=(0, 1), y=Axis("time", kind)).axes[0]
+        axes = drawing.draw(LinePlot([Line("a", [(0, highest)], "blue")], range_=(0, 1), y=Axis("time", kind))).axes[0]
         assert (axes.get_ylabel(), axes.get_xlabel()) == (title, "time (s)")
 
 
 def test_an_axis_of_epochs_has_whole_numbers() -> None:
     for last in (3, 9, 15):
         line = Line("a", [(epoch, 0.5) for epoch in range(1, last + 1)], "blue")
-        axes = line_plot([line], range_=(1, last), x="epoch", y=Axis("loss")).axes[0]
+        axes = drawing.draw(LinePlot([line], range_=(1, last), x="epoch", y=Axis("loss"))).axes[0]
         assert all(float(place).is_integer() for place in axes.get_xticks())
 
 
 def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
     def scales(values: list[float], kind: FigureKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")
-        return line_plot([line], range_=(0, 2), y=Axis("a", kind)).axes[0].get_yscale()
+        return drawing.draw(LinePlot([line], range_=(0, 2), y=Axis("a", kind))).axes[0].get_yscale()
 
     assert [scales([2.3, 0.1]), scales([2.3, 0.5]), scales([2.3, 0.0])] == ["log", "linear", "linear"]
     assert scales([0.9, 0.01], "share") == "linear"
     line = [Line("a", [(5.0, 1.0), (200.0, 2.0)], "blue", marks=True)]
-    assert line_plot(line, range_=(5, 200), y=Axis("a"), at=[5, 200]).axes[0].get_xscale() == "log"
-    assert bar_plot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a")).axes[0].get_yscale() == "linear"
+    assert drawing.draw(LinePlot(line, range_=(5, 200), y=Axis("a"), at=[5, 200])).axes[0].get_xscale() == "log"
+    assert (
+        drawing.draw(BarPlot(["a", "b"], [Bars("a", [1.0, 90.0], "blue")], y=Axis("a"))).axes[0].get_yscale()
+        == "linear"
+    )
 
 
 @pytest.mark.parametrize("width", PRINT.values())
 def test_labels_lie_above_the_data(width: float) -> None:
     windows = [Window(at, at + 1, f"kill worker{at}") for at in (1, 2, 40, 95)]
     lines = [Line(f"a rather long name {index}", [(0, 5), (100, 9)], colour) for index, colour in enumerate(SERIES)]
-    plot = line_plot(lines, windows, range_=(0, 100), y=Axis("loss"), width=width)
+    plot = drawing.draw(LinePlot(lines, windows, range_=(0, 100), y=Axis("loss")), width=width)
     plot.draw_without_rendering()
     axes = plot.axes[0]
     area, boxes = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
@@ -313,14 +316,14 @@ def test_repetitions_are_a_mean_with_its_interval() -> None:
 @pytest.mark.parametrize("marks", [True, False])
 def test_intervals_around_shares_end_at_all(marks: bool) -> None:
     line = Line("a", [(0, 0.5), (1, 0.9)], "blue", marks=marks, half_widths=[0.2, 0.3])
-    axes = line_plot([line], range_=(0, 1), y=Axis("accuracy", "share")).axes[0]
+    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("accuracy", "share"))).axes[0]
     assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
-    axes = line_plot([line], range_=(0, 1), y=Axis("loss")).axes[0]
+    axes = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("loss"))).axes[0]
     assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(1.2)
 
 
 def test_intervals_around_bars_of_shares_end_at_all() -> None:
-    axes = bar_plot(["a"], [Bars("b", [0.9], "blue", [0.3])], y=Axis("accuracy", "share")).axes[0]
+    axes = drawing.draw(BarPlot(["a"], [Bars("b", [0.9], "blue", [0.3])], y=Axis("accuracy", "share"))).axes[0]
     assert axes.collections[0].get_datalim(axes.transData).y1 == pytest.approx(100)
 
 
@@ -378,29 +381,34 @@ def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
 @pytest.mark.parametrize(("at", "shown"), [([0, 1, 5, 10, 50], ["0", "5", "10", "50"]), ([1, 2, 50], ["1", "2", "50"])])
 def test_figures_on_the_axis_do_not_touch(at: list[float], shown: list[str]) -> None:
     line = Line("a", [(place, 1.0) for place in at], "blue", marks=True)
-    axes = line_plot([line], range_=(at[0], at[-1]), y=Axis("a"), at=at).axes[0]
+    axes = drawing.draw(LinePlot([line], range_=(at[0], at[-1]), y=Axis("a"), at=at)).axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == shown
 
 
 def test_negative_values_stand_within_the_axes() -> None:
     line = Line("a", [(0, -3.0), (1, 2.0)], "blue", marks=True, half_widths=[1.0, 1.0])
-    bottom, top = line_plot([line], range_=(0, 1), y=Axis("margin")).axes[0].get_ylim()
+    bottom, top = drawing.draw(LinePlot([line], range_=(0, 1), y=Axis("margin"))).axes[0].get_ylim()
     assert bottom < -4.0
     assert top > 3.0
-    assert bar_plot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin")).axes[0].get_ylim()[0] < -0.5
-    assert line_plot([Line("a", [(0, 2.0)], "blue")], range_=(0, 1), y=Axis("loss")).axes[0].get_ylim()[0] == 0
+    assert drawing.draw(BarPlot(["a"], [Bars("b", [-0.5], "blue")], y=Axis("margin"))).axes[0].get_ylim()[0] < -0.5
+    assert (
+        drawing.draw(LinePlot([Line("a", [(0, 2.0)], "blue")], range_=(0, 1), y=Axis("loss"))).axes[0].get_ylim()[0]
+        == 0
+    )
 
 
 def test_intervals_of_series_at_the_same_places_stand_side_by_side() -> None:
     lines = [Line(name, [(0, 1.0), (1, 1.0)], name, marks=True, half_widths=[0.2, 0.2]) for name in SERIES[:3]]
-    axes = line_plot(lines, range_=(0, 1), y=Axis("x")).axes[0]
+    axes = drawing.draw(LinePlot(lines, range_=(0, 1), y=Axis("x"))).axes[0]
     at = [bars.get_transform().transform(bars.get_segments()[0])[0][0] for bars in axes.collections]
     assert all(right - left >= 2.5 for left, right in pairwise(at)), "pixels, at 100 an inch"
 
 
 def test_names_in_a_legend_are_whole() -> None:
     name = "method=pipeline micro_batches 4, rate 5 mbit, a rather long name of series that no column of a paper holds"
-    plot = line_plot([Line(f"{name} {end}", [(0, 1)], "blue") for end in "abc"], range_=(0, 1), y=Axis("x"))
+    plot = drawing.draw(
+        LinePlot([Line(f"{name} {end}", [(0, 1)], "blue") for end in "abc"], range_=(0, 1), y=Axis("x"))
+    )
     assert [text.get_text().replace("\n", " ") for text in plot.legends[0].get_texts()] == [
         f"{name} {end}" for end in "abc"
     ]

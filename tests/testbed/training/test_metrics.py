@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torchmetrics
@@ -96,3 +98,16 @@ def test_what_a_metric_does_not_take_is_said_with_shapes() -> None:
         update(made, "mae", torch.zeros(4, 2), torch.zeros(4))
     with pytest.raises(InputError, match="torchmetrics has no 'acuracy'"):
         make(MetricPart(name="acuracy"), {}, "mse", 1)
+
+
+def test_without_torchmetrics_a_metric_by_name_is_refused_and_one_of_a_file_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with pytest.raises(InputError, match=r"'recall' needs torchmetrics: pip install 'edge-testbed\[metrics\]'"):
+        make(MetricPart(name="recall"), {}, "mse", 1)
+    text = "def count(outputs, labels):\n    return len(labels)\n"
+    code = Code(name="count", module="count_of_a_test", sources={"count_of_a_test": text})
+    made = make(MetricPart(name="count", file="own.py"), {"own.py:count": code}, "mse", 1)
+    update(made, "count", torch.zeros(4, 2), torch.zeros(4))
+    assert made.compute() == 4
