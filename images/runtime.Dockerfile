@@ -1,7 +1,8 @@
 # Python packages on top of the base, from wheels in the build context: nothing is fetched here.
 ARG BASE
 FROM ${BASE} AS stage
-LABEL testbed.image=stage
+ARG STAGE
+LABEL testbed.image=stage testbed.stage=${STAGE}
 COPY wheels /wheels
 RUN python3 "$(ls /wheels/pip-*.whl)/pip" install --quiet --no-index --no-deps --no-cache-dir --disable-pip-version-check \
     --root-user-action=ignore --target /opt/testbed/packages /wheels/*.whl && rm -rf /opt/testbed/packages/pip*

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import io
 import os
+import secrets
 import shutil
 import subprocess
 import tarfile
@@ -18,11 +19,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import docker
 from docker.errors import APIError, BuildError, ImageNotFound
+from docker.models.images import Image
 
 from controller.lab.engine import Say, install_packages, refusal_within
 from controller.lab.paths import BUILD, RECIPES, ROOT
@@ -43,7 +46,11 @@ from testbed.common.errors import HostError
 
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
+_BOOTSTRAP_ROOM = 600 * 10**6
+"""Bytes of temporary files while mmdebstrap makes the base image: packages, their files, and the archive of them."""
 LABEL = "testbed.image"
+_STAGE_SECONDS = 3600.0
+"""Longest time that a build takes."""
 _SYSTEM_CONTAINERD = ("/run/containerd/containerd.sock", "/var/run/containerd/containerd.sock")
 """Sockets of a containerd that the engine did not start, and whose data is not below the engine's."""
 
@@ -196,12 +203,20 @@ def remove_images(
         ours = [
             image for image in found if kind == "stage" or any(tag.startswith(f"testbed/{kind}:") for tag in image.tags)
         ]
+        if kind == "stage":
+            ours = [image for image in ours if _is_abandoned(image)]
         ours.sort(key=lambda image: str(image.attrs["Created"]), reverse=True)
         for image in ours[(spare or {}).get(kind, 0) :]:
             for reference in image.tags or [str(image.id)]:
                 if reference not in kept and _remove(client, reference):
                     gone.append(reference)
     return gone
+
+
+def _is_abandoned(stage: Image) -> bool:
+    """Return whether no build needs a stage any more: others of this engine may be building at the moment."""
+    created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(tzinfo=UTC)
+    return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
 
 
 def _remove(client: docker.DockerClient, reference: str) -> bool:
@@ -305,7 +320,7 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
         command = _bootstrap_command(str(archive))
         done = subprocess.run(command, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, text=True)
         if done.returncode:
-            if full := describe_full_disk(done.stderr, Path(folder)):
+            if full := describe_full_disk(done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM):
                 raise HostError(f"mmdebstrap failed: {full}")
             complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
             raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
@@ -329,9 +344,6 @@ def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str, 
         {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in list_packages(kind)))},
         {LABEL: "runtime", "testbed.runtime": kind},
     )
-    # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
-    for image in client.images.list(filters={"label": f"{LABEL}=stage", "dangling": True}):
-        _remove(client, str(image.id))
 
 
 # Builder
@@ -360,12 +372,13 @@ def build(
         except OSError as error:
             raise HostError(f"the image {tag} cannot be built: {BUILD}: {error.strerror or error}") from error
         context.seek(0)
+        stage = secrets.token_hex(8)
         try:
             client.images.build(
                 fileobj=context,
                 custom_context=True,
                 tag=tag,
-                buildargs=arguments,
+                buildargs={**arguments, "STAGE": stage},
                 labels=labels,
                 network_mode=network,
                 use_config_proxy=network != "none",
@@ -374,6 +387,10 @@ def build(
             )
         except (BuildError, APIError) as error:
             raise HostError(f"the image {tag} cannot be built: {_reason(error)}") from error
+        finally:
+            # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
+            for image in client.images.list(filters={"label": f"testbed.stage={stage}", "dangling": True}):
+                _remove(client, str(image.id))
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:

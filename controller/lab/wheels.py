@@ -27,6 +27,7 @@ from packaging.version import Version
 
 from controller.lab.engine import Say
 from controller.lab.paths import BUILD, RECIPES
+from testbed.common import formats
 from testbed.common.errors import HostError
 
 PYTHON = "3.11"
@@ -334,11 +335,16 @@ def _wheel_folder() -> Path:
     return folder
 
 
-def describe_full_disk(errors: str, folder: Path) -> str:
-    """Return a sentence if errors came of a full disk, of a folder or of temporary files; otherwise an empty text."""
+def describe_full_disk(errors: str, folder: Path, room: int = _FULL) -> str:
+    """Return a sentence if errors came of a full disk, of a folder or of temporary files; otherwise an empty text.
+
+    A disk with less than ``room`` bytes free is the cause of any error.
+    """
     for each in (folder, Path(tempfile.gettempdir())):
-        if shutil.disk_usage(each).free < _FULL:
-            return f"the disk of {each} is full: make room there, or name another place for temporary files by TMPDIR"
+        free = shutil.disk_usage(each).free
+        if free < room:
+            size = formats.size(free)
+            return f"the disk of {each} has {size} free: make room there, or name another by TMPDIR"
     if os.strerror(errno.ENOSPC) in errors:
         return f"the disk of {folder} or of {tempfile.gettempdir()} became full: make room there"
     return ""

@@ -73,3 +73,16 @@ def test_proxies_of_the_users_configuration_reach_no_device(configured: docker.D
     finally:
         remove_run(configured, state.run, settle=False)
     assert not [each for each in found if "proxy" in each.lower()]
+
+
+def test_a_young_stage_survives_when_another_checkout_removes_images() -> None:
+    client = connect()
+    base = images.ensure_images(client, print).base
+    tag = f"testbed/stage:test-{secrets.token_hex(4)}"
+    recipe = b"ARG BASE\nFROM ${BASE}\nARG STAGE\nLABEL testbed.image=stage testbed.stage=${STAGE}\n"
+    images.build(client, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
+    try:
+        images.remove_images(client, keep=images.present_names(client), spare=images.SPARE)
+        assert images.exists(client, tag)
+    finally:
+        client.images.remove(tag)
