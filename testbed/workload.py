@@ -291,8 +291,8 @@ class WorkloadPart(Part):
     )
     reproducible: bool = Field(
         False,
-        description="compute with the kernels that every processor has, so that losses and weights are equal on all "
-        "instruction sets; slower",
+        description="compute with the kernels that every processor has, so that losses and weights do not depend on "
+        "the instruction set; slower",
     )
     batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
     drop_last: bool = Field(

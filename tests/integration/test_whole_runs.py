@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -109,21 +110,28 @@ def test_a_method_from_a_file_runs_in_containers_with_its_own_figure(tmp_path: P
     assert left_of("ring") == []
 
 
-def test_both_clocks_compute_the_same_and_an_expectation_that_both_miss_ends_them_with_1(tmp_path: Path) -> None:
+def test_both_clocks_have_the_same_fixed_kernels_and_an_expectation_that_both_miss_ends_them_with_1(
+    tmp_path: Path,
+) -> None:
+    # With the kernels that torch would choose, other instruction sets give other weights after a few steps.
+    kernels = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     path = scenario(tmp_path, "run-same", expect={"accuracy": ">= 0.999"})
+    cnn = ["--set", "workload.model={name: cnn}", "--set", "workload.reproducible=true"]
     for runtime in ("emulate", "simulate"):
-        done = command("run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links")
+        arguments = ["run", path, "--runtime", runtime, "--out", tmp_path / runtime, "--accept-links", *cnn]
+        # A process of its own, since it starts itself again where torch has been imported.
+        done = subprocess.run([TESTBED, *arguments], env=os.environ | kernels, capture_output=True, text=True)
         assert done.returncode == 1, done.stderr
     losses = {}
     for runtime in ("emulate", "simulate"):
         events = [json.loads(line) for line in (tmp_path / runtime / "events.jsonl").read_text().splitlines()]
         losses[runtime] = [event["loss"] for event in events if event["event"] == "step"]
-    assert losses["emulate"] == pytest.approx(losses["simulate"], rel=1e-5)
+    assert losses["emulate"] == losses["simulate"]
     emulated = load_file(tmp_path / "emulate" / "weights.safetensors")
     simulated = load_file(tmp_path / "simulate" / "weights.safetensors")
     assert emulated.keys() == simulated.keys()
     for name, tensor in simulated.items():
-        assert emulated[name].numpy() == pytest.approx(tensor.numpy(), rel=1e-4, abs=1e-6)
+        assert emulated[name].equal(tensor), name
     assert left_of("run-same") == []
 
 
