@@ -1,11 +1,6 @@
-"""The testbed from Python: what the command line does, for programs and notebooks.
+"""The public Python interface, the same as that of the command line; users import it as ``testbed``.
 
-    from controller.api import load, simulate, sweep
-
-    run = simulate(load("quickstart", {"workload.epochs": 2}))
-    run.figures["accuracy"], run.frame("steps"), run.plot("Loss")
-
-Errors are those of `testbed.common.errors`: `InputError` says in one line what is wrong and what would be right.
+Errors are those of `testbed.common.errors`: `InputError` reports in one line a mistake and its correction.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from controller.results.rows import Row, frame, points, rows
 from controller.results.run import Run, run_name
 from controller.results.streams import Callback
 from testbed.common import usercode
-from testbed.common.errors import InputError
+from testbed.common.errors import InputError, TestbedError
 from testbed.common.lazy import need
 from testbed.prepare import Prepared, prepare, prepare_all
 from testbed.scenario import loading
@@ -44,7 +39,22 @@ if TYPE_CHECKING:
     from controller.lab.lab import LinkBackend
     from testbed.scenario.schema import Trial
 
-__all__ = ["Callback", "Result", "Results", "build", "emulate", "live", "load", "open_results", "simulate", "sweep"]
+__all__ = [
+    "Callback",
+    "InputError",
+    "Live",
+    "Result",
+    "Results",
+    "TestbedError",
+    "build",
+    "emulate",
+    "live",
+    "load",
+    "open_results",
+    "run",
+    "simulate",
+    "sweep",
+]
 
 Runtime = Literal["simulate", "emulate"]
 T = TypeVar("T")
@@ -52,9 +62,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """A run that is over."""
+    """The results of a finished run: figures, tables and plots.
+
+    >>> import testbed
+    >>> result = testbed.simulate(testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}}))
+    >>> result.figures["steps"]
+    44
+    >>> [row["step"] for row in result.rows("steps")][:3]
+    [0, 1, 2]
+    >>> result.plot("Loss").savefig("loss.svg")
+    """
 
     run: Run
+    """Plan, outcome and manifest of the run."""
 
     @property
     def path(self) -> Path:
@@ -104,7 +124,14 @@ class Result:
 
 
 class Results(list[Result]):
-    """The runs of a sweep, in its order."""
+    """The runs of a sweep, in its order.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> results = testbed.sweep(scenario, {"seed": [1, 2]})
+    >>> [row["seed"] for row in results.rows()]
+    [1, 2]
+    """
 
     refused: Sequence[str] = ()
     """A text for each point that cannot be run, with its seed."""
@@ -120,7 +147,15 @@ class Results(list[Result]):
 
 @dataclass(frozen=True)
 class Live:
-    """A run that goes on, or a lab that stands without one."""
+    """A run in progress, or a lab without one.
+
+    >>> import testbed
+    >>> lab = testbed.live()  # doctest: +SKIP
+    >>> lab.state()["devices"]  # doctest: +SKIP
+    {'source': 'up', 'worker1': 'up'}
+    >>> handle = lab.strike(kill="worker1")  # doctest: +SKIP
+    >>> lab.undo(handle)  # doctest: +SKIP
+    """
 
     run: str
     """Its id, as `testbed ps` has it."""
@@ -147,29 +182,72 @@ class Live:
 
 
 def live(run: str | None = None) -> Live:
-    """Return a run that is up, by default the only one; raises `InputError` where there is none, or several."""
+    """Return a run in progress, by default the only one.
+
+    Raises `InputError` if no run is in progress, or if ``run`` is missing and several are.
+
+    >>> import testbed
+    >>> testbed.live().strike(partition=[["source"], ["worker1"]])  # doctest: +SKIP
+    'a1'
+    """
     from controller.lab import runstate
 
     return Live(runstate.choose(run))
 
 
 def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed."""
+    """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed.
+
+    Raises `InputError` with file, line and key of each mistake.
+
+    >>> import testbed
+    >>> testbed.load("quickstart", {"seed": 7}).seed
+    7
+    """
     usercode.clear_cache()
     overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
     return loading.load(scenario, overrides)
 
 
 def build(**keys: Any) -> Scenario:
-    """Return a scenario of keys as a file has them; files that it names are relative to the working directory."""
+    """Return a scenario from the keys of a scenario file; files that it names are relative to the working directory.
+
+    >>> import testbed
+    >>> scenario = testbed.build(
+    ...     name="tiny",
+    ...     devices={"alone": {"profile": "laptop"}},
+    ...     workload={"model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}, "steps": 4},
+    ... )
+    >>> list(scenario.devices)
+    ['alone']
+    """
     usercode.clear_cache()
     return loading.validate(keys, Source("scenario"))
+
+
+def run(scenario: Scenario, out: str | Path | None = None, *, runtime: Runtime = "emulate", **options: Any) -> Result:
+    """Run a scenario as `testbed run` does: in containers by default, or on the virtual clock.
+
+    ``options`` are those of `emulate` or `simulate`.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> testbed.run(scenario, runtime="simulate").figures["steps"]
+    44
+    """
+    act = {"emulate": emulate, "simulate": simulate}[runtime]
+    return act(scenario, out, **options)
 
 
 def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Result:
     """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``.
 
-    ``callbacks`` see steps, tests, requests, faults and the end as they come.
+    ``callbacks`` are called with steps, tests, requests, faults and the end in the order of events.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> testbed.simulate(scenario, "one").path.name
+    'one'
     """
     return _one(scenario, "simulate", out, callbacks=callbacks)
 
@@ -186,7 +264,13 @@ def emulate(
     lab: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`."""
+    """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`.
+
+    >>> import testbed
+    >>> result = testbed.emulate(testbed.load("quickstart"), accept_links=True)  # doctest: +SKIP
+    >>> result.figures["accuracy"]  # doctest: +SKIP
+    0.9
+    """
     from controller.hosts.lab import struck
     from controller.hosts.placement import read_lab
 
@@ -210,6 +294,12 @@ def sweep(
     ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
     `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
     Raises `InputError` for runs in containers there.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> results = testbed.sweep(scenario, {"workload.batch_size": [32, 64]})
+    >>> [result.figures["steps"] for result in results]
+    [44, 22]
     """
     if values is not None:
         lists = {key: list(each) for key, each in values.items()}
@@ -236,7 +326,14 @@ def sweep(
 
 
 def open_results(folder: str | Path) -> Results:
-    """Return the runs that a folder of results holds, one or those of a sweep."""
+    """Return the runs that a folder of results holds, one or those of a sweep.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> result = testbed.simulate(scenario, "results/kept")
+    >>> testbed.open_results("results/kept")[0].figures["steps"]
+    44
+    """
     return Results(Result(files.load(place)) for place in files.places(Path(folder)))
 
 

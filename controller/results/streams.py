@@ -27,9 +27,20 @@ COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
 
 
 class Callback:
-    """What is called as a run goes on, in the order of its events; one's own overrides what it needs.
+    """A receiver of the events of a run in progress, in their order; a subclass overrides the methods that it needs.
 
     An event has a `time` in seconds of the run, a `device`, and `fields`, such as `step` and `loss`.
+
+    >>> import testbed
+    >>> class Count(testbed.Callback):
+    ...     steps = 0
+    ...     def on_step(self, event):
+    ...         self.steps += 1
+    >>> count = Count()
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> result = testbed.simulate(scenario, callbacks=[count])
+    >>> count.steps
+    44
     """
 
     def on_step(self, event: Event) -> None:

@@ -56,7 +56,9 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for top in FLOORS
     for path in sorted((ROOT / top).rglob("*.py"))
+    if path != ROOT / "testbed" / "__init__.py"
 }
+"""All but the public Python interface: `testbed` itself imports `controller.api`, with the first use of a name."""
 
 
 @cache
