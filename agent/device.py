@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +16,7 @@ from agent.disk import Disk
 from agent.events import EventLog
 from agent.pacing import Charge, DeviceTime, Pace, Processors, WorkTimes, fixed, slowed
 from agent.receiving import Arrival, Inbox
-from agent.sending import Lane
+from agent.sending import STALL_SECONDS, Lane
 from agent.settings import Settings
 from testbed.common.lazy import torch
 from testbed.device import Cost, Span
@@ -246,6 +247,11 @@ class RealDevice:
         self.inbox.release(arrival.size)
         message = arrival.envelope.message
         return message if self._computes else replace(message, tensors=without_values(message.tensors))
+
+    def receives(self, peer: str) -> bool:
+        """Return whether bytes of a message that is not complete have come from this peer lately."""
+        silent = time.monotonic() - self.inbox.arriving.get(peer, -math.inf)
+        return silent < STALL_SECONDS + self._slowness.get(peer, 0.0)
 
     def _arrived(self, arrival: Arrival) -> None:
         """Take a new message over, a cast from the thread that heard it."""

@@ -58,6 +58,8 @@ class Inbox:
     ) -> None:
         """``peers`` are the tokens of the messages from each; ``largest`` is the size of one message at most."""
         self.largest = largest
+        self.arriving: dict[str, float] = {}
+        """Monotonic instant of the last bytes of each sender's message that is there in part."""
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
@@ -279,11 +281,12 @@ class _Connection:
                             continue
                         if not count:
                             raise Refused(400, f"the body ended after {done} of {size} bytes")
-                        self._heard = time.monotonic()
+                        self._heard = inbox.arriving[sender] = time.monotonic()
                         done += count
                 self._reading = False
                 new = _put(body, start, inbox, sender)
             finally:
+                inbox.arriving.pop(sender, None)
                 if not new:
                     inbox.release(size)
             self._link.sendall(_TAKEN)

@@ -132,6 +132,9 @@ class Device(Protocol):
     async def receive(self) -> Message:
         """Return the next message of any peer, in the order of arrival."""
 
+    def receives(self, peer: str) -> bool:
+        """Return whether a part of a message from this peer has arrived and the rest is on its way."""
+
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Do the work on one of the device's processors; takes what ``cost`` does of the device's time.
 

@@ -193,6 +193,11 @@ class Channel:
         parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
         return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)
 
+    def arrives(self) -> bool:
+        """Return whether the first bytes of a message have arrived and its last are on their way."""
+        now = self._calendar.now
+        return any(parcel.due >= 0 and parcel.start + self._delay <= now for parcel in self._waiting)
+
     def enqueue(self, parcel: Parcel) -> None:
         """Send a message after those before it."""
         self._waiting.append(parcel)

@@ -264,6 +264,10 @@ class SimulatedDevice:
                 self._inbox.appendleft(receiver.result())  # it came in the very instant of the cancellation
             raise
 
+    def receives(self, peer: str) -> bool:
+        """Return whether a message from this peer is arriving."""
+        return self._world.channel(peer, self.name).arrives()
+
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
         """Hand over each message in the instant of its arrival, as a program does that only ever awaits `receive`.
 

@@ -18,6 +18,7 @@ from agent.sending import Connection, Delivery, Lane, Rejected
 from agent.settings import Address, Settings
 from testbed.wire.framing import HTTP_HEADERS, WINDOW
 from testbed.wire.message import Message, encode
+from tests.helpers.waiting import wait_for
 
 TOKEN = "a-token-of-the-tests"
 
@@ -228,6 +229,15 @@ def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
         assert receiver.numbers == [0][: pause is not None]
         if pause is None:
             assert receiver.inbox.bytes == 0
+
+
+def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> None:
+    body = numbered(0, 100_000)
+    with socket.create_connection(receiver.address) as link:
+        link.sendall(Connection(receiver.address, "/messages", TOKEN).head(body) + body[:50_000])
+        wait_for(lambda: "a" in receiver.inbox.arriving)
+        link.sendall(body[50_000:])
+        wait_for(lambda: receiver.numbers == [0] and not receiver.inbox.arriving)
 
 
 def test_nothing_leaves_too_early(receiver: Receiver) -> None:

@@ -43,7 +43,7 @@ class Alive(Numbered, kind="alive"):
     actions: int
     """Pieces of work done in that role so far."""
     computing: bool
-    """Whether the device does something that may take long."""
+    """Whether the device computes or sends, which may take long."""
     overdue: Mapping[str, float]
     """Peers that should have acknowledged something, and for how many seconds."""
     held: Held = ()
@@ -55,6 +55,10 @@ class Configured(Numbered, kind="configured"):
 
     incarnation: float
 
+
+ARRIVING_INTERVAL = 0.5
+"""Seconds after which to look again whether a message still arrives."""
+_NOBODY: Mapping[str, float] = {}
 
 MEMBERSHIP_KINDS: tuple[type[Typed], ...] = (Hello, Probe, Alive, Configured)
 
@@ -159,12 +163,26 @@ class Membership:
                 self._probes[name].cancel()
             self._probes[name] = self._mailbox.post(name, Probe(self._mailbox.configuration, self._question))
 
-    async def ping_all(self, allowed: Mapping[str, float], enough: Callable[[], bool] = lambda: False) -> set[str]:
-        """Ask for a sign of life; return who is silent for its ``allowed`` seconds beyond what was posted before."""
+    async def ping_all(
+        self,
+        allowed: Mapping[str, float],
+        enough: Callable[[], bool] = lambda: False,
+        arriving: Mapping[str, float] = _NOBODY,
+    ) -> set[str]:
+        """Ask for a sign of life; return who is silent for its ``allowed`` seconds beyond what was posted before.
+
+        A device has ``arriving`` seconds while a message from it arrives, since its answer comes behind that message.
+        """
         self.ask(allowed)
-        deadlines = {name: self._mailbox.sends.due(name) + seconds for name, seconds in allowed.items()}
-        while silent := deadlines.keys() - self.answers.keys():
-            left = max(deadlines[name] for name in silent) - self._device.now()
+        posted = {name: self._mailbox.sends.due(name) for name in allowed}
+        while silent := allowed.keys() - self.answers.keys():
+            now = self._device.now()
+            left = max(posted[name] + allowed[name] for name in silent) - now
+            if left <= 0:
+                ends = [
+                    posted[name] + arriving[name] for name in silent & arriving.keys() if self._device.receives(name)
+                ]
+                left = min(max(ends, default=now) - now, ARRIVING_INTERVAL)
             if left <= 0:
                 return silent
             await self._mailbox.changed(left)
@@ -294,4 +312,6 @@ class RoleHolder:
         role = self.role
         if role is None:
             return Status()
-        return Status(self._mailbox.configuration, role.actions, role.computing)
+        # A message that is still on its way, as long as it may take, is work like any other.
+        busy = role.computing or self._mailbox.sends.waiting()
+        return Status(self._mailbox.configuration, role.actions, busy)

@@ -1,7 +1,8 @@
 """Waiting for what devices bring about together, noticing that they cannot any more, and the loop that then recovers.
 
 Detection uses nothing but messages. Nothing heard for ``patience`` seconds makes the supervisor ask all devices that
-have a role; one that is slow answers and is waited for, one that is silent or holds nothing is lost.
+have a role; one that is slow answers and is waited for, one that is silent or holds nothing is lost. An answer comes
+behind all that its device is sending: one of which a message is arriving is waited for longer.
 
 There are two `RecoveryPolicy`s: `testbed.kits.pipeline.checkpointing.FromCheckpoint` stops everything and
 goes on from the last checkpoint, `testbed.kits.pipeline.recovery.FromReplicas` from what the devices keep for
@@ -26,6 +27,9 @@ from testbed.wire.message import size_around
 
 K = TypeVar("K", bound=Typed)
 
+MOST_ARRIVING = 8.0
+"""How many times longer a message that is arriving may take than is allowed for: a busy host delivers it late, but a
+link on which next to nothing gets through is of no use."""
 MAX_PATIENCE_FACTOR = 8.0
 """How many times its first patience the supervisor may come to have with devices that turn out to be slow to reach."""
 
@@ -155,7 +159,10 @@ class Supervisor:
             return self._heard() != before or bool(members.restarted & members.assigned)
 
         others = [part for part in self.layout if part.device != self.device.name]
-        silent = await members.ping_all({part.device: self._allowed(part) for part in others}, come)
+        transfers = {part.device: SLACK * self._transfer_seconds(part) for part in others}
+        allowed = {name: seconds + self.patience for name, seconds in transfers.items()}
+        arriving = {name: MOST_ARRIVING * seconds + self.patience for name, seconds in transfers.items()}
+        silent = await members.ping_all(allowed, come, arriving)
         if silent:
             raise Lost(silent)
         if come():
@@ -165,10 +172,9 @@ class Supervisor:
             raise Lost(strangers)
         self._check_movement()
 
-    def _allowed(self, part: Piece) -> float:
-        """Return the seconds that a device's answer may take, behind all else that it may be sending."""
-        back = transfer_time(self.mailbox.links, part.device, self.device.name, size_around(self._backlog(part)))
-        return SLACK * back + self.patience
+    def _transfer_seconds(self, part: Piece) -> float:
+        """Return the predicted seconds of all that a device may be sending here before its answer."""
+        return transfer_time(self.mailbox.links, part.device, self.device.name, size_around(self._backlog(part)))
 
     def _check_movement(self) -> None:
         """Raise `Lost` if all devices answer but none has done anything for too long.

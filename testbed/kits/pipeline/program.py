@@ -161,8 +161,7 @@ class ReplicatingMember:
         self._stage = None
 
     def _with_replicas(self, status: Status) -> Status:
-        computing = status.computing or self._mailbox.sends.waiting()
-        return replace(status, computing=computing, held=self.store.replicas.inventory())
+        return replace(status, held=self.store.replicas.inventory())
 
     def _prepare(self, prepare: Prepare) -> None:
         problem = self._job.problem

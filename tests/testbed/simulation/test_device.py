@@ -31,6 +31,38 @@ def test_message_takes_transmission_delay_and_acknowledgement():
     assert seen["sender"] == "source"
 
 
+def test_a_message_is_being_received_from_its_first_byte_to_its_last():
+    seen = []
+
+    async def source(device: Device):
+        for _ in range(12):
+            await device.sleep(0.1)
+            seen.append(device.receives("sink"))
+
+    async def sink(device: Device):
+        await device.sleep(0.145)
+        await device.send("source", Message("x", padding=800_000))
+
+    run = world({"source": source, "sink": sink})
+    run.run()
+    assert seen == [False, *[True] * 8, *[False] * 3]
+
+
+def test_nothing_is_received_from_a_device_that_died_while_it_sent():
+    seen = []
+
+    async def source(device: Device):
+        for _ in range(5):
+            await device.sleep(0.1)
+            seen.append(device.receives("sink"))
+
+    async def sink(device: Device):
+        await device.send("source", Message("x", padding=800_000))
+
+    world({"source": source, "sink": sink}, faults=[{"kill": "sink", "at": "250ms"}]).run()
+    assert seen == [True, True, False, False, False]
+
+
 def test_processor_is_serial():
     ends = []
 

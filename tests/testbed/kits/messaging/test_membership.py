@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from testbed.kits.messaging.mailbox import Mailbox
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS, Configured, Membership, Presence, RoleHolder, Status
 from testbed.kits.messaging.typed import Typed
-from tests.helpers.simulated import simulate
+from testbed.wire.message import Message
+from tests.helpers.simulated import LINK, simulate
 
 NAMES = ("lead", "one", "two")
 
@@ -166,3 +167,30 @@ def test_a_higher_configuration_ends_a_role_and_a_second_one_of_the_same_does_no
     notes, said = notes_of(lambda mailbox: tell(mailbox, (1, "first"), (1, "late"), (2, "second")))
     assert notes[:5] == ["first prepares", "first serves", "first ends", "second prepares", "second serves"]
     assert said[-1] == 2
+
+
+def test_a_role_that_sends_a_large_message_to_another_device_is_busy_while_it_may_take_so_long():
+    answers = []
+
+    async def coordinate(device):
+        async with Mailbox(device, {}, MEMBERSHIP_KINDS) as mailbox:
+            members = Membership(mailbox, NAMES)
+            for _ in range(3):
+                await device.sleep(1)
+                await members.ping_all({"one": 1.0})
+                answers.append(members.answers["one"].computing)
+
+    async def serve(device):
+        links = {("one", "two"): LINK, ("two", "one"): LINK}
+        async with Mailbox(device, links, MEMBERSHIP_KINDS) as mailbox:
+            holder = RoleHolder(mailbox, "lead")
+            holder.assume(0, lambda: Noted("stage", []))
+            mailbox.sends.post("two", Message("large", padding=1_200_000))
+            await holder.serve()
+
+    async def take(device):
+        await device.receive()
+        await device.receive()
+
+    simulate({"lead": coordinate, "one": serve, "two": take}, link=replace(LINK, rate=LINK.rate / 10))
+    assert answers == [True, True, False]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from testbed.common.errors import TestbedError
-from testbed.kits.messaging.mailbox import Mailbox
+from testbed.kits.messaging.mailbox import SLACK, Mailbox
 from testbed.kits.messaging.membership import MEMBERSHIP_KINDS, Presence, Status
 from testbed.kits.messaging.supervision import (
     MAX_RETRIES,
     MAX_RETRIES_WITH_LOST,
+    MOST_ARRIVING,
     Lost,
     Supervisor,
     Timeouts,
     run_with_recovery,
 )
+from testbed.kits.messaging.typed import Numbered
+from testbed.network.link import Link
 from testbed.plan import Piece
-from tests.helpers.simulated import simulate
+from testbed.wire.message import size_around
+from tests.helpers.simulated import LINK, simulate
 
 NAMES = ("lead", "one", "two")
 PARTS = [Piece(device=name, first=index, last=index + 1, memory=0) for index, name in enumerate(NAMES)]
@@ -75,6 +81,54 @@ def test_silent_device_is_lost_after_its_patience():
     assert error.missing == ["two"]
     assert not error.cut
     assert 2 <= when < 2.5  # of waiting, and of asking
+
+
+@dataclass(frozen=True)
+class State(Numbered, kind="state"):
+    """A large message of the role."""
+
+    tensor: torch.Tensor
+
+
+def seconds_until_lost(rate, faults=()):
+    """Return when a device counts as lost that sends 1 MB where a link of 1 MB/s is planned; None: it never does."""
+    kinds, planned = (*MEMBERSHIP_KINDS, State), dict.fromkeys((("lead", "one"), ("one", "lead")), LINK)
+    found = []
+
+    async def coordinate(device):
+        async with Mailbox(device, planned, kinds) as mailbox:
+            timeouts = Timeouts(patience=1, return_window=5, standstill=3, startup=1)
+            presence = Presence(mailbox, "lead", Status)
+            supervisor = Supervisor(mailbox, presence, Problem, timeouts, lambda part: 1e6)
+            supervisor.start(PARTS[:2])
+            try:
+                await supervisor.take(State)
+            except Lost:
+                found.append(device.now())
+
+    async def send(device):
+        async with Mailbox(device, planned, kinds) as mailbox:
+            mailbox.open(1)
+            Presence(mailbox, "lead", lambda: Status(1))
+            await mailbox.post("lead", State(1, torch.zeros(250_000)))
+            await device.receive()
+
+    simulate({"lead": coordinate, "one": send}, link=Link(rate=rate, delay=0.01), faults=faults)
+    return found[0] if found else None
+
+
+def test_a_device_whose_message_arrives_later_than_planned_is_waited_for():
+    assert seconds_until_lost(8e6 / 7) is None
+
+
+def test_a_device_that_dies_while_its_message_arrives_is_lost_when_its_time_is_over():
+    assert seconds_until_lost(8e6 / 7, [{"kill": "one", "at": "2s"}]) == pytest.approx(4, abs=0.5)
+
+
+def test_a_device_whose_message_hardly_arrives_is_lost():
+    planned = LINK.transmission_time(size_around(1e6)) + 2 * LINK.delay
+    waited, asked = 1, 1
+    assert seconds_until_lost(8e3) == pytest.approx(waited + asked + MOST_ARRIVING * SLACK * planned, abs=0.1)
 
 
 def test_restarted_device_is_lost_as_soon_as_it_greets():
