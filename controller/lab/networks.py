@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ipaddress import IPv4Address, IPv4Network
 from socket import AF_INET
@@ -22,6 +23,8 @@ _NAMED = 3
 """Obstacles that a message names."""
 _TAKEN = ("overlap", "conflict", "already used")
 """Words by which engines say that a subnet is taken; the last are Podman's."""
+_ALLOTTED_WITHIN = 10.0
+"""Seconds within which a swarm gives an overlay network its subnet."""
 CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
 """Options of the control network: nothing beyond this host is to be reached over it."""
 
@@ -146,8 +149,18 @@ def make_network(
 
 
 def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
-    """Return the subnet of a network of a run; raises docker's NotFound where it has no such network."""
-    return IPv4Network(client.api.inspect_network(network_name(run, kind))["IPAM"]["Config"][0]["Subnet"])
+    """Return the subnet of a network of a run; raises docker's NotFound where it has no such network.
+
+    A swarm allots the subnet of an overlay network a moment after the network was made; HostError where it does not.
+    """
+    deadline = time.monotonic() + _ALLOTTED_WITHIN
+    while True:
+        pools = client.api.inspect_network(network_name(run, kind))["IPAM"]["Config"]
+        if pools:
+            return IPv4Network(pools[0]["Subnet"])
+        if time.monotonic() > deadline:
+            raise HostError(f"the engine gave the network {network_name(run, kind)} no subnet: is its swarm healthy?")
+        time.sleep(0.1)
 
 
 def subnets(client: docker.DockerClient) -> list[IPv4Network]:

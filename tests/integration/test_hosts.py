@@ -147,7 +147,7 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
     far = reach("h2").client
     pool = IPAMPool(subnet="10.79.0.0/24")
     network = far.api.create_network("taken", "bridge", ipam=IPAMConfig(pool_configs=[pool]))["Id"]
-    _is_refused(hosts, r"10\.79\.0\.0/24 that would do is taken: 10\.79\.0\.0/24 on h2", subnet="10.79.0.0/24")
+    _is_refused(hosts, r"10\.79\.0\.0/24 is taken by the network 10\.79\.0\.0/24 of h2", subnet="10.79.0.0/24")
     far.api.remove_network(network)
     long = "-m length --length 1401:65535"
     for match, says in (
