@@ -28,17 +28,17 @@ COLOURS = {
     "fault": "#d6404f",
     "recovery": "#d99a1c",
 }
-"""Those of style.css by its names; inline, each becomes the page's own, in a dark page too. The series are after Okabe
-and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
+"""The colours of style.css by their names there; a plot in a page takes those of the page, dark ones too. The series
+are after Okabe and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
 """Colours of the series of a plot, in this order."""
 Dash = Literal["solid", "dashed", "dotted"]
 STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(get_args(Dash), SERIES))
-"""Colour and dash of the series of a plot, in this order; it has no more series than that."""
+"""Colour and dash of the series of a plot, in this order; a plot has at most as many series."""
 MOST_POINTS = 1500
-"""Points drawn of a line: more than pixels across add weight, not detail."""
+"""Points drawn of a line at most: more than the plot has pixels add size without detail."""
 FEW = 60
-"""Points of a line that can be distinguished: each gets a mark."""
+"""Points that can be distinguished: each point of a line with at most as many gets a mark."""
 Points = Sequence[tuple[float, float]]
 Numbers = Sequence[float] | np.ndarray[Any, Any]
 
@@ -57,19 +57,19 @@ class Line:
     joined: bool = True
     """Join the points."""
     printed: bool = False
-    """As a publication has it: drawn paler and dashed, and not in the legend."""
+    """The line of a publication: drawn paler and dashed, without an entry in the legend."""
     half_widths: Sequence[float | None] = ()
     """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
 
     @property
     def marked(self) -> bool:
-        """Whether there is a mark at each point."""
+        """Whether each point has a mark."""
         return self.marks or not self.joined or len(self.points) == 1
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of one kind, one for each group of a plot; None where there is nothing to draw."""
+    """Bars of one kind, one for each group of a plot; a value of None draws no bar."""
 
     name: str
     values: Sequence[float | None]
@@ -77,25 +77,25 @@ class Bars:
     half_widths: Sequence[float | None] = ()
     """Half widths of the intervals around the values."""
     dash: Dash = "solid"
-    """Says how the bars are hatched."""
+    """The hatching, by the dash of lines of the same series."""
     printed: bool = False
-    """As a publication has it: drawn paler, and not in the legend."""
+    """The bars of a publication: drawn paler, without an entry in the legend."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What is on an axis."""
+    """Title and unit of an axis."""
 
     name: str
     kind: FigureKind = "number"
 
     @property
     def most(self) -> float:
-        """What a value, and the interval around one, can be at most: a share is no more than all."""
+        """Upper bound of values and of the intervals around them: 1 for shares."""
         return 1.0 if self.kind == "share" else math.inf
 
     def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
-        """Return how far down and up the intervals around values go, (2, values); NaN where there is none."""
+        """Return the lower and upper half widths of intervals around values, (2, values); NaN without an interval."""
         half = np.array([math.nan if each is None else each for each in halves], float)
         room = np.maximum(self.most - np.array(values), np.where(np.array(values) > self.most, math.inf, 0.0))
         return np.array([half, np.minimum(half, room)])
@@ -103,13 +103,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of x to be shaded."""
+    """A shaded interval of x."""
 
     start: float
     end: float
     label: str
     style: str = "fault"
-    """fault, which is labelled, or recovery."""
+    """fault, drawn with its label, or recovery."""
 
 
 @dataclass(frozen=True)
