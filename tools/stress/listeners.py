@@ -200,6 +200,8 @@ class _Planning:
     def statistics(self, reset: bool) -> dict[str, Any]:
         return {"reset": reset}
 
+    host_load = statistics
+
 
 def _struck(given: Mapping[str, object]) -> str:
     return str(parse(ActionPart, dict(given)).action)

@@ -59,8 +59,9 @@ def answer():
         tools__inner="from .more import number\ndeep = number\n",
         tools__more="number = 3\n",
     )
+    before = {name: sys.modules.get(name) for name in ("helper", "tools", "late")}
     assert called(file) == [4, 4, 4, 3, 3, 3, "late", "late"]
-    assert {"helper", "tools", "late"}.isdisjoint(sys.modules)
+    assert {name: sys.modules.get(name) for name in before} == before
 
 
 def test_two_files_that_import_each_other(tmp_path: Path) -> None:

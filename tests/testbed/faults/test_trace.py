@@ -129,8 +129,8 @@ def test_sweep_over_traces(tmp_path):
         ),
         ("1,device a speed,1flops\n", "less than a millionth"),
         ("time,what,value\n", "/changes.csv: holds no entries"),
-        ("x\n" * 50, "/changes.csv:10: trace.9: has 1 values"),
-        ("x\n" * 50, "; and 40 more like these"),
+        ("1,2,3,4\n" * 50, "/changes.csv:10: trace.9: has 4 values"),
+        ("1,2,3,4\n" * 50, "; and 40 more like these"),
         ("1,device a slowdown,2\n" * 10_001, "has 10001 entries, more than 10000"),
     ],
 )
