@@ -42,3 +42,10 @@ def test_the_quickstart_learns_from_seeds_whose_loss_is_slow_to_fall(seed):
     ready = prepare(trial)
     outcome = simulate(ready, load_data(ready.scenario.workload.data))
     assert of(outcome, "evaluate")[-1]["accuracy"] >= 0.93, "three points above what the scenario expects"
+
+
+def test_versatile_rises_though_much_was_learned_before_a_device_died():
+    (trial,) = trials(load("smoke/versatile", ["seed=31"]))
+    ready = prepare(trial)
+    outcome = simulate(ready, load_data(ready.scenario.workload.data))
+    assert metrics(outcome, trial.experiment, ready.plan, ready.method.declared)["accuracy_risen"] >= 0.1
