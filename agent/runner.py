@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agent.deployment import Deployment
     from agent.device import RealDevice
     from agent.loop import Loop
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
     from testbed.wire.message import Message
 
 WATCH_SECONDS = 1.0
@@ -113,7 +113,7 @@ class Runner:
 
     def put_data(self, body: bytearray) -> None:
         """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
-        from testbed.data.dataset import unpack
+        from testbed.ml.data.dataset import unpack
 
         try:
             dataset = unpack(body)

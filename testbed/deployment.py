@@ -23,9 +23,9 @@ from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
 from testbed.methods.external import from_code
-from testbed.models import create
-from testbed.models.chain import Model
-from testbed.models.own import create_own
+from testbed.ml.models import create
+from testbed.ml.models.chain import Model
+from testbed.ml.models.own import create_own
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.wire import tensors
@@ -240,7 +240,7 @@ def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Te
     model = problem.model
     if weights is None or problem.training.frozen_travels or not model.frozen:
         return {}
-    from testbed.models.modules import frozen_names
+    from testbed.ml.models.modules import frozen_names
 
     with torch.device("meta"):
         names = frozen_names(model.build(0, len(model.units), 0))
@@ -257,7 +257,7 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
     model = problem.model
     if problem.training.frozen_travels or not model.frozen:
         return trained
-    from testbed.models.modules import frozen_names
+    from testbed.ml.models.modules import frozen_names
 
     placed = with_frozen(problem, frozen_part(problem, given)).model
     module = placed.build(0, len(model.units), problem.seed)

@@ -19,15 +19,15 @@ from testbed.common.quantities import Duration
 from testbed.common.usercode import Code
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
+from testbed.ml.training.recipe import Recipe
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
 from testbed.trace.figures import Reporting
-from testbed.training.recipe import Recipe
 from testbed.workload import MOST_STEPS, WorkloadPart
 
 if TYPE_CHECKING:
-    from testbed.data.dataset import Dataset
-    from testbed.models.chain import Model
+    from testbed.ml.data.dataset import Dataset
+    from testbed.ml.models.chain import Model
 
 
 Baselines = Mapping[str, Mapping[str, Any]]
@@ -110,7 +110,7 @@ class Problem(Generic[ProblemOptions]):
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What the workload's programs find in their folder, by the name in the scenario."""
     codes: Mapping[str, Code] = field(default_factory=dict)
-    """Text of what ``workload.training`` takes from files, by `testbed.training.schema.NamedPart.title`."""
+    """Text of what ``workload.training`` takes from files, by `testbed.ml.training.schema.NamedPart.title`."""
     frozen_placed: bool = False
     """`Method.frozen_placed`."""
 

@@ -17,11 +17,6 @@ from testbed.common.errors import Diagnostic, InputError, Key, TestbedError
 from testbed.common.lazy import np
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
-from testbed.data import catalog as data
-from testbed.data.batches import Indices, steps_per_epoch
-from testbed.data.dataset import Dataset
-from testbed.data.split import class_counts, is_class
-from testbed.data.split import split as shared
 from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
 from testbed.faults import parts as fault_parts
@@ -29,16 +24,21 @@ from testbed.faults.conditions import FaultSetting
 from testbed.faults.script import traced_links
 from testbed.method import Method, Problem
 from testbed.methods.external import code_of
-from testbed.models import weights
-from testbed.models.chain import Model
-from testbed.models.making import KEY as MODEL_FILE
+from testbed.ml.data import catalog as data
+from testbed.ml.data.batches import Indices, steps_per_epoch
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.data.split import class_counts, is_class
+from testbed.ml.data.split import split as shared
+from testbed.ml.models import weights
+from testbed.ml.models.chain import Model
+from testbed.ml.models.making import KEY as MODEL_FILE
+from testbed.ml.training.schema import NamedPart, named_in
 from testbed.plan import Plan
 from testbed.scenario.expand import device_names, trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import events_of
-from testbed.training.schema import NamedPart, named_in
 from testbed.validation import find_method
 from testbed.workload import SplitPart, WorkloadPart
 

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from testbed import methods
 from testbed.common.conditions import parse_condition
 from testbed.common.errors import Diagnostic, InputError, Key, nearest
-from testbed.data import catalog as data
 from testbed.faults.parts import devices_named
 from testbed.method import Method
-from testbed.models import catalog as models
+from testbed.ml.data import catalog as data
+from testbed.ml.models import catalog as models
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices

@@ -12,13 +12,13 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 
 from testbed.common.errors import InputError
 from testbed.common.part import Part
-from testbed.training.schema import TrainingPart
+from testbed.ml.training.schema import TrainingPart
 
 MOST_SAMPLES = 2_000_000
 """Samples of a data set, and of a batch, at most."""
 MOST_STEPS = 10**9
 Initialisation = Literal["lecun", "he", "glorot", "torch"]
-"""How first weights are drawn, see `testbed.models.layers`."""
+"""How first weights are drawn, see `testbed.ml.models.layers`."""
 
 
 class ModelPart(Part):

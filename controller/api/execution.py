@@ -68,7 +68,7 @@ def run_recorded(
     """
     from controller.results.recorder import Recorder
     from controller.results.streams import Following
-    from testbed.models.weights import facts
+    from testbed.ml.models.weights import facts
 
     drop_finished()
     file = prepared.scenario.weights_file
@@ -94,7 +94,7 @@ def run_recorded(
 
 def _with_own_names(outcome: Outcome, prepared: Prepared) -> Outcome:
     """Return an outcome whose weights have the names of the user's own network, where there is one."""
-    from testbed.models.weights import exported
+    from testbed.ml.models.weights import exported
 
     problem = prepared.problem
     if problem.model.builder is None or outcome.weights is None:

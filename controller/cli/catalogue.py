@@ -21,7 +21,7 @@ from testbed.common.quantities import format_byte_rate, format_duration, format_
 if TYPE_CHECKING:
     from controller.profiling.layers import LayerTime
     from testbed.hardware import DeviceSpec, Profile
-    from testbed.models.chain import Model
+    from testbed.ml.models.chain import Model
     from testbed.network.parts import LinkPreset
 
 
@@ -104,7 +104,7 @@ def models(
       testbed models my_net.py build --data synthetic-3x32x32
       testbed models my_net.py build --data my_data.py:load
     """
-    from testbed.models.catalog import CATALOG, describe
+    from testbed.ml.models.catalog import CATALOG, describe
 
     if name is None:
         entries = [
@@ -133,16 +133,16 @@ def models(
 
 def _model(name: str, function: str | None, data: str) -> Model:
     """Return the model of that name, or that a function in the file of that name returns, for a data set."""
-    from testbed.data.catalog import describe_part, part_of
-    from testbed.models.catalog import create
+    from testbed.ml.data.catalog import describe_part, part_of
+    from testbed.ml.models.catalog import create
 
     part = part_of(data)
     source = describe_part(part, Path(part.path or part.file or ""))
     if not name.endswith(".py"):
         return create(name, {}, source.shape, source.classes)
     from testbed.common import usercode
-    from testbed.models.making import KEY
-    from testbed.models.own import create_own
+    from testbed.ml.models.making import KEY
+    from testbed.ml.models.own import create_own
 
     code = usercode.read(Path(name), function or "", KEY)
     return create_own(code, {}, source.shape, source.classes, None, source.integers, source.fields)

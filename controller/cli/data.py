@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from testbed.data.catalog import DataSource
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.catalog import DataSource
+    from testbed.ml.data.dataset import Dataset
     from testbed.workload import DataPart
 
 _SHADES = " .:-=+*#%@"
@@ -45,7 +45,7 @@ def list_(as_json: bool) -> None:
       workload:
         data: {name: mnist, train: 6000}
     """
-    from testbed.data.catalog import DATASETS
+    from testbed.ml.data.catalog import DATASETS
 
     rows = [_describe(source) for source in DATASETS.values()]
     if as_json:
@@ -61,7 +61,7 @@ def list_(as_json: bool) -> None:
 
 
 def _describe(source: DataSource) -> dict[str, Any]:
-    from testbed.data.files import find
+    from testbed.ml.data.files import find
     from testbed.scenario.schema import data_place
 
     folder = data_place(source.name)
@@ -94,7 +94,7 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
-    from testbed.data.fetch import fetch as download
+    from testbed.ml.data.fetch import fetch as download
     from testbed.scenario.schema import DATA_FOLDER
 
     console = make_console(stderr=True)
@@ -133,8 +133,8 @@ def look(
       testbed data look my_data.py:load
       testbed data look sales.csv:price --split column=shop --devices 3
     """
-    from testbed.data import catalog
-    from testbed.data.split import is_class
+    from testbed.ml.data import catalog
+    from testbed.ml.data.split import is_class
     from testbed.scenario.schema import data_place
     from testbed.workload import DataPart
 
@@ -173,8 +173,8 @@ def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
 
 def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     """Return the samples of each device, of each class where there are classes."""
-    from testbed.data.split import is_class
-    from testbed.data.split import split as shared
+    from testbed.ml.data.split import is_class
+    from testbed.ml.data.split import split as shared
 
     if part.split == "lead":
         raise InputError("lead shares nothing: name another split")

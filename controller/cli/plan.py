@@ -13,7 +13,7 @@ from controller.cli.printing import dump, make_console, print_section
 from controller.report.tables import Column, figures
 from testbed.common import formats
 from testbed.common.errors import InputError
-from testbed.kits.layers import costs
+from testbed.ml.layers import costs
 from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -158,7 +158,7 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
 
 def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
     """Return who owns how many training samples of which classes; None where all are the lead's."""
-    from testbed.data.catalog import train_labels
+    from testbed.ml.data.catalog import train_labels
 
     counts = prepared.owned()
     if not counts:

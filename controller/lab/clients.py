@@ -20,7 +20,7 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed.wire import tensors
 
 if TYPE_CHECKING:
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
 
 
 CONNECT_SECONDS = 5.0
@@ -175,7 +175,7 @@ class Agent:
 
     def put_data(self, dataset: Dataset) -> None:
         """Hand over the data set."""
-        from testbed.data.dataset import pack
+        from testbed.ml.data.dataset import pack
 
         self._request("PUT", "/data", seconds=WORK_SECONDS, data=pack(dataset))
 

@@ -9,7 +9,7 @@ import torch
 
 from controller.profiling import board
 from testbed.device import Cost
-from testbed.models.chain import Model, backward_of, forward_of
+from testbed.ml.models.chain import Model, backward_of, forward_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 
 if TYPE_CHECKING:
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
 
 MOST = 16
 """Pictures of a run that are drawn."""

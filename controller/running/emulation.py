@@ -20,7 +20,7 @@ from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
 
 
 def emulate(

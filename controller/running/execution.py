@@ -36,7 +36,7 @@ from testbed.trace.log import EventLog
 from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended, without_lead
 
 if TYPE_CHECKING:
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
 
 
 START_SECONDS, START_SECONDS_EACH = 0.2, 0.01

@@ -16,8 +16,8 @@ from testbed.validation import batch_problems
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from testbed.data.dataset import Dataset
-    from testbed.models.chain import Model
+    from testbed.ml.data.dataset import Dataset
+    from testbed.ml.models.chain import Model
 
     Weights = dict[str, torch.Tensor]
 
@@ -26,8 +26,8 @@ def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` where a batch is larger than all of them."""
     import numpy as np
 
-    from testbed.data import load
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data import load
+    from testbed.ml.data.dataset import Dataset
 
     scenario = prepared.scenario
     if scenario.workload.task == "program":
@@ -37,7 +37,7 @@ def load_data(prepared: Prepared) -> Dataset:
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
     if scenario.workload.data.augment is not None and scenario.workload.numerics != "none":
-        from testbed.data.augment import drawing
+        from testbed.ml.data.augment import drawing
 
         drawn = scenario.workload, prepared.problem.seed, found.shape, len(found.train_labels)
         try:
@@ -63,7 +63,7 @@ class InitialWeights:
         if file is None:
             return None
         if self._last is None or self._last[:2] != (file, model):
-            from testbed.models.weights import read
+            from testbed.ml.models.weights import read
 
             first = prepared.pretraining
             self._last = file, model, read(file, model) if first is None else self._train(first, file)

@@ -1,8 +1,8 @@
 """FedAdam (Reddi et al., 2021, Algorithm 2): the server takes a step of Adam along what the devices have changed."""
 
-from testbed.kits.rounds.method import Hooks, RoundMethod
-from testbed.kits.rounds.options import GroupOptions
-from testbed.kits.rounds.server import mean
+from testbed.ml.rounds.method import Hooks, RoundMethod
+from testbed.ml.rounds.options import GroupOptions
+from testbed.ml.rounds.server import mean
 
 RATE, BETA1, BETA2, TAU = 0.03, 0.9, 0.99, 1e-3
 

@@ -1,11 +1,11 @@
 """FedBuff (Nguyen et al., 2022): the server merges changes as they come, whatever version they began from."""
 
-from testbed.kits.messaging.membership import Hello
-from testbed.kits.rounds.client import send_difference
-from testbed.kits.rounds.messages import Begin, Begun, Update
-from testbed.kits.rounds.method import Hooks, RoundMethod
-from testbed.kits.rounds.options import TransferOptions
-from testbed.kits.rounds.server import GlobalModel, Trained, mean
+from testbed.messaging.membership import Hello
+from testbed.ml.rounds.client import send_difference
+from testbed.ml.rounds.messages import Begin, Begun, Update
+from testbed.ml.rounds.method import Hooks, RoundMethod
+from testbed.ml.rounds.options import TransferOptions
+from testbed.ml.rounds.server import GlobalModel, Trained, mean
 
 
 class FedBuffOptions(TransferOptions):

@@ -1,8 +1,8 @@
 """FedProx (Li et al., 2020): federated averaging whose devices stay near the global model."""
 
-from testbed.kits.rounds.client import LocalRound, train_whole
-from testbed.kits.rounds.method import Hooks, RoundMethod
-from testbed.kits.rounds.options import GroupOptions
+from testbed.ml.rounds.client import LocalRound, train_whole
+from testbed.ml.rounds.method import Hooks, RoundMethod
+from testbed.ml.rounds.options import GroupOptions
 
 
 class FedProxOptions(GroupOptions):

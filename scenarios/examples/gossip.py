@@ -4,14 +4,14 @@ import random
 from dataclasses import dataclass
 
 from testbed.common.seeds import derive
-from testbed.kits.layers.shard import State
-from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
-from testbed.kits.rounds.consensus import CONSENSUS, Consensus, Snapshot
-from testbed.kits.rounds.method import Hooks, RoundMethod, local_training
-from testbed.kits.rounds.options import PeerOptions
-from testbed.kits.rounds.planner import Participants, whole_plan
-from testbed.kits.rounds.server import average
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.ml.layers.shard import State
+from testbed.ml.rounds.consensus import CONSENSUS, Consensus, Snapshot
+from testbed.ml.rounds.method import Hooks, RoundMethod, local_training
+from testbed.ml.rounds.options import PeerOptions
+from testbed.ml.rounds.planner import Participants, whole_plan
+from testbed.ml.rounds.server import average
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from testbed.device import Cost, Device, Span
-from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
 from testbed.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType

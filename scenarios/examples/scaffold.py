@@ -1,9 +1,9 @@
 """SCAFFOLD (Karimireddy et al., 2020, option II): control variates correct the drift of devices with unlike data."""
 
-from testbed.kits.rounds.client import LocalRound, train_whole
-from testbed.kits.rounds.method import Hooks, RoundMethod
-from testbed.kits.rounds.options import GroupOptions
-from testbed.kits.rounds.server import average
+from testbed.ml.rounds.client import LocalRound, train_whole
+from testbed.ml.rounds.method import Hooks, RoundMethod
+from testbed.ml.rounds.options import GroupOptions
+from testbed.ml.rounds.server import average
 
 
 async def train(local: LocalRound) -> float:

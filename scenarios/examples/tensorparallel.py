@@ -4,13 +4,13 @@ from functools import partial
 
 from testbed.common.errors import InputError
 from testbed.device import Device, Span
-from testbed.kits.layers.collectives import Contribution, Group
-from testbed.kits.layers.feed import Answers, Requests
-from testbed.kits.layers.layer_slices import LayerSlices, finish_cost, load_slices, piece, product_cost
-from testbed.kits.messaging.mailbox import Mailbox
+from testbed.messaging.mailbox import Mailbox
 from testbed.method import Job, Method, Problem
-from testbed.models.graph import graph_of
-from testbed.models.slices import evenly, pick
+from testbed.ml.layers.collectives import Contribution, Group
+from testbed.ml.layers.feed import Answers, Requests
+from testbed.ml.layers.layer_slices import LayerSlices, finish_cost, load_slices, piece, product_cost
+from testbed.ml.models.graph import graph_of
+from testbed.ml.models.slices import evenly, pick
 from testbed.plan import Plan
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from testbed.kits.rounds.method import Hooks, RoundMethod
+from testbed.ml.rounds.method import Hooks, RoundMethod
 
 
 def median(state, trained, memory):

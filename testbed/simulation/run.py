@@ -30,7 +30,7 @@ from testbed.wire import tensors
 if TYPE_CHECKING:
     import torch
 
-    from testbed.data.dataset import Dataset
+    from testbed.ml.data.dataset import Dataset
 
 
 def simulate(

@@ -20,9 +20,9 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
-from testbed.models import Model
-from testbed.models.making import KEY
-from testbed.models.own import create_own
+from testbed.ml.models import Model
+from testbed.ml.models.making import KEY
+from testbed.ml.models.own import create_own
 from tests.corpus import networks
 
 PICTURE = (1, 8, 8)

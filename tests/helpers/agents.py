@@ -19,7 +19,7 @@ from controller.lab.clients import Agent
 from testbed.deployment import Deployments
 from testbed.hardware import DeviceSpec
 from testbed.method import Options, Problem
-from testbed.models import create
+from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.workload import WorkloadPart

@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

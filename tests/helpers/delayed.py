@@ -3,7 +3,7 @@
 import torch
 
 from testbed.common.seeds import derive
-from testbed.data.batches import batch
+from testbed.ml.data.batches import batch
 from tests.helpers.runs import problem_of
 
 

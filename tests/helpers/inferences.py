@@ -7,14 +7,14 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from testbed.data.dataset import Dataset
 from testbed.experiment import Experiment
-from testbed.kits.layers.feed import Answers
 from testbed.method import Problem
 from testbed.methods import METHODS
-from testbed.methods.distributed.dataflow import Dataflow
-from testbed.methods.distributed.planner import flow_of
-from testbed.models.chain import Model
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.layers.feed import Answers
+from testbed.ml.methods.distributed.dataflow import Dataflow
+from testbed.ml.methods.distributed.planner import flow_of
+from testbed.ml.models.chain import Model
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from testbed.methods.distributed.plan import Scheme
-from testbed.methods.distributed.schemes import Reuse, Schemes, WorkerTotals, elements
-from testbed.models.graph import Graph
+from testbed.ml.methods.distributed.plan import Scheme
+from testbed.ml.methods.distributed.schemes import Reuse, Schemes, WorkerTotals, elements
+from testbed.ml.models.graph import Graph
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from testbed.partition.redistribution import HeldUnits, Need, StagePartition, needs
+from testbed.ml.partition.redistribution import HeldUnits, Need, StagePartition, needs
 
 
 def own(partition: StagePartition) -> dict[str, set[int]]:

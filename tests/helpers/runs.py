@@ -6,10 +6,10 @@ from functools import cache
 import torch
 
 from testbed.common.fields import Entering
-from testbed.data import load
 from testbed.deployment import model_of
 from testbed.method import Problem
 from testbed.methods import METHODS
+from testbed.ml.data import load
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
@@ -79,7 +79,7 @@ def of(outcome: Outcome, name: str) -> list[dict]:
 
 def plain(scenario: Scenario, weights=None) -> tuple[torch.nn.Module, list[float]]:
     """Train the undivided model on the same batches with torch alone; return it and the loss of every step."""
-    from testbed.data.batches import batch
+    from testbed.ml.data.batches import batch
 
     problem, data = problem_of(scenario)
     workload = scenario.workload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.training.recipe import Recipe
-from testbed.training.schema import OptimizerPart, TrainingPart
+from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.schema import OptimizerPart, TrainingPart
 
 
 def sgd(**options: Any) -> Recipe:

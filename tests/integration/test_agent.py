@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from agent.pacing import LEAD_SECONDS
 from controller.lab.clients import AgentError, AgentGone
-from testbed.data.dataset import Dataset
+from testbed.ml.data.dataset import Dataset
 from testbed.trace.events import Event
 from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token

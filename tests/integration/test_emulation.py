@@ -16,7 +16,7 @@ from controller.lab.engine import connect
 from controller.lab.removal import DEVICE, RUN
 from controller.running.emulation import emulate
 from testbed.common.errors import TestbedError
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.network.broadcast import heard
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials

@@ -25,7 +25,7 @@ from controller.lab.lab import Lab
 from controller.lab.removal import RUN
 from controller.running import control
 from controller.running.emulation import emulate
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.network.checks import SHAPER
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

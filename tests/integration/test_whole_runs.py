@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from controller.lab.engine import connect
 from controller.lab.removal import RUN
 from testbed.common import yamltext
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

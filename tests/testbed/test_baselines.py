@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from controller.running.inputs import load_data
-from testbed.data import load as load_set
+from testbed.ml.data import load as load_set
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from controller.cli.main import testbed as command_line
 from testbed.common.errors import InputError
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate

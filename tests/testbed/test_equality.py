@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from testbed.data import catalog
+from testbed.ml.data import catalog
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

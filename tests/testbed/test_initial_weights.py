@@ -15,7 +15,7 @@ from controller.cli.main import testbed as command_line
 from controller.running.inputs import InitialWeights, load_data
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
-from testbed.models import create
+from testbed.ml.models import create
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -70,7 +70,7 @@ def test_runs_that_begin_alike_share_the_weights(tmp_path):
 
 CARELESS = """
 from testbed.method import Method
-from testbed.methods.single import Single
+from testbed.ml.methods.single import Single
 
 
 class Careless(Single):

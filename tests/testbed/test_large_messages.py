@@ -10,8 +10,8 @@ import torch
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.hardware import DeviceSpec, check_message, largest_message
-from testbed.kits.layers.shard import State
-from testbed.kits.pipeline.checkpointing import Collector
+from testbed.ml.layers.shard import State
+from testbed.ml.pipeline.checkpointing import Collector
 from testbed.network.link import Link
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

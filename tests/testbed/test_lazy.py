@@ -23,7 +23,7 @@ def test_planning_a_pipeline_loads_nothing_that_runs_it() -> None:
     program = (
         "import sys; from testbed.methods import METHODS\n"
         "for name in ('pipeline', 'gpipe', 'ftpipehd', 'pipedream', 'respipe', 'sequential'): METHODS[name]\n"
-        "sys.exit(any(name in sys.modules for name in ('asyncio', 'testbed.kits.messaging.mailbox')))"
+        "sys.exit(any(name in sys.modules for name in ('asyncio', 'testbed.messaging.mailbox')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

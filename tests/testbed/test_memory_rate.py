@@ -3,14 +3,14 @@
 import pytest
 
 from controller.profiling.layers import LayerTime, measure, measure_whole, rates
-from testbed.data import load
 from testbed.device import Cost, Kind
 from testbed.hardware import DeviceSpec, Rates
-from testbed.kits.rounds.figures import DECLARED
-from testbed.models import create
-from testbed.models.chain import backward_of, forward_of
-from testbed.models.graph import graph_of
-from testbed.models.layers import BatchNorm2d, Conv2d, Residual
+from testbed.ml.data import load
+from testbed.ml.models import create
+from testbed.ml.models.chain import backward_of, forward_of
+from testbed.ml.models.graph import graph_of
+from testbed.ml.models.layers import BatchNorm2d, Conv2d, Residual
+from testbed.ml.rounds.figures import DECLARED
 from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from testbed.common import yamltext
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

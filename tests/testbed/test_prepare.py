@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from testbed.common.errors import InputError
-from testbed.methods.pipeline import Pipeline
+from testbed.ml.methods.pipeline import Pipeline
 from testbed.prepare import batches, prepare
 from testbed.scenario import schema
 from testbed.scenario.expand import trials
@@ -246,7 +246,7 @@ def test_a_swept_value_that_does_not_fit_names_the_sweep(file):
 
 
 def test_counts_batches_without_reading_the_data(file):
-    from testbed.data import load as load_data
+    from testbed.ml.data import load as load_data
 
     found = prepared(file)
     whole = 2 * (len(load_data(found.scenario.workload.data).train_labels) // 64)

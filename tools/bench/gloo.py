@@ -18,7 +18,7 @@ from controller.lab.lab import Lab
 from controller.running.emulation import emulate
 from controller.shaping.shaper import INTERFACE
 from testbed.common.errors import TestbedError
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials

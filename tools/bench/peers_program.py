@@ -81,7 +81,7 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
     from flwr.server.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    from testbed.data import load
+    from testbed.ml.data import load
     from testbed.workload import DataPart
 
     digits = load(DataPart(name="digits"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from controller.running.emulation import emulate
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario

@@ -19,7 +19,7 @@ import torch
 
 from controller.api import build
 from testbed.common.errors import InputError
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate

@@ -21,7 +21,7 @@ from controller.lab.lab import Lab
 from controller.lab.removal import labelled_runs
 from controller.running.emulation import emulate
 from testbed.common.errors import InputError
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome

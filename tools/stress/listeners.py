@@ -35,9 +35,9 @@ from controller.shaping import sender, server
 from controller.shaping.plan import Endpoint
 from controller.shaping.shaper import refuse
 from controller.watch.server import application as page
-from testbed.data import load
-from testbed.data.dataset import pack
 from testbed.faults.parts import ActionPart
+from testbed.ml.data import load
+from testbed.ml.data.dataset import pack
 from testbed.network.link import Cell, Link, Pair
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials

@@ -23,11 +23,11 @@ from typing import Any
 from testbed.common import formats
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
-from testbed.kits.messaging.mailbox import Mailbox
-from testbed.kits.messaging.typed import Typed
-from testbed.kits.rounds.figures import ROUND, ROUND_TIME
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
 from testbed.method import Job, Method, Options, Problem
 from testbed.methods.program.processes import ProcessTree, killed_for_memory
+from testbed.ml.rounds.figures import ROUND, ROUND_TIME
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Reporting, Row

@@ -13,7 +13,7 @@ from controller.cli.main import testbed as command_line
 from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.methods import METHODS
-from testbed.models import CATALOG
+from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
 
 

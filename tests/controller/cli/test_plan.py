@@ -12,8 +12,8 @@ from controller.cli.main import testbed as command_line
 from controller.report import html
 from controller.results.recorder import manifest
 from controller.results.run import Run
-from testbed.kits.pipeline.planning import PipelineDetails
-from testbed.methods.pipeline import Pipeline
+from testbed.ml.methods.pipeline import Pipeline
+from testbed.ml.pipeline.planning import PipelineDetails
 from testbed.plan import Details, Piece, Plan
 from testbed.trace.metrics import metrics
 from tests.helpers import recorded

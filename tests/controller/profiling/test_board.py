@@ -17,8 +17,8 @@ from controller.profiling import board
 from testbed.common.errors import InputError
 from testbed.device import KINDS, Cost
 from testbed.hardware import DeviceSpec, Rates
-from testbed.models.chain import backward_of, forward_of
-from testbed.models.layers import BatchNorm2d, Conv2d, Layer, Linear, MaxPool2d, ReLU
+from testbed.ml.models.chain import backward_of, forward_of
+from testbed.ml.models.layers import BatchNorm2d, Conv2d, Layer, Linear, MaxPool2d, ReLU
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -11,7 +11,7 @@ from controller.report.charts import Axis, Line, StackedPlot
 from controller.report.declared import curves, fill, head, tables
 from controller.results import files
 from controller.results.run import Run
-from testbed.methods.pipeline import Pipeline
+from testbed.ml.methods.pipeline import Pipeline
 from testbed.trace.figures import Column, Curve, Figure, Metrics, Reporting, Row, Table
 from testbed.trace.record import Record
 from tests.helpers import recorded

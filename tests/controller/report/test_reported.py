@@ -11,7 +11,7 @@ from controller.report import html
 from controller.results import files
 from controller.results.comparison import compare, side_by_side
 from controller.results.run import Run
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from controller.api import load
-from testbed.data import load as load_data
+from testbed.ml.data import load as load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate

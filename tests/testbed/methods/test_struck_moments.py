@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from testbed.data import load
+from testbed.ml.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate

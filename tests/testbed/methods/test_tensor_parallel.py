@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.data import load as load_data
-from testbed.kits.layers.feed import Answers
+from testbed.ml.data import load as load_data
+from testbed.ml.layers.feed import Answers
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from controller.api import Result, load, simulate
 from testbed.common.errors import InputError
-from testbed.data.batches import batch
+from testbed.ml.data.batches import batch
 
 OWN = """
 import torch

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.data.dataset import Dataset, pack, unpack
+from testbed.ml.data.dataset import Dataset, pack, unpack
 from testbed.wire.tensors import HEADER_LIMIT, TensorError, from_numpy, from_torch, read, to_numpy, to_torch, write
 
 DTYPES = [

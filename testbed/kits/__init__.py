@@ -1,1 +1,0 @@
-"""What several papers share, said once, with hooks where papers differ."""

@@ -1,0 +1,219 @@
+"""How tensors travel that need not arrive to the last bit: fewer bits for each value, or the largest values alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import Field, model_validator
+
+from testbed.common import usercode
+from testbed.common.errors import Key
+from testbed.common.lazy import torch
+from testbed.common.part import Part
+from testbed.common.quantities import Fraction
+from testbed.common.usercode import Code
+from testbed.ml.training.named import make
+from testbed.ml.training.schema import NamedPart
+from testbed.wire.message import Message
+
+Precision = Literal["f32", "f16", "bf16", "int8", "int8-channel"]
+HOW = (
+    "f32, f16, bf16, int8 with one scale for each tensor, or int8-channel with one for each output channel of a weight "
+    "and each sample of an activation"
+)
+_SCALE, _INDEX, _SHAPE, _OWN = "~scale", "~index", "~shape", "~own"
+KEY: Key = ("method", "transfer")
+_NO_CODES: Mapping[str, Code] = {}
+
+
+class LargestPart(Part):
+    """The largest values alone."""
+
+    top_k: Fraction = Field(
+        gt=0,
+        le=1,
+        description="share of the values of each tensor that travels, the largest by amount; what is left out is added "
+        "to what travels next time (error feedback)",
+    )
+
+
+class OwnPart(NamedPart):
+    """What a class of a file makes of each tensor; further keys are the arguments that it is made with."""
+
+    name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
+    share: Fraction = Field(
+        1.0, gt=0, description="bytes that travel for each byte of a tensor, as plans reckon with it"
+    )
+
+    @model_validator(mode="after")
+    def _of_a_file(self) -> Self:
+        if self.file is None:
+            raise ValueError("name the 'file' that the class is in")
+        return self
+
+
+Way = Precision | OwnPart
+"""How tensors of one kind travel."""
+
+
+class CrossingPart(Part):
+    """How travels what crosses from one part of the model to another, and back."""
+
+    activations: Way = Field("f32", description=HOW)
+    gradients: Way = Field("f32", description=f"of activations: {HOW}")
+
+
+class RoundsPart(CrossingPart):
+    """How travels what devices and their server send each other."""
+
+    weights: Way = Field("f32", description=f"from the server: {HOW}")
+    updates: Way | LargestPart = Field(
+        "f32",
+        description=f"to the server: {HOW}; or `{{top_k: 1%}}`. Unless it is f32, what travels is what training has "
+        "changed",
+    )
+
+
+AS_IT_IS = RoundsPart()
+
+Parts = Mapping[str, "torch.Tensor"]
+"""What stands for a tensor, by endings of its name."""
+
+
+class Codec(Protocol):
+    """Makes of a tensor what travels, and of that a tensor again."""
+
+    @property
+    def share(self) -> float:
+        """Bytes of what travels for each byte of the tensor, about."""
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        """Return what stands for a tensor of float32, of any shape."""
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        """Return a tensor of float32 of the shape that was packed."""
+
+
+@dataclass(frozen=True)
+class _Cast:
+    type: str
+    share = 0.5
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        return {"": tensor.to(getattr(torch, self.type))}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        return parts[""].float()
+
+
+@dataclass(frozen=True)
+class _Int8:
+    channels: bool = False
+    """Whether each entry of the first axis has a scale of its own."""
+    share = 0.25
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        scale = tensor.new_zeros(1)
+        if tensor.numel():
+            channels = len(tensor) if self.channels and tensor.ndim > 1 else 1
+            scale = tensor.reshape(channels, -1).abs().amax(1) / 127
+            if channels > 1:
+                scale = scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        values = (tensor / torch.where(scale > 0, scale, torch.ones_like(scale))).round().clamp(-127, 127)
+        return {"": values.to(torch.int8), _SCALE: scale}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        return parts[""].float() * parts[_SCALE]
+
+
+@dataclass(frozen=True)
+class _Largest:
+    part: float
+
+    @property
+    def share(self) -> float:
+        return 2 * self.part  # a value and where it belongs
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        flat = tensor.reshape(-1)
+        index = torch.topk(flat.abs(), math.ceil(self.part * len(flat)), sorted=False).indices
+        return {"": flat[index], _INDEX: index.int(), _SHAPE: torch.tensor(tensor.shape, dtype=torch.int64)}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        shape = tuple(parts[_SHAPE].tolist())
+        flat = parts[""].new_zeros(math.prod(shape))
+        return flat.index_put((parts[_INDEX].long(),), parts[""]).reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Own:
+    made: Any
+    """An object of a user's class, with `pack` and `unpack`."""
+    share: float
+
+    def pack(self, tensor: torch.Tensor) -> Parts:
+        found = self.made.pack(tensor)
+        parts = found if isinstance(found, Mapping) else {"": found}
+        return {_OWN + name: part for name, part in parts.items()}
+
+    def unpack(self, parts: Parts) -> torch.Tensor:
+        given = {name.removeprefix(_OWN): part for name, part in parts.items()}
+        found: torch.Tensor = self.made.unpack(given[""] if list(given) == [""] else given)
+        return found
+
+
+def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Codec | None:
+    """Return what carries tensors so; None for float32 as it is.
+
+    ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file that defines no such class.
+    """
+    if isinstance(how, LargestPart):
+        return _Largest(how.top_k)
+    if isinstance(how, OwnPart):
+        return _Own(make(usercode.function(codes[how.title], KEY), how, KEY, **how.options()), how.share)
+    casts: dict[str, Codec] = {
+        "f16": _Cast("float16"),
+        "bf16": _Cast("bfloat16"),
+        "int8": _Int8(),
+        "int8-channel": _Int8(channels=True),
+    }
+    return casts.get(how)
+
+
+def share(how: Way | LargestPart) -> float:
+    """Return the bytes that travel for each byte of float32, about."""
+    if isinstance(how, OwnPart):
+        return how.share
+    found = codec(how)
+    return 1.0 if found is None else found.share
+
+
+def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, Codec]:
+    """Return what carries messages, by kind; those that travel as they are are left out."""
+    found = {kind: codec(how, codes) for kind, how in kinds.items()}
+    return {kind: each for kind, each in found.items() if each is not None}
+
+
+def packed(message: Message, by: Codec) -> Message:
+    """Return a message with what stands for its tensors of float32; others stay as they are."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in message.tensors.items():
+        parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}
+        tensors |= {name + ending: part for ending, part in parts.items()}
+    return Message(message.kind, message.fields, tensors, message.sender, message.padding)
+
+
+def unpacked(message: Message, by: Codec) -> Message:
+    """Return a message with the tensors that `packed` put other things in place of."""
+    whole: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in message.tensors.items():
+        name, stroke, ending = key.partition("~")
+        whole.setdefault(name, {})[stroke + ending] = tensor
+    tensors = {
+        name: by.unpack(parts) if "" not in parts or len(parts) > 1 or parts[""].is_floating_point() else parts[""]
+        for name, parts in whole.items()
+    }
+    return Message(message.kind, message.fields, tensors, message.sender, message.padding)

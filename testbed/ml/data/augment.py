@@ -1,0 +1,84 @@
+"""Training pictures changed at random in each epoch by transforms of torchvision; devices need no torchvision."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from testbed.common.errors import InputError, Key
+from testbed.common.lazy import need, np, npt, torch
+from testbed.common.seeds import derive
+from testbed.ml.data.batches import Indices, steps_per_epoch
+from testbed.workload import WorkloadPart
+
+_KEY: Key = ("data", "augment", "transforms")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Draws samples by seed, epoch and sample alone: the same whoever owns a sample, and whenever it is drawn."""
+
+    chain: Any
+    """Takes a picture, (channels, height, width), and returns one of that shape."""
+    seed: int
+    workload: WorkloadPart
+    """It says how many epochs there are."""
+    places: Indices
+    """(samples,): which of all training samples those are that it draws."""
+
+    @property
+    def copies(self) -> int:
+        """How many epochs differ; after them come the same again."""
+        part, steps = self.workload.data.augment, self.workload.steps
+        if part is not None and part.copies is not None:
+            return part.copies
+        if steps is None:
+            return self.workload.epochs or 1
+        return math.ceil(steps / steps_per_epoch(len(self.places), self.workload.batch_size, self.workload.drop_last))
+
+    def part(self, indices: Indices) -> Drawing:
+        """Return that of some of the samples, (indices,)."""
+        return replace(self, places=self.places[indices])
+
+    def __call__(self, images: npt.NDArray[Any], indices: Indices, epoch: int) -> npt.NDArray[np.float32]:
+        """Return pictures of an epoch, (samples, channels, height, width), like those given, which are at ``indices``.
+
+        Raises `InputError` for a transform that such pictures cannot have, or that changes their shape.
+        """
+        found, state = np.empty(images.shape, np.float32), random.getstate()
+        with torch.random.fork_rng(devices=[]):
+            for number, index in enumerate(indices):
+                drawn = derive(self.seed, "augment", epoch % self.copies, int(self.places[index]))
+                torch.default_generator.manual_seed(drawn)  # of this processor alone, as in `testbed.ml.layers.shard`
+                random.seed(drawn)
+                try:
+                    found[number] = self.chain(torch.tensor(images[number]))
+                except (TypeError, ValueError, RuntimeError) as error:
+                    shape = images.shape[1:]
+                    text = f"pictures of {shape} cannot be changed so, or have another shape then: {error}"
+                    raise InputError(text, _KEY) from None
+        random.setstate(state)
+        return found
+
+
+def drawing(workload: WorkloadPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
+    """Return what draws as many training samples of a shape as a workload says.
+
+    Raises `InputError` for samples that are no pictures, transforms that there are not, and those that change shapes.
+    """
+    assert workload.data.augment is not None
+    if len(shape) != 3:
+        raise InputError(f"is for pictures, and these samples are of {shape}: leave it out", _KEY[:-1])
+    known = need("torchvision.transforms", "vision", "augmentation", _KEY)
+    try:
+        steps = [
+            getattr(known, each["name"])(**{key: value for key, value in each.items() if key != "name"})
+            for each in workload.data.augment.transforms
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"no such transform of torchvision: {error}", _KEY) from None
+    found = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
+    found(np.zeros((1, *shape), np.float32), np.arange(1), 0)  # what cannot be drawn is found before the run
+    return found

@@ -1,0 +1,398 @@
+"""The data sets a scenario can name, and `load`.
+
+Nothing here downloads; `testbed.ml.data.fetch` does, when its command is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from testbed.common.errors import InputError, Key, nearest
+from testbed.common.fields import Entering, Fields
+from testbed.common.lazy import np, npt
+from testbed.ml.data import files, own, pictures, synthetic, tables
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.data.files import Bytes
+from testbed.ml.data.split import holdout
+from testbed.workload import DataPart
+
+Samples = tuple[Bytes, Bytes]
+"""Images and labels, as they lie in the files."""
+LARGE_DIGITS = "digits-28"
+DIGITS = ("digits", LARGE_DIGITS)
+DIGITS_TRAIN = 1438
+"""Training samples of the embedded set, known without importing what holds it."""
+TEST_SHARE = 0.2
+"""Share of a set without a test part of its own that is for tests."""
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download: where it is had, its checksum, and what of it is kept where it is an archive."""
+
+    name: str
+    bases: tuple[str, ...]
+    """Addresses of the folder that holds it, tried in this order."""
+    md5: str
+    members: tuple[str, ...] = ()
+    """File names to unpack from it; empty keeps the file itself."""
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """One data set of the catalogue."""
+
+    name: str
+    summary: str
+    shape: tuple[int, ...]
+    """(channels, height, width) of one image; of one's own data any."""
+    classes: int
+    """0: it has no labels."""
+    files: tuple[str, ...] = ()
+    """What its folder holds, each plain or with ``.gz``; empty for sets that need no folder."""
+    remotes: tuple[Remote, ...] = ()
+    read: Callable[[DataSource, Path], tuple[str, Samples, Samples]] | None = None
+    """(this, folder) -> name of what was found there, training and test samples."""
+    from_path: bool = False
+    """Whether it is one file that the scenario names."""
+    integers: bool = False
+    """Whether samples are whole numbers, such as tokens."""
+    fields: Fields = ()
+    """The inputs that a sample consists of, where there are several."""
+
+    @property
+    def entering(self) -> Entering:
+        """What enters a network that learns from it."""
+        return Entering(self.shape, self.integers, self.fields)
+
+
+def _all_of(source: DataSource, *folders: Path) -> list[Path]:
+    """Return the files of a set, each from the first folder that has it; raises `InputError` naming what is missing."""
+    found = {name: [files.find(folder, name) for folder in folders] for name in source.files}
+    paths = [path for places in found.values() for path in [*filter(None, places)][:1]]
+    if len(paths) < len(found):
+        names = ", ".join(name for name, places in found.items() if not any(places))
+        raise InputError(
+            f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
+            f"`testbed data fetch {source.name}` downloads what is missing"
+        )
+    return paths
+
+
+def _split(samples: Samples) -> tuple[Samples, Samples]:
+    images, labels = samples
+    train, test = holdout(labels.astype(np.int64), TEST_SHARE)
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    def pair(images: Path, labels: Path) -> Samples:
+        pixels = source.shape[1:]
+        return files.read_idx_pair(images, labels, (pixels[0], pixels[1]), source.classes)
+
+    train_images, train_labels, *tests = (files.find(folder, name) for name in source.files)
+    there = [path for path in tests if path is not None]
+    if train_images is None and train_labels is None and len(there) == 2:
+        return f"{source.name}-t10k", *_split(pair(*there))
+    paths = _all_of(source, folder)
+    return source.name, pair(*paths[:2]), pair(*paths[2:])
+
+
+def _read_emnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    # The letters are numbered from 1.
+    begin = 1 if source.name == "emnist-letters" else 0
+
+    def pair(images: Path, labels: Path) -> Samples:
+        pixels, targets = files.read_idx_pair(images, labels, (28, 28), source.classes + begin)
+        if targets.min() < begin:
+            raise InputError(f"{labels}: label {targets.min()}, but the classes are numbered from {begin}")
+        # EMNIST stores its images column by column.
+        return pixels.transpose(0, 1, 3, 2), targets - np.uint8(begin)
+
+    paths = _all_of(source, folder)
+    return source.name, pair(*paths[:2]), pair(*paths[2:])
+
+
+def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    *train, test = _all_of(source, folder, folder / "cifar-10-batches-bin")
+    return source.name, files.read_cifar(train), files.read_cifar([test])
+
+
+@cache
+def _digits_table() -> npt.NDArray[np.uint8]:
+    """Return a row for each digit: 64 grey levels up to 16, then its class.
+
+    The file is the test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998,
+    CC BY 4.0), as scikit-learn's `load_digits` has it.
+    """
+    return np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",").astype(np.uint8)
+
+
+def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Samples]:
+    table = _digits_table()
+    # 16 grey levels and black, stretched to the range of a byte like every other set.
+    images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:, None]
+    if source.name == LARGE_DIGITS:
+        images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
+    return source.name, *_split((images, table[:, -1].copy()))
+
+
+def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
+    """Read photographs, all of them to be asked about: nothing can be learnt without labels."""
+    found = [pictures.read(place)] if source.from_path else pictures.photos()
+    images = np.stack([pictures.letterbox(picture, source.shape) for picture in found])
+    labels = np.zeros(len(images), dtype=np.uint8)
+    return source.name, (images[:0], labels[:0]), (images, labels)
+
+
+_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def _idx_remotes(bases: tuple[str, ...], md5s: tuple[str, str, str, str]) -> tuple[Remote, ...]:
+    return tuple(Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True))
+
+
+def _emnist(name: str, split: str, summary: str, classes: int) -> DataSource:
+    parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
+    names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
+    archive = Remote(
+        "gzip.zip",
+        ("https://biometrics.nist.gov/cs_links/EMNIST/",),
+        "58c8d27c78d21e728a6bc7b3cc06412e",
+        tuple(f"{file}.gz" for file in names),
+    )
+    return DataSource(name, summary, (1, 28, 28), classes, names, (archive,), _read_emnist)
+
+
+_CIFAR = (*(f"data_batch_{index}.bin" for index in range(1, 6)), "test_batch.bin")
+
+DATASETS: dict[str, DataSource] = {
+    source.name: source
+    for source in (
+        DataSource("digits", "1,797 handwritten digits of 8x8, from scikit-learn", (1, 8, 8), 10, read=_read_digits),
+        DataSource(
+            LARGE_DIGITS,
+            "the same, three times as large in a frame of 2: 28x28 as MNIST",
+            (1, 28, 28),
+            10,
+            read=_read_digits,
+        ),
+        DataSource(
+            "mnist",
+            "70,000 handwritten digits of 28x28",
+            (1, 28, 28),
+            10,
+            _IDX,
+            _idx_remotes(
+                ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+                (
+                    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+                    "d53e105ee54ea40749a09fcbcd1e9432",
+                    "9fb629c4189551a2d022fa330f9573f3",
+                    "ec29112dd5afa0611ce80d1b7f02629c",
+                ),
+            ),
+            _read_mnist,
+        ),
+        DataSource(
+            "fashion-mnist",
+            "70,000 articles of clothing of 28x28",
+            (1, 28, 28),
+            10,
+            _IDX,
+            _idx_remotes(
+                ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+                (
+                    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+                    "25c81989df183df01b3e8a0aad5dffbe",
+                    "bef4ecab320f06d8554ea6380940ec79",
+                    "bb300cfdad3c16e7a12a480ee83cd310",
+                ),
+            ),
+            _read_mnist,
+        ),
+        _emnist("emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47),
+        _emnist("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
+        _emnist("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
+        DataSource(
+            "cifar10",
+            "60,000 colour photographs of 32x32",
+            (3, 32, 32),
+            10,
+            _CIFAR,
+            (
+                Remote(
+                    "cifar-10-binary.tar.gz",
+                    ("https://www.cs.toronto.edu/~kriz/",),
+                    "c32a1d4ab5d03f1284b67883e8d87530",
+                    _CIFAR,
+                ),
+            ),
+            _read_cifar10,
+        ),
+        DataSource(
+            "photos",
+            "two photographs, from scikit-learn; photos-HxW of any size",
+            (3, *pictures.SIZE),
+            0,
+            read=_read_pictures,
+        ),
+        DataSource(
+            "image",
+            "a picture of your own, its file named by `path`; image-HxW of any size",
+            (3, *pictures.SIZE),
+            0,
+            read=_read_pictures,
+            from_path=True,
+        ),
+        DataSource("synthetic", "made up: synthetic-CxHxW[-CLASSES] of any size, prototypes and noise", (1, 8, 8), 10),
+    )
+}
+
+
+def describe(name: str) -> DataSource:
+    """Return what is known of a set without reading it; raises `InputError` for an unknown name."""
+    if name in DATASETS:
+        return DATASETS[name]
+    if pictures.is_picture(name):
+        kind, picture = pictures.parse(name)
+        return replace(DATASETS[kind], name=name, shape=picture)
+    if name.startswith("synthetic"):
+        shape, classes = synthetic.parse(name)
+        return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
+    raise InputError(f"there is no data set '{name}': {nearest(name, DATASETS)}", ("data", "name"))
+
+
+def part_of(text: str) -> DataPart:
+    """Return the data that a command names: a set of the list, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
+    place, _, name = text.rpartition(":")
+    if place.endswith(".py"):
+        return DataPart(file=place, name=name)
+    if place.endswith(tables.SUFFIXES):
+        return DataPart(path=place, label=name)
+    return DataPart(path=text) if Path(text).suffix or Path(text).is_dir() else DataPart(name=text)
+
+
+def is_own(part: DataPart) -> bool:
+    """Say whether the samples are the user's own, and none of the catalogue's."""
+    return part.file is not None or (
+        part.path is not None and part.name not in DATASETS and not pictures.is_picture(part.name)
+    )
+
+
+def describe_part(part: DataPart, place: Path) -> DataSource:
+    """Return what is known of the data that a scenario names; raises `InputError`. One's own are read for that."""
+    if not is_own(part):
+        return describe(part.name)
+    found = own.load(part, place, TEST_SHARE)
+    return DataSource(part.name, "", found.shape, found.classes, integers=found.integers, fields=found.fields)
+
+
+def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
+    """Return the labels of the training samples that a scenario names, (samples,); raises `InputError` as `load`."""
+    if is_own(part):
+        return _limited(own.load(part, folder, TEST_SHARE), part).train_labels
+    source = describe(part.name)
+    if source.read is None:
+        return synthetic.train_labels(part.name, part.train)
+    name, (_, labels), _ = source.read(source, folder)
+    _check_limit(name, "train", len(labels), part.train)
+    return labels[: part.train].astype(np.int64)
+
+
+def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
+    """Return which value of the split's column each training sample has, (samples,), or None; raises `InputError`."""
+    return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
+
+
+def known_samples(part: DataPart) -> int | None:
+    """Return how many training samples a scenario has; None where only the data's files can tell."""
+    if part.train is not None:
+        return part.train
+    if part.name.startswith("synthetic"):
+        return synthetic.TRAIN
+    return DIGITS_TRAIN if part.name in DIGITS else None
+
+
+def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
+    """Yield (key, what is wrong) of the files of a set of the catalogue, and of how many samples are asked of it.
+
+    ``place`` is its folder, or its file. Reads no samples. Raises `InputError` for an unknown name.
+    """
+    source = describe(part.name)
+    download = f"`testbed data fetch {part.name}` downloads them"
+    if source.files and not place.is_dir():
+        yield ("folder",), f"{part.name} is read from files and there is no folder {place}: {download}"
+    elif source.from_path and part.path is not None and not place.is_file():
+        yield ("path",), f"there is no file {place}: name a picture, relative to the scenario file"
+    elif source.files and not any(files.find(place, name) for name in source.files):
+        yield ("folder",), f"{place} holds none of the files of {part.name}: {download}"
+    for images in filter(None, (files.find(place, name) for name in source.files if "-images-" in name)):
+        try:
+            files.check_images(images, source.shape[1:])
+        except InputError as error:
+            yield ("folder",), str(error)
+    if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
+        yield ("train",), f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer"
+
+
+def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:
+    """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
+
+    For a set that is one file, ``folder`` is that file (``part.path`` where that is None). ``blank``: its labels, and
+    black images.
+
+    Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
+    """
+    if is_own(part):
+        found = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
+        return found.blank() if blank else found
+    source = describe(part.name)
+    if source.read is None:
+        return synthetic.make(part.name, part.train, part.test, blank)
+    place = folder or Path((part.path if source.from_path else part.folder) or "")
+    if source.files and folder is None and part.folder is None:
+        raise InputError(
+            f"{part.name} is read from files: name the folder that holds them; "
+            f"`testbed data fetch {part.name}` downloads them",
+            ("data", "folder"),
+        )
+    if source.files and not place.is_dir():
+        raise InputError(f"there is no folder {place}; `testbed data fetch {part.name}` makes one", ("data", "folder"))
+    name, train, test = source.read(source, place)
+    chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
+    found = Dataset(name, source.classes, *chosen)
+    return found.blank() if blank else found
+
+
+def _limited(found: Dataset, part: DataPart) -> Dataset:
+    """Return a set with the samples that a scenario uses of it."""
+    _check_limit(part.name, "train", len(found.train_labels), part.train)
+    _check_limit(part.name, "test", len(found.test_labels), part.test)
+    return replace(
+        found,
+        train_images=found.train_images[: part.train],
+        train_labels=found.train_labels[: part.train],
+        groups=None if found.groups is None else found.groups[: part.train],
+        test_images=found.test_images[: part.test],
+        test_labels=found.test_labels[: part.test],
+    )
+
+
+def _take(
+    name: str, part: str, samples: Samples, limit: int | None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Return the first ``limit`` samples as floats; only those are ever widened to four bytes a pixel."""
+    images, labels = samples
+    _check_limit(name, part, len(images), limit)
+    scaled = images[:limit].astype(np.float32)
+    scaled /= 255
+    return scaled, labels[:limit].astype(np.int64)
+
+
+def _check_limit(name: str, part: str, samples: int, limit: int | None) -> None:
+    if limit is not None and limit > samples:
+        raise InputError(f"{name} has {samples} samples in this part, not {limit}", ("data", part))

@@ -1,0 +1,116 @@
+"""Downloads the files of a data set into a folder; only ever called by the command of that name."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import requests
+import urllib3
+
+from testbed.common.errors import HostError, InputError
+from testbed.ml.data.catalog import Remote, describe
+from testbed.ml.data.files import find
+
+DownloadProgress = Callable[[str, int, int | None], None]
+"""(file, bytes so far, bytes in all if known)."""
+
+_CHUNK = 1 << 20
+_TIMEOUT = 30.0
+"""Seconds without a single byte."""
+
+
+def fetch(
+    name: str, folder: Path, bases: Sequence[str] = (), progress: DownloadProgress = lambda _file, _done, _all: None
+) -> list[Path]:
+    """Download what is missing of a set; return the set's files, those that were there before included.
+
+    ``bases`` are addresses of folders to try before the published ones, mirrors for instance. A download becomes
+    a file of its name only once its checksum is right. Raises `InputError` for a set that has nothing to
+    download and `HostError` where no address serves the right file.
+    """
+    source = describe(name)
+    if not source.remotes:
+        raise InputError(f"data set '{name}' needs no files: there is nothing to download")
+    folder.mkdir(parents=True, exist_ok=True)
+    for remote in source.remotes:
+        wanted = remote.members or (remote.name,)
+        if any(find(folder, member.removesuffix(".gz")) is None for member in wanted):
+            _get(remote, folder, [*bases, *remote.bases], progress)
+    found = [find(folder, file) for file in source.files]
+    return [path for path in found if path is not None]
+
+
+def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
+    """Download one file from the first address that has it, and unpack it."""
+    failures = []
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
+        download = Path(unfinished) / remote.name
+        for base in bases:
+            address = f"{base.rstrip('/')}/{remote.name}"
+            try:
+                _download(address, download, remote, progress)
+                _keep(remote, download, folder)
+            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+                failures.append(f"{address}: {error}")
+            else:
+                return
+    raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
+
+
+def _download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
+    """Write the bytes of an address to a file; raises ValueError where their checksum is another one."""
+    digest, done = hashlib.md5(usedforsecurity=False), 0
+    with requests.get(address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
+        response.raise_for_status()
+        total = int(response.headers.get("Content-Length", 0)) or None
+        with file.open("wb") as output:
+            # The bytes as they were stored: requests would unpack a .gz that is served as an encoding.
+            for chunk in response.raw.stream(_CHUNK, decode_content=False):
+                output.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                progress(remote.name, done, total)
+    if total is not None and done < total:
+        raise ValueError(f"the connection ended after {done} of {total} bytes")
+    if digest.hexdigest() != remote.md5:
+        raise ValueError(f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}")
+
+
+def _keep(remote: Remote, download: Path, folder: Path) -> None:
+    """Give a sound download its name, or take out of it what is wanted."""
+    if not remote.members:
+        download.replace(folder / remote.name)
+        return
+    missing = set(remote.members)
+    for name, content in _members(download, zipped=remote.name.endswith(".zip")):
+        if name in missing:
+            unpacked = folder / f".{name}.partial"
+            with unpacked.open("wb") as file:
+                shutil.copyfileobj(content, file)
+            unpacked.replace(folder / name)
+            missing.remove(name)
+    if missing:
+        raise OSError(f"the archive lacks {', '.join(sorted(missing))}")
+
+
+def _members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield the files of an archive, opened, each by its name without any folder: so none lands outside."""
+    if zipped:
+        with zipfile.ZipFile(archive) as opened:
+            for entry in opened.infolist():
+                with opened.open(entry) as content:
+                    yield PurePosixPath(entry.filename).name, content
+        return
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            extracted = tar.extractfile(member) if member.isfile() else None
+            if extracted is not None:
+                with extracted:
+                    yield PurePosixPath(member.name).name, extracted

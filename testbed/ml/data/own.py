@@ -1,0 +1,395 @@
+"""The user's own data: what a function in a Python file returns, ``.npz``, ``.safetensors``, tables, pictures.
+
+Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
+``x_test`` and ``y_test``; those of several inputs ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is
+unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from safetensors import SafetensorError, safe_open
+
+from testbed.common import usercode
+from testbed.common.errors import InputError, Key
+from testbed.common.fields import Fields, pack
+from testbed.common.lazy import need, np, npt
+from testbed.ml.data import large, pictures, tables
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.data.split import holdout, is_class
+from testbed.workload import DataPart, SplitPart
+
+Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
+"""Samples, (samples, ...), or the several inputs that they consist of, by name."""
+Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
+IGNORED = -100
+"""The label of a token that counts neither in torch's cross-entropy nor as an answer."""
+_FILE: Key = ("data", "file")
+_PATH: Key = ("data", "path")
+_NAMES = (
+    ("train_images", "train_labels", "test_images", "test_labels"),
+    ("x_train", "y_train", "x_test", "y_test"),
+)
+_HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
+"""Files that data sets of Hugging Face have on disk, of several parts or of one."""
+_READ = 1 << 22
+"""Values of a file larger than memory that are looked at at once."""
+_PARTS = ("train_", "test_")
+"""How the names of several inputs begin, and those of the labels beside them."""
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
+
+
+def load(part: DataPart, place: Path, test_share: float) -> Dataset:
+    """Return all samples of the file or folder ``place``; raises `InputError` saying what is wrong with them.
+
+    Bytes are scaled to [0, 1], other values taken as they are: whole numbers stay whole (int64). ``test_share`` is kept
+    for the test part where the data have none. What was read last is kept, until the file changes.
+    """
+    try:
+        changed = sum(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
+    except OSError as error:
+        key = _PATH if part.file is None else _FILE
+        raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
+    group = part.split.column if isinstance(part.split, SplitPart) else None
+    kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
+    return _load(kept.model_dump_json(), place, changed, test_share, group)
+
+
+@lru_cache(maxsize=2)
+def _load(text: str, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
+    part = DataPart.model_validate_json(text)
+    key = _PATH if part.file is None else _FILE
+    read, read_test, groups = _read(part, place, group)
+    if group is not None and groups is None:
+        read, groups = _without(read, group)
+        read_test = None if read_test is None else _without(read_test, group)[0]
+    train, fields = _checked(read, f"{place}: the training samples", key)
+    if read_test is None:
+        kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
+        train, test = ((large.take(train[0], some), train[1][some]) for some in (kept, left))
+        groups = None if groups is None else groups[kept]
+    else:
+        test, others = _checked(read_test, f"{place}: the test samples", key)
+        if fields != others:
+            shown = [", ".join(f"{each.name} {each.shape} {each.kind}" for each in of) for of in (fields, others)]
+            raise InputError(f"{place}: training samples have {shown[0]}, test samples {shown[1]}", key)
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
+        text = f"{place}: {shapes}: give both one shape"
+        raise InputError(text, key)
+    if train[0].dtype != test[0].dtype:
+        train, test = ((samples.astype(np.float32), labels) for samples, labels in (train, test))
+    if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
+        raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
+    if train[1].dtype.kind == "f":
+        return Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test, groups, fields)
+    classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
+    if is_class(train[1]) and classes > (count := len(train[1]) + len(test[1])):
+        raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
+    return Dataset(part.name, classes, *train, *test, groups, fields)
+
+
+def _read(
+    part: DataPart, place: Path, group: str | None
+) -> tuple[Samples, Samples | None, npt.NDArray[np.int64] | None]:
+    """Return training and test samples as they lie in a file or folder, and which values split the former."""
+    if part.size is not None and not place.is_dir():
+        raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
+    if part.file is None and place.suffix in tables.SUFFIXES:
+        table = tables.read(place, part.label, part.columns, group)
+        return (table.samples, table.labels), None, table.groups
+    if part.file is None and any((place / name).is_file() for name in _HUGGING_FACE):
+        return *_from_hugging_face(part, place), None
+    if part.label or part.columns:
+        raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
+    if part.file is not None:
+        return *_from_function(part, place), None
+    pictures_only = place.is_dir() and not [*place.glob("*.npy")]
+    return *(_from_folders(place, part.size) if pictures_only else _from_arrays(place)), None
+
+
+def _without(samples: Samples, group: str) -> tuple[Samples, npt.NDArray[np.int64] | None]:
+    """Return samples without the input that says how they are split, and which of its values each has."""
+    values, labels = samples
+    if not isinstance(values, Mapping) or group not in values:
+        return samples, None
+    inputs = {name: each for name, each in values.items() if name != group}
+    return (inputs if len(inputs) > 1 else next(iter(inputs.values())), labels), tables.numbered(values[group])
+
+
+def _checked(samples: Samples, what: str, key: Key) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], Fields]:
+    """Return samples and labels, (samples, ...) both, as every data set has them, of float32 or int64; and fields."""
+    values, labels = samples
+    if isinstance(values, Mapping):
+        if not values:
+            raise InputError(f"{what}: have no inputs: give one array at least", key)
+        for name, each in values.items():
+            _check_count(each, labels, f"{what}: input '{name}'", key)
+        arrays = {name: _numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
+        rows, fields = pack(arrays)
+        return (rows, _labels(labels, what, key)), fields
+    _check_count(values, labels, what, key)
+    if values.ndim < 2:
+        _refuse_type(values, what, key)
+    found = _numbers(values, what, key)
+    return (found.astype(np.float32) if found.dtype == bool else found, _labels(labels, what, key)), ()
+
+
+def _check_count(values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key) -> None:
+    if values.ndim < 1 or labels.ndim < 1 or len(values) != len(labels) or not len(values):
+        counts = ["no array of" if not each.ndim else str(len(each)) for each in (values, labels)]
+        raise InputError(f"{what}: {counts[0]} samples and {counts[1]} labels: give each sample one label", key)
+
+
+def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
+    is_ = f"an array {values.shape} of {values.dtype}"
+    raise InputError(f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)", key)
+
+
+def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+    """Return values of float32, int64 or bool, bytes scaled to [0, 1]."""
+    if values.dtype.kind not in "uifb":
+        _refuse_type(values, what, key)
+    if values.ndim == 4 and values.shape[-1] in (1, 3, 4) and values.shape[1] == values.shape[2] > 4:
+        text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
+        raise InputError(text, key)
+    if values.dtype.kind == "b" or (values.dtype.kind in "ui" and values.dtype != np.uint8):
+        return values.astype(bool if values.dtype.kind == "b" else np.int64, copy=False)
+    if isinstance(values, np.memmap) and values.dtype in (np.float32, np.uint8):
+        step = max(1, _READ // max(1, values[0].size))
+        if values.dtype != np.uint8 and not all(
+            np.isfinite(values[at : at + step]).all() for at in range(0, len(values), step)
+        ):
+            raise InputError(_unsound(what), key)
+        return values
+    with np.errstate(over="ignore"):
+        scaled = values.astype(np.float32)
+    if values.dtype == np.uint8:
+        scaled /= 255
+    if not np.isfinite(scaled).all():
+        raise InputError(_unsound(what), key)
+    return scaled
+
+
+def _unsound(what: str) -> str:
+    return f"{what}: hold values that are no finite numbers of float32: mend or leave them out"
+
+
+def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+    """Return labels of float32 or int64."""
+    least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
+    if labels.dtype.kind in "uif" and labels.min() >= least:
+        with np.errstate(over="ignore"):
+            found = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+        if np.isfinite(found).all():
+            return found
+    is_ = f"labels {labels.shape} of {labels.dtype}"
+    text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
+    raise InputError(text, key)
+
+
+def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+    """Call the user's function: it returns train and test, each a pair of arrays or a torch data set; None: no test."""
+    code = usercode.read(place, part.name, _FILE)
+    found = usercode.call(code, _FILE)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise InputError(f"{place}: {part.name} returned {type(found).__name__}: return (train, test)", _FILE)
+    train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in found)
+    if train is None:
+        raise InputError(f"{place}: {part.name} returned no training samples: return (train, test)", _FILE)
+    return train, test
+
+
+def _pair(part: Any, where: str) -> Samples:
+    """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number.
+
+    Samples may consist of several inputs, as a mapping or a tuple; so may those of a data set, whose samples may also
+    be mappings with their labels among them, as those of Hugging Face are.
+    """
+    try:
+        if isinstance(part, tuple) and len(part) == 2:
+            samples, labels = part[0], _array(part[1])
+            several = isinstance(samples, tuple) and len(samples) != len(labels)
+            if several and all(len(each) == len(labels) for each in samples):
+                samples = {str(place): each for place, each in enumerate(samples)}
+            if isinstance(samples, Mapping):
+                return {name: _array(each) for name, each in samples.items()}, labels
+            return _array(samples), labels
+        pairs = [_sample(part[number]) for number in range(len(part))]
+        return _together([sample for sample, _ in pairs], 0), _stacked([label for _, label in pairs], IGNORED)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
+        raise InputError(f"{where}: {text}: {error}", _FILE) from None
+
+
+def _sample(item: Any) -> tuple[Any, Any]:
+    """Return a sample, of several inputs a mapping, and its label."""
+    if isinstance(item, Mapping):
+        label = next((name for name in ("labels", "label") if name in item), None)
+        if label is None:
+            raise ValueError(f"a sample has {', '.join(item)}, and no 'label' or 'labels'")
+        return {name: each for name, each in item.items() if name != label}, item[label]
+    sample, label = item
+    return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(sample, tuple) else sample, label
+
+
+def _together(samples: Sequence[Any], filling: int) -> Values:
+    """Return samples as an array, or of several inputs an array of each."""
+    if not isinstance(samples[0], Mapping):
+        return _stacked(samples, filling)
+    found = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
+    """Return (samples, ...); samples of several lengths are filled up to the longest."""
+    arrays = [_array(each) for each in values]
+    longest = max((len(each) for each in arrays if each.ndim), default=0)
+    return np.stack(
+        [
+            np.pad(each, [(0, longest - len(each)), *[(0, 0)] * (each.ndim - 1)], constant_values=filling)
+            if each.ndim and len(each) < longest
+            else each
+            for each in arrays
+        ]
+    )
+
+
+def _array(values: Any) -> npt.NDArray[Any]:
+    """Return an array; a picture of Pillow's has its channels first, as torch wants them."""
+    if hasattr(values, "detach"):
+        values = values.detach()
+    array = np.asarray(values)
+    if hasattr(values, "getbands"):
+        return array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)
+    return array
+
+
+def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
+    arrays = _arrays(place)
+    for train_images, train_labels, test_images, test_labels in _NAMES:
+        if train_images in arrays and train_labels in arrays:
+            train = arrays[train_images], arrays[train_labels]
+            if test_images in arrays and test_labels in arrays:
+                return train, (arrays[test_images], arrays[test_labels])
+            if test_images in arrays or test_labels in arrays:
+                raise InputError(f"{place} holds one of {test_images} and {test_labels}: it needs both or none", _PATH)
+            return train, None
+    parts = {of: {name.removeprefix(of): each for name, each in arrays.items() if name.startswith(of)} for of in _PARTS}
+    inputs, tests = parts.values()
+    labels, wanted = inputs.pop("labels", None), tests.pop("labels", None)
+    if inputs and labels is not None:
+        if bool(tests) != (wanted is not None):
+            raise InputError(f"{place} holds test samples or labels, and not both: it needs both or none", _PATH)
+        return (inputs, labels), None if wanted is None else (tests, wanted)
+    names = " or ".join(f"{each[0]} and {each[1]}" for each in _NAMES)
+    raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {names}", _PATH)
+
+
+def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
+    """Read what `datasets` saved; columns are the inputs of a sample by their names, one column its only input."""
+    library = need("datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH)
+    try:
+        found = library.load_from_disk(str(place))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{place}: cannot be read by `datasets`: {error}", _PATH) from None
+    parts = found if isinstance(found, Mapping) else {"train": found}
+    test = next((parts[name] for name in ("test", "validation") if name in parts), None)
+    if "train" not in parts:
+        raise InputError(f"{place} holds {', '.join(parts)}: one has to be named train", _PATH)
+    return _of_columns(part, parts["train"], place), None if test is None else _of_columns(part, test, place)
+
+
+def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
+    names = list(rows.column_names)
+    label = part.label or next((name for name in ("label", "labels") if name in names), "label")
+    if isinstance(part.columns, Mapping):
+        raise InputError("columns of such a data set are inputs by their own names: write a list", ("data", "columns"))
+    chosen = list(part.columns) if part.columns is not None else [name for name in names if name != label]
+    if missing := [name for name in (label, *chosen) if name not in names]:
+        text = f"{place} has no column {', '.join(missing)}: there are {', '.join(names)}"
+        raise InputError(text, ("data", "label" if label in missing else "columns"))
+    try:
+        inputs = {name: _stacked(rows[name], 0) for name in chosen}
+        labels = _stacked(rows[label], IGNORED)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH) from None
+    return inputs if len(inputs) > 1 else next(iter(inputs.values())), labels
+
+
+def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
+    try:
+        if place.is_dir():  # arrays that may be larger than memory
+            return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in place.glob("*.npy")}
+        if place.suffix == ".npz":
+            if not zipfile.is_zipfile(place):  # else numpy advises to unpickle it
+                raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
+            with np.load(place, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files}
+        if place.suffix == ".safetensors":
+            with safe_open(place, framework="numpy") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except TypeError as error:  # a type that numpy lacks
+        raise InputError(f"{place}: cannot be read: {error}: write it as float32", _PATH) from None
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, SafetensorError) as error:
+        unpickled = "holds Python objects, and nothing is unpickled: write arrays of numbers"
+        text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
+        raise InputError(f"{place}: {text}", _PATH) from None
+    raise InputError(
+        f"{place}: is neither .npz, .safetensors, .csv nor .parquet, nor a folder with one of images for each class",
+        _PATH,
+    )
+
+
+def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
+    """Read pictures in a folder for each class, itself in ``train`` and ``test`` where there are these two."""
+    if (place / "train").is_dir() and (place / "test").is_dir():
+        classes = _classes(place / "train")
+        if unlike := set(_classes(place / "test")) - set(classes):
+            raise InputError(f"{place / 'test'}: there are no training images of {', '.join(sorted(unlike))}", _PATH)
+        return _pictures(place / "train", classes, size), _pictures(place / "test", classes, size)
+    return _pictures(place, _classes(place), size), None
+
+
+def _classes(folder: Path) -> list[str]:
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    if not names:
+        raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
+    if empty := [name for name in names if not _files(folder / name)]:
+        raise InputError(f"{folder}: there are no images of {', '.join(empty)}: add some or remove the folder", _PATH)
+    return names
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES]
+
+
+def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
+    found = [
+        (file, label)
+        for label, name in enumerate(classes)
+        if (folder / name).is_dir()
+        for file in _files(folder / name)
+    ]
+    shape: tuple[int, int, int] | None = None
+    if size is not None:
+        height, width = (int(each) for each in size.split("x"))
+        shape = (3, height, width)
+    images = []
+    for file, _ in found:
+        try:
+            picture = pictures.read(file)
+        except InputError as error:
+            raise InputError(error.text, _PATH) from None
+        shape = shape or (3, picture.height, picture.width)
+        if size is None and (picture.height, picture.width) != shape[1:]:
+            here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
+            raise InputError(f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it", _PATH)
+        images.append(pictures.letterbox(picture, shape))
+    return np.stack(images), np.asarray([label for _, label in found])

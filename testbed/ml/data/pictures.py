@@ -1,0 +1,107 @@
+"""Photographs as inputs of a network: any picture, shrunk or stretched as a whole into the network's input.
+
+Two data sets without labels, so for inference alone: ``photos`` are the two sample photographs that come with
+scikit-learn, ``image`` is a file of the user's. Their names say the size of the network's input, as
+``photos-160x160``: every device knows the scenario, but only the one that leads is sent the pictures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import need, np
+from testbed.ml.data.files import Bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIZE = (608, 608)
+"""Height and width where a name gives none."""
+BORDER = 128
+"""Grey level of what a picture of another shape leaves free."""
+MOST_PIXELS = 10_000
+"""Pixels of a side of the input, at most; more is a slip of the pen."""
+_NAME = re.compile(r"(?P<kind>photos|image)(?:-(?P<height>\d+)x(?P<width>\d+))?\Z")
+_KIND = re.compile(r"(photos|image)(-|\Z)")
+
+
+class Frame(NamedTuple):
+    """Where in the input a picture lies, in pixels."""
+
+    left: int
+    top: int
+    wide: int
+    high: int
+
+
+def is_picture(name: str) -> bool:
+    """Return whether a data set's name is meant as one of these, though its size may be wrong."""
+    return _KIND.match(name) is not None
+
+
+def parse(name: str) -> tuple[str, tuple[int, int, int]]:
+    """Return kind and shape (3, height, width) of ``photos[-HxW]`` or ``image[-HxW]``; raises `InputError`."""
+    match = _NAME.match(name)
+    if match is None:
+        raise InputError(
+            f"'{name}' is not photos-HEIGHTxWIDTH or image-HEIGHTxWIDTH, such as photos-608x608",
+            ("data", "name"),
+        )
+    height, width = (int(match[key] or default) for key, default in zip(("height", "width"), SIZE, strict=True))
+    if not (1 <= height <= MOST_PIXELS and 1 <= width <= MOST_PIXELS):
+        raise InputError(
+            f"'{name}' needs sides of 1 to {MOST_PIXELS} pixels, such as {match['kind']}-608x608",
+            ("data", "name"),
+        )
+    return match["kind"], (3, height, width)
+
+
+def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
+    """Return the largest place that a picture of this size fills with its sides in proportion, in the middle."""
+    _, room_high, room_wide = shape
+    scale = min(room_wide / width, room_high / height)
+    wide, high = max(1, int(width * scale)), max(1, int(height * scale))
+    return Frame((room_wide - wide) // 2, (room_high - high) // 2, wide, high)
+
+
+def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
+    """Return a picture as (3, height, width), its sides in proportion and grey where it does not reach."""
+    from PIL import Image
+
+    place = frame(picture.width, picture.height, shape)
+    resized = picture.convert("RGB").resize((place.wide, place.high), Image.Resampling.BILINEAR)
+    filled = np.full(tuple(shape), BORDER, dtype=np.uint8)
+    inside = (slice(place.top, place.top + place.high), slice(place.left, place.left + place.wide))
+    filled[:, *inside] = np.asarray(resized).transpose(2, 0, 1)
+    return filled
+
+
+def photos() -> list[Image]:
+    """Return scikit-learn's two photographs: a Chinese palace and a flower, each of 640x427."""
+    samples = need("sklearn.datasets", "pictures", "the data set of photographs").load_sample_images()
+    from_array = need("PIL.Image", "pictures", "the data set of photographs").fromarray
+    return [from_array(pixels) for pixels in samples.images]
+
+
+def read(path: Path) -> Image:
+    """Read a file in any format that Pillow knows, turned as its camera says; raises `InputError` naming the file."""
+    need("PIL", "pictures", f"reading {path}")
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as picture:
+            upright = ImageOps.exif_transpose(picture)
+            # Pillow would cut what exceeds 255 instead of scaling it, and leave a picture all white.
+            if upright.mode.startswith("I;16"):
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return upright.convert("RGB")
+    except UnidentifiedImageError:
+        raise InputError(f"{path}: is no picture that can be read: use a JPEG or PNG file") from None
+    except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as a picture: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read as a picture: {error.strerror or error}") from None

@@ -1,0 +1,179 @@
+"""Who owns which training samples: shares of indices, a function of labels, owners and seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from testbed.common.errors import InputError, Key
+from testbed.common.lazy import np, npt
+from testbed.common.seeds import derive
+from testbed.ml.data.batches import Indices
+from testbed.workload import Split, SplitPart
+
+_KEY: Key = ("data", "split")
+DRAWS = 1000
+"""Draws until each device has `min_samples`, at most."""
+
+
+def is_class(labels: npt.NDArray[Any]) -> bool:
+    """Say whether labels, (samples, ...), are one class for each sample, and not numbers or one for each token."""
+    return labels.ndim == 1 and labels.dtype.kind == "i"
+
+
+def split(
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None = None
+) -> dict[str, Indices]:
+    """Share samples among the devices that own data; no sample goes to two of them.
+
+    All samples are shared, but for `sizes` that add up to fewer and for classes that `shards` gives to nobody.
+
+    Args:
+        labels: of all training samples, (samples,).
+        classes: that there are, numbered from 0.
+        owners: the devices that own data.
+        how: as ``workload.data.split`` says; not ``lead``, which shares nothing.
+        seed: the scenario's.
+        groups: of all training samples, (samples,), which value of the column of ``how`` each has; None: there is none.
+
+    Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError where
+    a device would be left without samples, or there are too few samples or classes.
+    """
+    if len(owners) > len(labels):
+        text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
+        raise InputError(text, _KEY)
+    if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
+        raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
+    least = (how.min_samples if isinstance(how, SplitPart) else None) or 0
+    most = 0
+    for draw in range(DRAWS if least else 1):
+        found, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
+        smallest = min(map(len, found))
+        most = max(most, smallest)
+        if smallest >= least:
+            break
+    else:
+        text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
+        raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
+    for name, share in zip(owners, found, strict=True):
+        if not len(share):
+            raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
+    return {name: np.sort(share) for name, share in zip(owners, found, strict=True)}
+
+
+def _shared(
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None, draw: int
+) -> tuple[list[Indices], str]:
+    """Return the shares of a draw, counted from 0, and a remedy for a device without samples."""
+    larger = "use a larger value, fewer devices or another seed, or write min_samples"
+    if not isinstance(how, SplitPart):
+        return _iid(labels, len(owners), seed), ""
+    if how.sizes is not None:
+        return _sizes(labels, owners, how.sizes, seed), ""
+    if how.dirichlet is not None:
+        return _dirichlet(labels, len(owners), how.dirichlet, _generator(seed, "dirichlet", draw)), larger
+    if how.noise is not None:  # what differs is the samples themselves
+        return _iid(labels, len(owners), seed), ""
+    if how.quantity is not None:
+        return _quantity(labels, len(owners), how.quantity, _generator(seed, "quantity", draw)), larger
+    if how.shards is not None:
+        return _shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
+    if groups is None:
+        raise InputError(
+            "is for tables, and samples with an input of that name: these data have no columns", (*_KEY, "column")
+        )
+    return _column(groups, len(owners)), "the column has too few values: use fewer devices"
+
+
+def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
+    """Return how many samples of which classes each device owns; of classes that it has none of, nothing."""
+    counted = {name: np.unique(labels[share], return_counts=True) for name, share in shares.items()}
+    return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
+
+
+def _generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
+    """Return the random numbers of a draw, which the scenario's seed and the number of the draw decide."""
+    return np.random.default_rng(derive(seed, "split", kind, *([draw] if draw else [])))
+
+
+def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
+    """Share at random; the shares' sizes differ by one at most."""
+    return np.array_split(_generator(seed, "iid").permutation(len(labels)), devices)
+
+
+def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
+    """Share at random, in the given sizes."""
+    key = (*_KEY, "sizes")
+    if len(sizes) != len(owners):
+        raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
+    if sum(sizes) > len(labels):
+        raise InputError(f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones", key)
+    order = _generator(seed, "sizes").permutation(len(labels))
+    return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
+
+
+def _dirichlet(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
+    """Share each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    for label in np.unique(labels):
+        members = generator.permutation(np.flatnonzero(labels == label))
+        edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1]
+        for share, part in zip(shares, np.split(members, (edges * len(members)).astype(int)), strict=True):
+            share.append(part)
+    return [np.concatenate(share) for share in shares]
+
+
+def _quantity(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
+    """Share at random, in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
+    edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
+    return np.split(generator.permutation(len(labels)), edges.astype(int))
+
+
+def _column(groups: Indices, devices: int) -> list[Indices]:
+    """Keep samples of one value together: the value with most samples goes to the device that has fewest so far."""
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    values, counts = np.unique(groups, return_counts=True)
+    for value in values[np.argsort(-counts, kind="stable")]:
+        least = min(shares, key=lambda share: sum(map(len, share)))
+        least.append(np.flatnonzero(groups == value))
+    return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
+
+
+def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
+    """Deal ``count`` classes to each device, all classes about equally often; who has a class shares it evenly.
+
+    The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
+    """
+    if each > classes:
+        raise InputError(f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards"))
+    generator = _generator(seed, "shards")
+    deck: list[int] = []
+    hands: list[list[int]] = []
+    for _ in range(devices):
+        hand: list[int] = []
+        while len(hand) < each:
+            if all(label in hand for label in deck):
+                deck += generator.permutation(classes).tolist()
+            hand.append(deck.pop(next(place for place, label in enumerate(deck) if label not in hand)))
+        hands.append(hand)
+    shares: list[list[Indices]] = [[] for _ in range(devices)]
+    for label in range(classes):
+        holders = [device for device, hand in enumerate(hands) if label in hand]
+        members = generator.permutation(np.flatnonzero(labels == label))
+        for device, part in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
+            shares[device].append(part)
+    return [np.concatenate(share) for share in shares]
+
+
+def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
+    """Set a fraction of each class aside: (kept, set aside), each in the order of the samples. Always the same."""
+    generator = _generator(0, "holdout")
+    aside = np.concatenate(
+        [
+            generator.permutation(members)[: round(fraction * len(members))]
+            for members in (np.flatnonzero(labels == label) for label in np.unique(labels))
+        ]
+    )
+    mask = np.zeros(len(labels), dtype=bool)
+    mask[aside] = True
+    return np.flatnonzero(~mask), np.flatnonzero(mask)

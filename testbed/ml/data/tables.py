@@ -1,0 +1,188 @@
+"""Tables with named columns, as CSV or Parquet: rows are samples, a column their labels, another one who owns them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from testbed.common.errors import InputError, Key
+from testbed.common.lazy import need, np, npt
+from testbed.ml.data import large
+
+SUFFIXES = (".csv", ".parquet")
+Columns = Sequence[str] | Mapping[str, Sequence[str]]
+_PATH: Key = ("data", "path")
+Kind: TypeAlias = "type[np.int64] | type[np.float32] | type[str]"
+ROWS = 1 << 16
+"""Rows that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a table."""
+
+    samples: npt.NDArray[Any] | dict[str, npt.NDArray[Any]]
+    """(rows, columns), of float32, or of int64 where all columns hold whole numbers or words; or so by input."""
+    labels: npt.NDArray[Any]
+    """(rows,) of classes from 0, or of float32."""
+    groups: npt.NDArray[np.int64] | None
+    """(rows,), which value of the column by which the samples are split a row has; None: there is none."""
+
+
+def read(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Table:
+    """Read a table; words become whole numbers in the order of the alphabet, in labels as elsewhere.
+
+    ``label`` names the column of the labels, ``columns`` those of a sample (None: all others), or by name those of each
+    of its inputs, ``group`` the one by which samples are split among devices. The file is read several times, a block
+    of rows at a time, so it may be larger than memory. Raises `InputError` for columns that are not there, cells that
+    hold nothing, and a file that is no table.
+    """
+    there = _names(place)
+    names = ", ".join(there)
+    if label is None:
+        raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
+    plain = columns if columns is not None else [name for name in there if name not in (label, group)]
+    inputs: Mapping[str, Sequence[str]] = plain if isinstance(plain, Mapping) else {"": plain}
+    chosen = [name for each in inputs.values() for name in each]
+    keys = {label: "label", **dict.fromkeys(chosen, "columns"), **({group: "split"} if group else {})}
+    for name, key in keys.items():
+        if name not in there:
+            raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
+    if not chosen:
+        raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
+    kinds, rows = _kinds(place, list(keys), [label, *chosen])
+    words = _words(place, [name for name in keys if kinds.get(name) is str or name == group])
+    samples = {name: large.empty((rows, len(each)), _type(kinds, each)) for name, each in inputs.items()}
+    labels = np.empty(rows, _type(kinds, [label]))
+    groups = np.empty(rows, np.int64)
+    at = 0
+    for block in _blocks(place, list(keys)):
+        some = slice(at, at := at + len(block[label]))
+        for name, each in inputs.items():
+            for number, column in enumerate(each):
+                samples[name][some, number] = _values(block[column], kinds[column], words.get(column))
+        labels[some] = _values(block[label], kinds[label], words.get(label))
+        if group is not None:
+            groups[some] = _values(block[group], str, words[group])
+    return Table(samples if isinstance(plain, Mapping) else samples[""], labels, None if group is None else groups)
+
+
+def _type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
+    """Return the type of an array of some columns, of which words are whole numbers."""
+    return np.float32 if any(kinds[name] is np.float32 for name in names) else np.int64
+
+
+def _values(cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    return cells.astype(kind) if kind is not str or words is None else np.searchsorted(words, _texts(cells))
+
+
+def _names(place: Path) -> list[str]:
+    """Return the names of a table's columns."""
+    if place.suffix == ".parquet":
+        names = list(_parquet(place).schema_arrow.names)
+    else:
+        names, _ = next(_lines(place))
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise InputError(f"{place}: has two columns '{twice[0]}': rename one", _PATH)
+    return names
+
+
+def _blocks(place: Path, names: Sequence[str]) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the cells of some columns, (rows,) each, for `ROWS` rows at a time."""
+    if place.suffix == ".parquet":
+        try:
+            for batch in _parquet(place).iter_batches(ROWS, columns=list(names)):
+                yield {name: batch.column(name).to_numpy(zero_copy_only=False) for name in names}
+        except (OSError, ValueError) as error:  # what pyarrow raises is a ValueError, too
+            raise _no_parquet(place, error) from None
+        return
+    for header, rows in _lines(place):
+        places = [header.index(name) for name in names]
+        yield {name: np.array([row[column] for row in rows]) for name, column in zip(names, places, strict=True)}
+
+
+def _lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
+    """Yield the first line of a CSV file, and with it `ROWS` of the others at a time."""
+    try:
+        with place.open(newline="", encoding="utf-8-sig") as file:
+            rows = (row for row in csv.reader(file) if row)
+            header = [name.strip() for name in next(rows, [])]
+            number = 2
+            while some := list(islice(rows, ROWS)):
+                for number, row in enumerate(some, number):  # noqa: B020 - counts on
+                    if len(row) != len(header):
+                        text = f"{place}:{number}: has {len(row)} cells, the first line {len(header)}"
+                        raise InputError(text, _PATH)
+                number += 1
+                yield header, some
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{place}: cannot be read as CSV: {error}", _PATH) from None
+    if number == 2:
+        raise InputError(f"{place}: holds no rows: write the names of the columns, then a sample a line", _PATH)
+
+
+def _parquet(place: Path) -> Any:
+    parquet = need("pyarrow.parquet", "frames", f"{place}: Parquet", _PATH)
+    try:
+        return parquet.ParquetFile(place)
+    except (OSError, ValueError) as error:
+        raise _no_parquet(place, error) from None
+
+
+def _no_parquet(place: Path, error: Exception) -> InputError:
+    return InputError(f"{place}: cannot be read as Parquet: {error}", _PATH)
+
+
+def _kinds(place: Path, names: Sequence[str], whole: Sequence[str]) -> tuple[dict[str, Kind], int]:
+    """Return what the ``whole`` columns hold, whole numbers, numbers or words, and how many rows there are."""
+    found, rows = dict.fromkeys(whole, 0), 0
+    wider: Sequence[Kind] = (np.int64, np.float32, str)
+    for block in _blocks(place, names):
+        for name in found:
+            _refuse_empty(place, name, block[name], rows)
+            found[name] = max(found[name], wider.index(_kind(block[name])))
+        rows += len(block[names[0]])
+    return {name: wider[width] for name, width in found.items()}, rows
+
+
+def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
+    if cells.dtype.kind in "iub":
+        return
+    empty = [row for row, text in enumerate(_texts(cells)) if text.strip().lower().lstrip("+-") in ("", "none", "nan")]
+    if empty:
+        text = f"{place}: column '{name}' holds nothing in row {before + empty[0] + 1}: fill it or leave the row out"
+        raise InputError(text, _PATH)
+
+
+def _kind(cells: npt.NDArray[Any]) -> Kind:
+    if cells.dtype.kind in "iufb":
+        return np.int64 if cells.dtype.kind in "iub" else np.float32
+    for kind in (np.int64, np.float32):
+        try:
+            cells.astype(kind)
+        except (ValueError, OverflowError):
+            continue
+        return kind
+    return str
+
+
+def _words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Return the different words of some columns, in the order of the alphabet."""
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for block in _blocks(place, names) if names else ():
+        for name, words in found.items():
+            words.update(_texts(block[name]))
+    return {name: np.array(sorted(words)) for name, words in found.items()}
+
+
+def _texts(cells: npt.NDArray[Any]) -> list[str]:
+    return [str(cell) for cell in cells]
+
+
+def numbered(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return values, (rows,), as whole numbers in the order of the alphabet."""
+    return np.unique(_texts(cells), return_inverse=True)[1].astype(np.int64)

@@ -1,0 +1,107 @@
+"""Collective operations of several devices, as MPI and ``torch.distributed`` know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from testbed.common.lazy import torch
+from testbed.device import Cost, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Numbered
+from testbed.ml.layers.shard import State
+
+
+@dataclass(frozen=True)
+class Contribution(Numbered, kind="collective", key=("group", "operation", "step", "sender")):
+    """From a member of a group to another, in one step of an operation."""
+
+    group: int
+    operation: int
+    step: int
+    tensors: State
+
+
+class Group:
+    """Devices that call the same operations in the same order; a program's mailbox has to know `Contribution`.
+
+    Operations match by their order, so what runs at the same time, such as two requests under way, needs a group of its
+    own for each, with a number of its own. A member that is missing is waited for: a program that outlives its devices
+    opens another configuration of its mailbox, which makes the operations of the one before void. An operation returns
+    as soon as this device has what it is to have; what it still sends is withdrawn if its mailbox closes.
+    """
+
+    def __init__(self, mailbox: Mailbox, members: Sequence[str], number: int = 0) -> None:
+        """``members`` are names of devices, the same in the same order on each, this device among them."""
+        self.members = tuple(members)
+        self.device = mailbox.device
+        self.rank = self.members.index(self.device.name)
+        """This device's place among the members."""
+        self._mailbox = mailbox
+        self._number = number
+        self._operations = count()
+
+    async def broadcast(self, tensor: torch.Tensor | None, root: str) -> torch.Tensor:
+        """Return the root's tensor, of any shape, on every member; the others pass None."""
+        sent = None if tensor is None else [{"": tensor}] * len(self.members)
+        return (await self.scatter(sent, root))[""]
+
+    async def scatter(self, states: Sequence[State] | None, root: str) -> State:
+        """Return on each member the named tensors that the root has for it, in members' order; others pass None."""
+        operation = next(self._operations)
+        if states is None:
+            return await self._take(operation, root)
+        for member, state in zip(self.members, states, strict=True):
+            self._send(operation, member, state)
+        return states[self.rank]
+
+    async def gather(self, tensor: torch.Tensor, root: str) -> list[torch.Tensor] | None:
+        """Return on the root every member's tensor, of any shapes, in the order of the members; None elsewhere."""
+        operation = next(self._operations)
+        if self.device.name != root:
+            self._send(operation, root, {"": tensor})
+            return None
+        return await self._collect(operation, tensor)
+
+    async def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return on every member every member's tensor, of any shapes, in the order of the members."""
+        operation = next(self._operations)
+        for member in self.members:
+            self._send(operation, member, {"": tensor})
+        return await self._collect(operation, tensor)
+
+    async def _collect(self, operation: int, own: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            own if member == self.device.name else (await self._take(operation, member))[""] for member in self.members
+        ]
+
+    async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return on every member the sum of all members' tensors, which are of one shape; the same sum to the bit.
+
+        Passed round a ring in as many parts as there are members: every link carries 2 (n - 1) / n of a tensor. The
+        additions take the device's time.
+        """
+        operation, size = next(self._operations), len(self.members)
+        parts = list(tensor.flatten().tensor_split(size))
+        following, before = self.members[(self.rank + 1) % size], self.members[self.rank - 1]
+        for step in range(2 * (size - 1)):
+            # First each part becomes a sum on its way round, then each sum goes round once more.
+            summing = step < size - 1
+            sent = self.rank - step if summing else self.rank + size - step
+            self._send(operation, following, {"": parts[sent % size]}, step)
+            taken, come = (sent - 1) % size, (await self._take(operation, before, step))[""]
+            if summing:
+                span = Span("all-reduce", self._number, operation)
+                come = await self.device.compute(partial(torch.add, come, parts[taken]), Cost(come.numel()), span)
+            parts[taken] = come
+        return torch.cat(list(parts)).reshape(tensor.shape)
+
+    def _send(self, operation: int, member: str, state: State, step: int = 0) -> None:
+        if member != self.device.name:
+            configuration = self._mailbox.configuration
+            self._mailbox.post(member, Contribution(configuration, self._number, operation, step, state))
+
+    async def _take(self, operation: int, member: str, step: int = 0) -> State:
+        return (await self._mailbox.take(Contribution, (self._number, operation, step, member))).tensors

@@ -1,0 +1,181 @@
+"""What the lead feeds into a model, batches and requests, and what it makes of the answers: scores and boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from testbed.common.lazy import torch
+from testbed.device import Device
+from testbed.method import Problem
+from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epoch
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.training.metrics import update
+from testbed.ml.training.recipe import Recipe
+from testbed.workload import WorkloadPart
+
+
+def loss_fields(loss: float, computed: bool) -> dict[str, float]:
+    """Return the fields of an event for a loss; none where a run without numbers computed no loss."""
+    return {"loss": loss} if computed else {}
+
+
+_PLAIN = Recipe()
+
+
+class Score:
+    """Adds up correct answers, the loss, and what else the training is measured by."""
+
+    def __init__(self, training: Recipe = _PLAIN) -> None:
+        self.samples = 0
+        self._training = training
+        self._correct = 0
+        self._answers = 0
+        """Those that are right or wrong: of samples, or of each token of theirs."""
+        self._loss = 0.0
+        self._weight = 0.0
+        """The samples that the loss counts."""
+        self._metrics = training.metrics()
+
+    def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:
+        """Count outputs, (samples, ...) as the loss wants them, and labels, (samples, ...); nothing without numbers."""
+        if outputs.is_meta:
+            return
+        wanted = torch.from_numpy(labels)
+        self.samples += len(labels)
+        if not wanted.is_floating_point():
+            right, answers = self._training.right(outputs, wanted)
+            self._correct, self._answers = self._correct + right, self._answers + answers
+        self._loss += float(self._training.loss(outputs, wanted, 1))
+        self._weight += self._training.weight(wanted)
+        for name, metric in self._metrics.items():
+            update(metric, name, outputs, wanted)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of samples, or of tokens, whose largest output is their label; None where labels are no classes."""
+        return self._correct / self._answers if self._answers else None
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss; None where the loss counts no label."""
+        return self._loss / self._weight if self._weight else None
+
+    def fields(self) -> dict[str, Any]:
+        """Return accuracy, loss and metrics as an event has them; nothing where there was nothing to score."""
+        if not self.samples:
+            return {}
+        metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        found = {"accuracy": self.accuracy, "loss": self.loss, "metrics": metrics or None}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def record_left_out(device: Device, samples: int, of: int) -> None:
+    """Record how many of all training samples each epoch leaves out, if it does."""
+    if samples:
+        device.record("left_out", samples=samples, of=of)
+
+
+class Training:
+    """The batches of every training step; a step that is done again sees the same samples."""
+
+    def __init__(self, dataset: Dataset, workload: WorkloadPart, seed: int) -> None:
+        self._dataset = dataset
+        self._size = workload.batch_size
+        self._seed = seed if workload.data.shuffle else None
+        self._samples = len(dataset.train_labels)
+        self._drop_last = workload.drop_last
+        self._per_epoch = steps_per_epoch(self._samples, self._size, self._drop_last)
+        self.steps = workload.steps if workload.steps is not None else (workload.epochs or 0) * self._per_epoch
+        """Training steps of the whole workload."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one batch, of which the last of an epoch may have fewer."""
+        return min(self._size, self._samples)
+
+    def count(self, step: int) -> int:
+        """Return the number of samples of a step."""
+        return batch_length(self._samples, self._size, step, self._drop_last)
+
+    def record_left_out(self, device: Device) -> None:
+        """Record how many samples each epoch leaves out, if it does."""
+        record_left_out(device, left_out(self._samples, self._size, self._drop_last), self._samples)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return samples, (samples, ...), and labels, (samples,), of a step counted from 0."""
+        return self.images(step), self.labels(step)
+
+    def images(self, step: int, values: slice | None = None) -> torch.Tensor:
+        """Return the samples of a step, (samples, ...); with ``values`` only these of each, (samples, values)."""
+        epoch = step // self._per_epoch
+        return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch, values))
+
+    def labels(self, step: int) -> torch.Tensor:
+        """Return the labels of a step, (samples,)."""
+        return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
+
+    def _chosen(self, step: int) -> npt.NDArray[np.int64]:
+        return batch(self._samples, self._size, self._seed, step, self._drop_last)
+
+
+class Requests:
+    """Batches of test samples, from the first on: ``count`` full ones, round and round, or one pass over all."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, count: int | None = None) -> None:
+        self._dataset = dataset
+        self._size = batch_size
+        self._round = count is not None
+        self._count = math.ceil(len(dataset.test_labels) / batch_size) if count is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def labelled(self) -> bool:
+        """Whether it is known what the answers should be."""
+        return self._dataset.classes > 0
+
+    def samples(self, index: int) -> Sequence[int]:
+        """Return which test samples one request is about."""
+        there = len(self._dataset.test_labels)
+        first, end = index * self._size, (index + 1) * self._size
+        return [at % there for at in range(first, end)] if self._round else range(first, min(end, there))
+
+    def images(self, index: int) -> torch.Tensor:
+        """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
+        return torch.from_numpy(self._dataset.tests(self.samples(index)))
+
+    def labels(self, index: int) -> npt.NDArray[Any]:
+        """Return the labels that belong to one request's images, (samples, ...)."""
+        return self._dataset.test_labels[self.samples(index)]
+
+
+class Answers:
+    """Takes in the output of every request and records what it says, on the device that asked."""
+
+    def __init__(self, device: Device, problem: Problem, requests: Requests) -> None:
+        self._device = device
+        self._detector = problem.model.detector
+        self._requests = requests
+        self._score = Score(problem.training)
+
+    def add(self, index: int, outputs: torch.Tensor) -> None:
+        """Take in the outputs (samples, ...) of one request; its time is over by then."""
+        if outputs.is_meta:
+            return
+        if self._detector is not None:
+            for sample, output in zip(self._requests.samples(index), outputs, strict=True):
+                boxes = [box.to_json() for box in self._detector.boxes(output.numpy())]
+                self._device.record("objects", request=index, sample=sample, boxes=boxes)
+        elif self._requests.labelled:
+            self._score.add(outputs, self._requests.labels(index))
+
+    def finish(self) -> None:
+        """Record the score of all requests, if there is one."""
+        if self._requests.labelled:
+            self._device.record("evaluate", step=len(self._requests), **self._score.fields())

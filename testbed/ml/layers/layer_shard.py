@@ -1,0 +1,229 @@
+"""Some neurons of one layer under training, for methods that divide a layer over devices (EdgePipe's super neurons).
+
+Where `Shard` holds whole units, this holds all weights that enter some neurons. A neuron is an output channel.
+
+The arithmetic is `testbed.ml.models.sliced`; what is kept between forward and backward, gradients, updates and moving
+neurons are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from testbed.common.lazy import torch
+from testbed.ml.layers.shard import State, weights_of
+from testbed.ml.models.graph import GraphLayer
+from testbed.ml.models.layers import Dropout
+from testbed.ml.models.sliced import DenseStep, SlicedLayer, dense_forward, is_dense
+from testbed.ml.models.slices import Channels, Slice, as_channels, pick
+from testbed.ml.training.optimizers import MOMENTUM, Sgd
+from testbed.ml.training.schema import OptimizerPart
+
+_STATISTICS = ("running_mean", "running_var")
+"""Running statistics of a normalisation: not trained, but moved with the channel."""
+
+
+Gradients = dict[str, "torch.Tensor"]
+"""Gradients by the name of their parameter, each of its shape."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Any layer, whose gradients autograd computes."""
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+    """The parameters that it was computed with: an update makes new ones."""
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
+        inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
+        assert inputs is not None
+        return inputs, self._named(others)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        """Return the gradients of the parameters alone."""
+        return self._named(self._of(gradient, [*self.parameters.values()]))
+
+    def _of(self, gradient: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        # As in `Shard.backward`: the gradient of this sum is the one given, to the bit, and imports less.
+        return torch.autograd.grad((self.outputs * gradient).sum(), wanted, allow_unused=True)
+
+    def _named(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        return {name: each for name, each in zip(self.parameters, gradients, strict=True) if each is not None}
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """A fully connected layer, whose gradients are computed in closed form."""
+
+    step: DenseStep
+    weight: str
+    bias: str
+
+    def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
+        sums = self.step.of_sums(gradient)
+        return self.step.of_inputs(sums), self._named(sums)
+
+    def learn(self, gradient: torch.Tensor) -> Gradients:
+        return self._named(self.step.of_sums(gradient))
+
+    def _named(self, sums: torch.Tensor) -> Gradients:
+        return dict(zip((self.weight, self.bias), self.step.of_parameters(sums), strict=True))
+
+
+class LayerShard:
+    """A slice of a layer with its gradients and optimizer state.
+
+    Values are (samples, elements), channel after channel. Several computations may be under way, each with its key;
+    each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
+    Nothing handed in is changed, and nothing handed out is changed later.
+    """
+
+    def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
+        """Take a slice's tensors as `cut` or `draw` of `testbed.ml.models.sliced` returns them, and momentum if any.
+
+        Raises ValueError for layers that cannot be divided by neurons, slices that hold no neuron as a whole, and
+        dropout, whose masks would depend on the division.
+        """
+        if not layer.splits:
+            raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
+        if part.rows != part.channels:
+            raise ValueError(f"{layer.name} is divided by inputs here: no neuron is held as a whole")
+        if any(isinstance(each, Dropout) for each in layer.sequence):
+            raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
+        self.layer = layer
+        self.part = part
+        self._sgd = Sgd(optimizer)
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._steps: dict[Hashable, _Recorded | _Dense] = {}
+        self._dense = is_dense(layer) and layer.sequence[0].channel_values > 0
+        self._rectified = len(layer.sequence) > 1
+        self._names = (f"{layer.names[0]}.weight", f"{layer.names[0]}.bias")
+        self._take_over(part, state)
+
+    def _take_over(self, part: Slice, state: State) -> None:
+        self.part = part
+        self._tensors = {name: tensor.detach().clone() for name, tensor in weights_of(state).items()}
+        self._sgd.momentum = {
+            name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in state.items() if name.startswith(MOMENTUM)
+        }
+        self._sliced: SlicedLayer | None = None
+        self._gradients.clear()
+        self._steps.clear()
+
+    @property
+    def _layer(self) -> SlicedLayer:
+        """The slice with the present weights, of which autograd takes note."""
+        if self._sliced is None:
+            self._noted: dict[str, torch.Tensor] = {
+                name: torch.nn.Parameter(tensor)
+                for name, tensor in self._tensors.items()
+                if not name.endswith(_STATISTICS)
+            }
+            self._sliced = SlicedLayer(self.layer, self.part, self._tensors | self._noted, training=True)
+        return self._sliced
+
+    def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs of all neurons held, (samples, elements of the neurons).
+
+        ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
+        None: all that the shard has weights for.
+        """
+        if not self._dense or columns is not None:
+            inputs, whole = inputs.detach().requires_grad_(), self._layer
+            outputs = whole.finish(whole.sums(inputs, columns))
+            self._steps[key] = _Recorded(inputs, outputs, self._noted)
+            return outputs.detach()
+        weight, bias = self._weights()
+        outputs = dense_forward(inputs, weight, bias, self._rectified)
+        self._steps[key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
+        return outputs
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, bias = self._names
+        return self._tensors[weight], self._tensors[bias]
+
+    def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
+
+        ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
+        """
+        before, gradients = self._steps.pop(key).back(gradient)
+        self.add_gradients(gradients)
+        return before
+
+    def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
+        """Add to the gradients as `backward` does with (samples, elements), where nobody wants that of the inputs."""
+        self.add_gradients(self._steps.pop(key).learn(gradient))
+
+    def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
+        """Return the outputs, (samples, elements), as `forward` does, in evaluation mode and keeping nothing."""
+        if self._dense and columns is None:
+            return dense_forward(inputs, *self._weights(), self._rectified)
+        layer = SlicedLayer(self.layer, self.part, self._tensors)
+        with torch.no_grad():
+            return layer.finish(layer.sums(inputs, columns))
+
+    def forget(self, key: Hashable) -> None:
+        """Drop what waits for the gradients of a key: they will not come."""
+        self._steps.pop(key, None)
+
+    def update(self, scale: float = 1.0) -> None:
+        """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
+        changed = {name: self._tensors[name].clone() for name in self._gradients}
+        gradients = self._gradients if scale == 1 else {name: each * scale for name, each in self._gradients.items()}
+        self._sgd.step(changed, gradients)
+        self._gradients.clear()
+        self._tensors.update(changed)
+        self._sliced = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the gradients added up since the last update."""
+        return {name: gradient.clone() for name, gradient in self._gradients.items()}
+
+    def add_gradients(self, gradients: State) -> None:
+        """Add gradients that were computed earlier, of the same neurons."""
+        for name, added in gradients.items():
+            self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients added up since the last update."""
+        self._gradients.clear()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
+        state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
+        return state | {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
+
+    def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
+        """Part with neurons: return their state, for another shard's `take`, and go on with the others.
+
+        Computations under way and gradients not yet used are forgotten. Raises ValueError for neurons not held.
+        """
+        left = as_channels(set(self.part.rows) - set(neurons))
+        state, held = self.state(), self.part.rows
+        given = {name: pick(tensor, 0, neurons, held) for name, tensor in state.items()}
+        kept = {name: pick(tensor, 0, left, held) for name, tensor in state.items()}
+        self._take_over(Slice(left, self.part.columns, left), kept)
+        return {name: tensor.clone() for name, tensor in given.items()}
+
+    def take(self, neurons: Channels, state: State) -> None:
+        """Take in neurons with their state, momentum from nothing where there is none; forget as `give` does.
+
+        Raises ValueError for neurons that are held already.
+        """
+        held = self.part.rows
+        if set(held) & set(neurons):
+            raise ValueError(f"{self.layer.name}: some of the neurons {neurons} are held already")
+        own, order = self.state(), (*held, *neurons)
+        together = as_channels(order)
+        places = torch.tensor([order.index(neuron) for neuron in together], dtype=torch.long)
+        joined: dict[str, torch.Tensor] = {}
+        for name in own | dict(state):
+            like = name.removeprefix(MOMENTUM)
+            pair = [each[name] if name in each else torch.zeros_like(each[like]) for each in (own, state)]
+            joined[name] = torch.cat(pair).index_select(0, places)
+        self._take_over(Slice(together, self.part.columns, together), joined)

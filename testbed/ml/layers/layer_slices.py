@@ -1,0 +1,70 @@
+"""What a device holds of a model whose layers are divided over devices: which slice of each layer, what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from testbed.device import Cost, Span
+from testbed.method import Job, Problem
+from testbed.ml.layers.collectives import Group
+from testbed.ml.models.chain import forward_of
+from testbed.ml.models.graph import GraphLayer
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.ml.models.sliced import SlicedLayer, cut_copies, draw
+from testbed.ml.models.slices import Slice
+from testbed.plan import Piece
+
+LayerSlices = Sequence[tuple[GraphLayer, Slice]]
+"""The layers that a device has a part of, in the order of the model, each with that part."""
+
+
+def parameters(held: LayerSlices) -> int:
+    """Return the values in slices: weights, and what belongs to the channels that are finished there."""
+    return sum(layer.share(layer.weights, part) + layer.channel_values * len(part.channels) for layer, part in held)
+
+
+def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
+    """Return what a plan says of a device that holds slices of all units; ``part`` names them for the reader.
+
+    Its memory is that of the weights and, for a batch, of the most values that one layer takes and makes there.
+    """
+    samples, values = problem.workload.batch_size, parameters(held)
+    most = max(layer.inputs + layer.pixels * len(part.rows) for layer, part in held)
+    return Piece(
+        device=device,
+        first=0,
+        last=len(problem.model.units),
+        memory=float(BYTES_PER_VALUE * (values + samples * most)),
+        part=part,
+        parameters=values,
+        flops=2.0 * sum(layer.share(layer.multiplications, part) for layer, part in held),
+        seconds=problem.device(device).seconds(sum((product_cost(*each, samples) for each in held), Cost())),
+    )
+
+
+def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
+    """Return what `SlicedLayer.sums` is charged for a batch: the products of a slice's rows and columns."""
+    each = layer.inputs // layer.input_channels
+    return forward_of(layer.product_cost(each * len(part.columns), len(part.rows)), samples)
+
+
+def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
+    """Return what `SlicedLayer.finish` is charged for a batch: what follows the products, on a slice's channels."""
+    return forward_of(layer.finish_cost(len(part.channels)), samples)
+
+
+async def load_slices(group: Group, job: Job, held: Sequence[LayerSlices]) -> list[SlicedLayer]:
+    """Return this device's slices with their first weights: those that the job's lead was given, or the seed's.
+
+    ``held`` is what each member of the group holds. Loading takes the device an operation for each value.
+    """
+    problem, own = job.problem, held[group.rank]
+    if problem.workload.model.weights is None:
+        make = partial(draw, problem.model, own, problem.seed)
+    else:
+        given = job.weights
+        sent = None if given is None else [cut_copies(slices, given) for slices in held]
+        make = partial(dict, await group.scatter(sent, job.plan.lead))
+    state = await group.device.compute(make, Cost(parameters(own)), Span("load"))
+    return [SlicedLayer(layer, part, state) for layer, part in own]

@@ -1,0 +1,144 @@
+"""What is kept of a module for batches under way: versions of its weights, and what they add to its statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from testbed.common.lazy import torch
+
+
+class Versions:
+    """Numbered sets of a module's trained parameters; the module computes with one of them at a time.
+
+    What a forward has computed holds on to the set that it used, so its backward needs no module. A set that is kept is
+    never written to; where only the newest is kept, updates happen in place and nothing is copied.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.newest = 0
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._sets = {0: trained}
+        # Weights that a user shares between two places have two names there, and one here.
+        names = {parameter: name for name, parameter in self._sets[0].items()}
+        self._places = [
+            (names[parameter], part, attribute)
+            for part in module.modules()
+            for attribute, parameter in part._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def __getitem__(self, version: int) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters of a version that is kept."""
+        return self._sets[version]
+
+    @property
+    def latest(self) -> dict[str, torch.nn.Parameter]:
+        """The newest version's parameters."""
+        return self._sets[self.newest]
+
+    def use(self, version: int) -> None:
+        """Let the module compute with a version from now on."""
+        self.put(self._sets[version])
+
+    def put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Let the module compute with these."""
+        for name, part, attribute in self._places:
+            part._parameters[attribute] = parameters[name]
+
+    def restart(self, number: int) -> None:
+        """Forget all versions but the newest, and call it by this number."""
+        self._sets = {number: self.latest}
+        self.newest = number
+
+    def begin_next(self, oldest_needed: int) -> dict[str, torch.nn.Parameter]:
+        """Return the next version's parameters, a copy of the newest's, or those where they are needed no more."""
+        before = self.latest
+        if self.newest >= oldest_needed:
+            following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}
+        else:
+            following = before
+        self.newest += 1
+        self._sets[self.newest] = following
+        return following
+
+    def forget(self, oldest_needed: int) -> None:
+        """Free the versions before this one; the newest stays."""
+        for version in [number for number in self._sets if number < min(oldest_needed, self.newest)]:
+            del self._sets[version]
+
+    def aggregate(self, count: int) -> None:
+        """Put the mean of the last ``count`` versions in the newest one's place."""
+        means = mean([self._sets[self.newest - back] for back in range(count)])
+        with torch.no_grad():
+            for name, parameter in self.latest.items():
+                parameter.copy_(means[name])
+
+
+def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of the last n - i versions of a stage's trained weights: what replaces the newest.
+
+    Only trained weights have versions. Momentum and the running statistics of batch normalisation are one for all and
+    follow every batch, so there is nothing to average in them. See `testbed.ml.schedule.versions.aggregates` for when.
+    Raises ValueError for versions of different units.
+    """
+    names = list(versions[0])
+    if any(list(version) != names for version in versions):
+        raise ValueError("versions of different units have no mean")
+    return {name: torch.stack([version[name] for version in versions]).mean(0) for name in names}
+
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class Statistics:
+    """Keeps what a forward adds to the running statistics aside until its batch is done.
+
+    A forward normalises by its own batch and only adds to the running averages, r = (1 - m) r + m x. It runs on
+    averages of zero, which leaves m x in them; `apply` does the rest, in the order of the backwards. Without a
+    momentum m is one over the number of batches so far, which was one in that forward.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from torch.nn.modules.batchnorm import _NormBase
+
+        self._normalisations = [
+            part for part in module.modules() if isinstance(part, _NormBase) and part.running_mean is not None
+        ]
+        self._aside: dict[Hashable, list[dict[str, torch.Tensor]]] = {}
+
+    @contextmanager
+    def set_aside(self, key: Hashable) -> Iterator[None]:
+        """Run a forward of this key within."""
+        lasting = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]
+        for part, buffers in zip(self._normalisations, lasting, strict=True):
+            part._buffers.update(
+                {name: torch.zeros_like(value) for name, value in buffers.items() if value is not None}
+            )
+        yield
+        self._aside[key] = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]  # type: ignore[misc]
+        for part, buffers in zip(self._normalisations, lasting, strict=True):
+            part._buffers.update(buffers)
+
+    def apply(self, key: Hashable) -> None:
+        """Add what the forward of this key had to add."""
+        for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
+            assert part.num_batches_tracked is not None
+            part.num_batches_tracked.add_(added["num_batches_tracked"])
+            weight = 1.0 if part.momentum is not None else 1 / int(part.num_batches_tracked)
+            keep = 1 - (weight if part.momentum is None else part.momentum)
+            for name in ("running_mean", "running_var"):
+                buffer = part._buffers[name]
+                assert buffer is not None
+                buffer.mul_(keep).add_(added[name], alpha=weight)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget what the forward of this key had to add."""
+        del self._aside[key]
+
+    def clear(self) -> None:
+        """Forget what was set aside: those batches are done again."""
+        self._aside.clear()

@@ -1,0 +1,1 @@
+"""Methods that train or infer: baselines, and published systems."""

@@ -1,0 +1,82 @@
+"""What the members of a distributed inference send each other; values are (samples, elements)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.common.lazy import torch
+from testbed.messaging.typed import Numbered, Typed
+from testbed.ml.layers.shard import State
+from testbed.ml.pipeline.messages import Activation, Output
+
+
+@dataclass(frozen=True)
+class ConfigureMember(Numbered, kind="configure", opens=True):
+    """From the source's coordinator: be a member of this plan."""
+
+    plan: Mapping[str, Any]
+    """A `DistributedPlan` as JSON."""
+    given: bool
+    """Whether the member's slices of the weights are here; else they come from the seed."""
+    state: State
+
+
+@dataclass(frozen=True)
+class OutputPiece(Numbered, kind="piece"):
+    """To a member that needs them: elements of a layer's output, from ``first`` on."""
+
+    request: int
+    value: int
+    """The layer that made them, or `INPUT`."""
+    first: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PartialSums(Numbered, kind="sums"):
+    """To the member that adds them up: sums for the output channels ``first`` up to but without ``last``."""
+
+    request: int
+    layer: int
+    first: int
+    last: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileInput(Numbered, kind="tile"):
+    """From the source: what a tile needs of the image, (samples, channels, height, width)."""
+
+    request: int
+    tile: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileOutput(Numbered, kind="tiled"):
+    """To the source: what came out of a tile, (samples, channels, height, width)."""
+
+    request: int
+    tile: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TileOverlap(Numbered, kind="overlap"):
+    """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
+
+    (samples, elements), map after map in the order of `tiles.overlaps`.
+    """
+
+    request: int
+    lender: int
+    borrower: int
+    tensor: torch.Tensor
+
+
+MEMBER_KINDS: tuple[type[Typed], ...] = (
+    ConfigureMember, Activation, OutputPiece, PartialSums, TileInput, TileOverlap, TileOutput, Output,
+)  # fmt: skip
+"""`Activation` brings a request's images to the source, `Output` its result to the coordinator there."""

@@ -1,0 +1,51 @@
+"""EdgePipe's options, and who holds what."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from testbed.method import Baselines, Problem
+from testbed.ml.slots.arrangement import Allocation, Arrangement, partition
+from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
+from testbed.plan import Plan
+
+INFORMING = ("needs_arrangement", "arrangement")
+"""Messages before the first timeslot, see `EdgePipeOptions.informs`."""
+Learns = Literal["what_arrived", "with_all_results", "with_all_transmissions"]
+
+
+class EdgePipeOptions(SlotOptions):
+    """Options of `EdgePipe`."""
+
+    baselines: ClassVar[Baselines] = {
+        "model": {"pipelined": False},
+        "gpipe": {"allocation": "vertical", "micro_batches": "devices"},
+        "pipedream": {"allocation": "vertical"},
+        "random": {"mapping": "random"},
+    }
+    allocation: Allocation = "hybrid"
+    """Groups of layers: one layer each, by equation (1), or all layers in one."""
+    micro_batches: Annotated[int, Field(ge=1)] | Literal["devices"] = 1
+    """More than one: GPipe, for the vertical division; `devices`: as many as there are of these. All parts of a batch
+    go forward, then all back, one a slot."""
+    learns: Learns = "what_arrived"
+    """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is
+    continued" (Section V-B). With all results: the output layer of a batch whose results are all there, since "the
+    gradient computation would likely fail upon any single transmission loss" (Section VI). With all transmissions, by
+    the same sentence: each layer also of a batch whose outputs before it were all there."""
+    informs: bool = False
+    """Whether the device that coordinates sends each other what it is to hold before the first timeslot, as Algorithm 1
+    has it, and nobody begins before. Else each knows it by itself."""
+
+    @property
+    def divide(self) -> Divide:
+        """How layers are divided."""
+        return partial(partition, allocation=self.layers or self.allocation)
+
+
+def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> Arrangement:
+    """Return who holds what by a plan."""
+    return problem.options.divide(neurons_of(problem), plan.details.devices)

@@ -1,0 +1,77 @@
+"""Federated learning (McMahan et al., 2017), split learning (Gupta and Raskar, 2018; Vepakomma et al., 2018), both."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from testbed.method import Problem
+from testbed.ml.rounds.method import Hooks, RoundMethod, SplitMethod
+from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints, TransferOptions
+from testbed.ml.rounds.planner import Participants, RoundDetails, split_plan
+from testbed.plan import Plan
+
+
+class FederatedOptions(GroupOptions):
+    """Options of `Federated`."""
+
+
+class Federated(RoundMethod[FederatedOptions]):
+    """Each device trains the whole model on its own data; the server averages what they send, by their samples."""
+
+    name = "federated"
+    summary = "federated learning: devices train the whole model on their data, the server averages"
+    Options = FederatedOptions
+
+    def hooks(self, options: FederatedOptions) -> Hooks:
+        """Average the models of a fraction of the devices."""
+        return Hooks(choose=options.choose, min_updates=options.min_devices)
+
+
+class SplitLearningOptions(TransferOptions):
+    """Options of `SplitLearning`."""
+
+    split: SplitPoints = Field("best", description=SPLIT)
+
+
+class SplitLearning(SplitMethod[SplitLearningOptions]):
+    """One device after the other trains the first layers, the server the rest.
+
+    A device's layers go to the next one by way of the server, for devices are linked to that alone. In a round each
+    device has one turn; one that is gone is passed over.
+    """
+
+    name = "split-learning"
+    summary = "split learning: the first layers on one device after the other, the rest on the server"
+    Options = SplitLearningOptions
+    in_turn = True
+
+    def hooks(self, options: SplitLearningOptions) -> Hooks:
+        """Let each device have its turn."""
+        return Hooks()
+
+    def plan(self, problem: Problem[SplitLearningOptions]) -> Plan[RoundDetails]:
+        """Split the model for each device. Raises `InputError` where that cannot be."""
+        return split_plan(self.name, Participants(problem), problem.options.split, concurrent_clients=1)
+
+
+class SplitFederatedOptions(GroupOptions):
+    """Options of `SplitFederated`."""
+
+    split: SplitPoints = Field("best", description=SPLIT)
+
+
+class SplitFederated(SplitMethod[SplitFederatedOptions]):
+    """All devices train the first layers at once, the server the rest for each; both are averaged (Thapa et al.)."""
+
+    name = "split-federated"
+    summary = "split-federated learning: the first layers on all devices at once, the rest on the server"
+    Options = SplitFederatedOptions
+
+    def hooks(self, options: SplitFederatedOptions) -> Hooks:
+        """Average the models of a fraction of the devices."""
+        return Hooks(choose=options.choose, min_updates=options.min_devices)
+
+    def plan(self, problem: Problem[SplitFederatedOptions]) -> Plan[RoundDetails]:
+        """Split the model for each device. Raises `InputError` where that cannot be."""
+        team = Participants(problem)
+        return split_plan(self.name, team, problem.options.split, concurrent_clients=len(team.devices))

@@ -1,0 +1,110 @@
+"""PipeLearn (Zhang et al., 2022): split-federated learning with several mini-batches under way for each device."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from typing import Literal
+
+from pydantic import Field
+
+from testbed.method import Problem
+from testbed.ml.rounds.estimate import Choice, PairProfile, mini_batch
+from testbed.ml.rounds.method import Hooks, SplitMethod
+from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints
+from testbed.ml.rounds.planner import Choices, Participants, RoundDetails, split_plan
+from testbed.plan import Plan
+
+
+class PipeLearnOptions(GroupOptions):
+    """Options of `PipeLearn`."""
+
+    split: SplitPoints = Field("best", description=SPLIT)
+    parallel: Literal["best"] | int | dict[str, int] = Field(
+        "best",
+        description="mini-batches of an iteration, N: one number for all devices, or `{device: N}`; best: by the stage "
+        "graph",
+    )
+    least: int = Field(
+        4,
+        ge=1,
+        description="samples of a mini-batch at least, where N is chosen: batch normalisation has only these",
+    )
+    candidates: Literal["all", "paper"] = Field(
+        "all",
+        description="what N is chosen from; paper: equation (14) alone; all: the largest N for each size of a "
+        "mini-batch as well",
+    )
+
+
+def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
+    """Return N for a split point P by equation (14), and no more than the batch has samples.
+
+    As many more mini-batches as fill the time between the forward of one and its backward. The server's sums run over
+    its own layers, P+1..Q; the equation as printed has 1..P for the forward.
+    """
+    whole = profile.durations(split, batch_size)
+    idle = whole["upload"] + whole["server forward"] + whole["server backward"] + whole["download"]
+    idle += profile.up.delay + profile.down.delay
+    shorter = min(whole["forward"], whole["backward"])
+    wanted = 1 + math.ceil(idle / shorter) if shorter > 0 else batch_size
+    return min(wanted, batch_size)
+
+
+def shortlist(profile: PairProfile, batch_size: int) -> tuple[Choice, ...]:
+    """Return the paper's candidates: for each split point P = 1..Q the N of equation (14)."""
+    return tuple(Choice(split, parallel_batches(profile, split, batch_size)) for split in range(1, profile.depth + 1))
+
+
+def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+    """Return the shortlist, and for each size of a mini-batch the most that the batch gives, at every split point.
+
+    Equation (14) stops where the device would no longer idle. Where a link is what holds up the pipeline, smaller
+    mini-batches still shorten the time before it is busy and after it was. ``least`` is the
+    fewest samples of a mini-batch.
+    """
+    found = [choice for choice in shortlist(profile, batch_size) if mini_batch(batch_size, choice.parallel) >= least]
+    sizes = range(max(1, min(least, batch_size)), batch_size + 1)
+    counts = sorted({batch_size // size for size in sizes})
+    found += [Choice(split, count) for split in range(1, profile.depth + 1) for count in counts]
+    return tuple(dict.fromkeys(found))
+
+
+@cache
+def choices(least: int, paper: bool) -> Choices:
+    """Return what P and N are chosen from; ``paper``: equation (14) alone says what N may be.
+
+    The same function for equal arguments, so that the planner knows what it has worked out for a device like another.
+    """
+    return shortlist if paper else partial(candidates, least=least)
+
+
+class PipeLearn(SplitMethod[PipeLearnOptions]):
+    """Algorithms 1 and 2 of the paper; an update is that of the whole batch.
+
+    Batch normalisation normalises each mini-batch by itself, so that with it an iteration differs from a step with the
+    whole batch. Its running statistics follow every mini-batch and are averaged as weights are. Momentum stays where it
+    was made, on the device and in the server's copy for it. A batch is cut into N mini-batches of floor(B/N) samples;
+    what is left of it, and of an epoch, comes up in other epochs.
+    """
+
+    name = "pipelearn"
+    summary = "PipeLearn: split-federated learning with several mini-batches of each device under way"
+    Options = PipeLearnOptions
+    odd_batches = False
+
+    def hooks(self, options: PipeLearnOptions) -> Hooks:
+        """Average the models of a fraction of the devices."""
+        return Hooks(choose=options.choose, min_updates=options.min_devices)
+
+    def plan(self, problem: Problem[PipeLearnOptions]) -> Plan[RoundDetails]:
+        """Choose P and N for each device. Raises `InputError` where that cannot be."""
+        team, options = Participants(problem), problem.options
+        return split_plan(
+            self.name,
+            team,
+            options.split,
+            concurrent_clients=len(team.devices),
+            parallel=options.parallel,
+            choices=choices(options.least, options.candidates == "paper"),
+        )

@@ -1,0 +1,103 @@
+"""Sequential layer mapping: the model's units in order over the devices, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from testbed.device import Device
+from testbed.hardware import DeviceSpec
+from testbed.method import Job, Method, Problem
+from testbed.ml.partition import Chain, Cuts
+from testbed.ml.pipeline.planning import StagesOptions, all_devices, devices_among, stage_pieces
+from testbed.plan import Details, Piece, Plan
+from testbed.wire.message import size_around
+
+
+class SequentialOptions(StagesOptions):
+    """Options of `Sequential`."""
+
+    partition: Literal["even", "latency", "bottleneck"] = Field(
+        "latency",
+        description="even: by number of units; latency: least time of one request; bottleneck: most requests a second",
+    )
+    in_flight: int = Field(1, ge=1, description="requests under way at once")
+
+
+class InferenceChain(Chain):
+    """A chain that several requests pass at once, and whose outputs return to the first device."""
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds between two requests' outputs when many are in flight."""
+        return max(super().bottleneck(cuts), self.way_back[0])
+
+    @property
+    def way_back(self) -> tuple[float, float]:
+        """The seconds that a link is busy with the outputs, and its delay."""
+        link = self.links.get((self.devices[-1].name, self.devices[0].name))
+        if link is None:
+            return 0.0, 0.0
+        return link.transmission_time(size_around(self.batch_size * self.units[-1].output_bytes)), link.delay
+
+
+class SequentialDetails(Details):
+    """What the plan of an inference chain shows; in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+    partition: str
+    """How the cuts were chosen."""
+    latency: float
+    """Seconds of one request alone."""
+    bottleneck: float
+    """Between two requests' outputs when many are in flight."""
+
+
+class Sequential(Method[SequentialOptions, SequentialDetails]):
+    """Each device computes its units and passes the result on; the outputs come back to the first device.
+
+    With one request in flight its latency is that of the whole chain; with more the devices work on several at once
+    ("layer pipelining"). Devices that die are dealt with as `testbed.ml.pipeline.checkpointing` says; requests that
+    got lost with them are sent again, and their latency counts from the first time.
+    """
+
+    name = "sequential"
+    summary = "sequential layer mapping: inference through the devices in a row, several requests in flight"
+    tasks = ("infer",)
+    Options = SequentialOptions
+    timing_only = True
+    takes_weights = True
+    precisions = True
+    replans = True
+    Details = SequentialDetails
+    begins = frozenset({"load", "forward"})
+
+    def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
+        options = problem.options
+        chain, cuts = _cut(problem, all_devices(problem))
+        latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=stage_pieces(chain, cuts),
+            step_time=max(bottleneck, latency / options.in_flight),
+            details=SequentialDetails(partition=options.partition, latency=latency, bottleneck=bottleneck),
+        )
+
+    async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
+        """Send requests on the first device; be a stage there and elsewhere."""
+        from testbed.ml.pipeline.program import run_inference
+
+        def stages(there: Collection[str]) -> tuple[Piece, ...]:
+            return stage_pieces(*_cut(job.problem, devices_among(job.problem, there)))
+
+        await run_inference(device, job, stages, job.problem.options.in_flight)
+
+
+def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
+    shares, size = problem.options.shares, problem.workload.batch_size
+    chain = InferenceChain(problem.model, tuple(devices), problem.links, size, shares=shares)
+    cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}
+    return chain, cut[problem.options.partition]()

@@ -1,0 +1,141 @@
+"""The models a scenario can name, and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.common.errors import InputError, nearest
+from testbed.common.part import Part
+from testbed.ml.models import classifiers, yolov2
+from testbed.ml.models.chain import Model
+from testbed.ml.models.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of the catalogue."""
+
+    name: str
+    summary: str
+    Options: type[Part]
+    make: Callable[[Any, Shape, int], Model]
+    """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
+    classes: int = 0
+    """For data without labels; 0: the model needs labelled data."""
+
+
+_ENTRIES = (
+    Entry(
+        "mlp",
+        "multilayer perceptron; 784-128-128-128-128-10 on MNIST, as in EdgePipe",
+        classifiers.MlpOptions,
+        classifiers.mlp,
+    ),
+    Entry(
+        "cnn",
+        "three convolutions and three fully connected layers, about the size of LeNet",
+        classifiers.CnnOptions,
+        classifiers.cnn,
+    ),
+    Entry(
+        "vgg5",
+        "three convolutions and two fully connected layers, as in PipeLearn's Table II",
+        classifiers.BatchNormOptions,
+        classifiers.vgg5,
+    ),
+    Entry(
+        "alexnet",
+        "AlexNet for one processor, 61 million weights at 224x224",
+        classifiers.ImagenetOptions,
+        classifiers.alexnet,
+        classifiers.IMAGENET_CLASSES,
+    ),
+    Entry(
+        "vgg16",
+        "VGG-16, 138 million weights at 224x224",
+        classifiers.ImagenetOptions,
+        classifiers.vgg16,
+        classifiers.IMAGENET_CLASSES,
+    ),
+    Entry(
+        "yolov2",
+        "YOLOv2, detection, 51 million weights; a unit for each of Darknet's layers, with their numbers",
+        yolov2.Yolov2Options,
+        yolov2.yolov2,
+        yolov2.CLASSES,
+    ),
+    Entry(
+        "mobilenetv2",
+        "MobileNetV2, 2.2 million parameters for 10 classes; a unit for each block, a stem for small images",
+        classifiers.MobileNetV2Options,
+        classifiers.mobilenetv2,
+    ),
+    Entry(
+        "resnet18",
+        "ResNet18 for small images, 11 million parameters, as in PipeLearn's Table II; a unit for each block",
+        classifiers.BatchNormOptions,
+        classifiers.resnet18,
+    ),
+)
+CATALOG = {entry.name: entry for entry in _ENTRIES}
+
+
+def find(name: str) -> Entry:
+    """Return a model of the catalogue; raises `InputError` for an unknown name."""
+    if name not in CATALOG:
+        raise InputError(f"there is no model '{name}': {nearest(name, CATALOG)}", ("model", "name"))
+    return CATALOG[name]
+
+
+def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
+    """Make a model of the catalogue for images of ``input_shape``; 0 ``classes`` are data without labels.
+
+    Raises `InputError` for an unknown name and for data that do not fit, pydantic's error for options that it lacks:
+    those of a scenario have been checked.
+    """
+    entry = find(name)
+    chosen = entry.Options.model_validate(dict(options))
+    if not classes and not entry.classes:
+        can = ", ".join(each.name for each in CATALOG.values() if each.classes)
+        raise InputError(
+            f"{name} needs data with labels, whose classes it tells apart: use such data, or {can}", ("model",)
+        )
+    try:
+        return entry.make(chosen, tuple(input_shape), classes or entry.classes)
+    except ValueError as error:
+        size = "x".join(map(str, input_shape))
+        raise InputError(f"{name} cannot take inputs of {size}: {error}", ("model",)) from error
+
+
+def describe(model: Model) -> dict[str, Any]:
+    """Return a model's figures as plain values: totals, and one row for each unit; figures per sample.
+
+    ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut behind it.
+    """
+    return {
+        "name": model.name,
+        "input": list(model.input),
+        "classes": model.classes,
+        "parameters": model.parameters,
+        "weights": model.weights,
+        "forward_flops": model.forward_flops,
+        "held": list(model.held),
+        "units": [
+            {
+                "index": index,
+                "name": unit.name,
+                "output": list(unit.output),
+                "reads": list(model.reads(index)),
+                "parameters": unit.parameters,
+                "weights": unit.weights,
+                "forward_flops": unit.forward_flops,
+                "multiplications": unit.multiplications,
+                "output_bytes": unit.output_bytes,
+                "cut_bytes": model.cut_bytes(index + 1),
+                "activation_bytes": unit.activation_bytes,
+            }
+            for index, unit in enumerate(model.units)
+        ],
+    }

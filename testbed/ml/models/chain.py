@@ -1,0 +1,376 @@
+"""A neural network as units in a row: the grain at which models are cut.
+
+A unit reads what the one before it made, or what the units it names made (a route); so a cut may be crossed by several
+tensors: `Model.crossing`. Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning
+never imports torch; only ``build`` does. All figures are per sample and float32 unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+from testbed.common.fields import Fields
+from testbed.common.lazy import nn, torch
+from testbed.common.seeds import derive
+from testbed.device import Cost
+from testbed.ml.models.detection import Detector
+from testbed.ml.models.layers import Layer, sequence, shapes
+from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
+
+if TYPE_CHECKING:
+    from testbed.ml.models.modules import Segment
+    from testbed.workload import Initialisation
+
+BACKWARD_OVER_FORWARD = 2.0
+"""Backward computes the gradient of the input and of the weights: two products for each one of forward."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An indivisible run of layers with the shape that enters it."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    input: Shape
+    """Shape of what it reads, one after the other along the first axis."""
+    reads: tuple[int, ...] = ()
+    """The units whose outputs it reads, in this order; empty: the one before it."""
+    joins: bool = True
+    """Whether it reads several one after the other along the first axis; else it takes each as it is, and ``input`` is
+    all their values along one axis."""
+
+    @cached_property
+    def _entering(self) -> list[tuple[Layer, Shape]]:
+        """Every layer with the shape that enters it."""
+        return list(zip(self.layers, shapes(self.layers, self.input)[:-1], strict=True))
+
+    @cached_property
+    def output(self) -> Shape:
+        """Shape that leaves the unit."""
+        return shapes(self.layers, self.input)[-1]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return sum(layer.parameters(shape) for layer, shape in self._entering)
+
+    @cached_property
+    def frozen(self) -> int:
+        """Number of values that are not trained."""
+        return sum(layer.frozen(shape) for layer, shape in self._entering)
+
+    @cached_property
+    def weights(self) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        return sum(layer.weights(shape) for layer, shape in self._entering)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of forward for one sample."""
+        return int(self.forward_flops) // 2
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """FLOPs of forward for one sample."""
+        return float(sum(layer.flops(shape) for layer, shape in self._entering))
+
+    @cached_property
+    def cost(self) -> Cost:
+        """What forward is charged for one sample; `forward_of` and `backward_of` make a batch's of it."""
+        return sum((layer.cost(shape) for layer, shape in self._entering), Cost())
+
+    @property
+    def least_samples(self) -> int:
+        """Samples that training needs at once, at least; two where a layer normalises over samples alone."""
+        return max((layer.least_samples(shape) for layer, shape in self._entering), default=1)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the trained values."""
+        return BYTES_PER_VALUE * self.parameters
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of one sample entering the unit."""
+        return BYTES_PER_VALUE * math.prod(self.input)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of one sample leaving the unit."""
+        return BYTES_PER_VALUE * math.prod(self.output)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Bytes of every layer's output for one sample: what backward needs kept. Joining what is read makes a copy."""
+        copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
+        return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A trained weight that several units use, each under a name and in a copy of its own."""
+
+    names: tuple[str, ...]
+    """As `Model.build` names it, in the order of the units."""
+    values: int
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        """The units that use it."""
+        return tuple(dict.fromkeys(int(name.partition(".")[0]) for name in self.names))
+
+    @property
+    def title(self) -> str:
+        """Its names in the network."""
+        return " and ".join(dict.fromkeys(name.partition(".")[2] for name in self.names))
+
+    def holders(self, cuts: Sequence[int]) -> list[int]:
+        """Return the stages that use it, where stages begin and end at these units."""
+        return sorted({bisect_right(cuts, unit) - 1 for unit in self.units})
+
+
+class Builder(Protocol):
+    """Makes the modules of a network that no layers describe."""
+
+    def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
+        """Make units ``first`` up to but without ``last``, each a module of what it reads."""
+
+    def network(self, seed: int) -> nn.Module:
+        """Make the whole network, whose names are those of the units without the index of the unit."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A whole network: what it makes of a sample is its last unit's output."""
+
+    name: str
+    input: Shape
+    classes: int
+    units: tuple[Unit, ...]
+    detector: Detector | None = None
+    """How the output is read as boxes; None: it is one value for each class."""
+    integers: bool = False
+    """Whether it takes samples of whole numbers (int64), as tokens are, and not of float32."""
+    fields: Fields = ()
+    """The inputs that a row of numbers consists of, for a network of several; empty: a sample is its one input."""
+    builder: Builder | None = None
+    """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Values of frozen weights by their names in `build`; those that are absent are the seed's."""
+    tied: tuple[Tied, ...] = ()
+    """Trained weights that several units use."""
+
+    def __post_init__(self) -> None:
+        for index, unit in enumerate(self.units):
+            arriving = joined([self.made(read) for read in self.reads(index)], whole=unit.joins)
+            if unit.input != arriving:
+                raise ValueError(f"unit '{unit.name}' takes {unit.input}, but {arriving} arrives")
+        expected = (self.classes,) if self.detector is None else self.detector.channels(self.classes)
+        # Without a detector the last axis is that of the classes; those before it, if any, are of tokens.
+        ending = self.output[-1:] if self.detector is None else self.output[:1]
+        if ending != expected:
+            raise ValueError(
+                f"{self.name} ends with {self.output}, not with "
+                + ("one value for each of" if self.detector is None else f"{expected[0]} channels for")
+                + f" {self.classes} classes"
+            )
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Why units of a network of one's own are no two, with the lines."""
+        reasons = (getattr(layer, "held", "") for unit in self.units for layer in unit.layers)
+        return tuple(dict.fromkeys(filter(None, reasons)))
+
+    @property
+    def output(self) -> Shape:
+        """Shape that leaves the model."""
+        return self.made(len(self.units) - 1)
+
+    def made(self, index: int) -> Shape:
+        """Return the shape of a unit's output, or of the model's input for `INPUT`."""
+        return self.input if index == INPUT else self.units[index].output
+
+    def reads(self, index: int) -> tuple[int, ...]:
+        """Return whose outputs a unit reads; the one before it, where it names none."""
+        return self.units[index].reads or (index - 1,)
+
+    def tied_across(self, cut: int) -> Tied | None:
+        """Return a trained weight that units on both sides of a cut use; None: there is none."""
+        return next((tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None)
+
+    @property
+    def untied_parts(self) -> int:
+        """Parts in a row, at most, of which no two share a trained weight."""
+        return 1 + sum(self.tied_across(cut) is None for cut in range(1, len(self.units)))
+
+    def crossing(self, cut: int) -> tuple[Made, ...]:
+        """Return what crosses the cut before unit ``cut``, in the order of the units that made it.
+
+        Before the first unit that is the model's input, behind the last its output.
+        """
+        return self._crossing[cut]
+
+    @cached_property
+    def _crossing(self) -> tuple[tuple[Made, ...], ...]:
+        """For each cut, what was made before it and is read behind it."""
+        found: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
+        later: set[int] = set()
+        for index in reversed(range(len(self.units))):
+            later = {read for read in later if read < index} | {*self.reads(index)}
+            found.append(tuple((read, self.made(read)) for read in sorted(later)))
+        return tuple(reversed(found))
+
+    def cut_bytes(self, cut: int) -> int:
+        """Return the bytes of one sample that cross the cut before unit ``cut``."""
+        return BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.crossing(cut))
+
+    def weight_bytes(self, units: range) -> int:
+        """Return the bytes of the trained values of units in a row."""
+        return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated(units)
+
+    def _repeated(self, units: range) -> int:
+        """Return the values that units in a row count several times, since they share them."""
+        counts = ((tied.values, sum(unit in units for unit in tied.units)) for tied in self.tied)
+        return sum(values * (count - 1) for values, count in counts if count)
+
+    def frozen_bytes(self, units: range) -> int:
+        """Return the bytes of the values of units in a row that are not trained."""
+        return BYTES_PER_VALUE * sum(unit.frozen for unit in self.units[units.start : units.stop])
+
+    def activation_bytes(self, units: range) -> int:
+        """Return the bytes of what units in a row make of one sample."""
+        return self._sums[1][units.stop] - self._sums[1][units.start]
+
+    @cached_property
+    def _sums(self) -> tuple[list[int], list[int]]:
+        """For each cut, the bytes of weights and of activations before it. Planners ask for many parts."""
+        weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
+        return [*weights], [*accumulate((unit.activation_bytes for unit in self.units), initial=0)]
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return sum(unit.parameters for unit in self.units) - self._repeated(range(len(self.units)))
+
+    @property
+    def frozen(self) -> int:
+        """Number of values that are not trained."""
+        return sum(unit.frozen for unit in self.units)
+
+    @property
+    def weights(self) -> int:
+        """Elements of all weight matrices and kernels."""
+        return sum(unit.weights for unit in self.units)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of forward for one sample."""
+        return sum(unit.multiplications for unit in self.units)
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of forward for one sample."""
+        return sum(unit.forward_flops for unit in self.units)
+
+    def initialised(self, how: Initialisation) -> Model:
+        """Return the same network with the first weights of all layers drawn so."""
+        units = (replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers)) for unit in self.units)
+        return replace(self, units=tuple(units))
+
+    def build(self, first: int, last: int, seed: int) -> Segment:
+        """Make units ``first`` up to but without ``last`` as one module of one ``nn.Sequential`` each.
+
+        It maps what crosses the cut before ``first`` to what crosses the one before ``last``. Several tensors
+        cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first + i`` and
+        is named by the unit's index in the whole model, so that state dictionaries of shards of one model can be
+        merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
+        the whole model. No global state is touched, so devices that share a process may build at the same time; a
+        ``builder`` may use torch's global generator, and puts it back. Raises ValueError for units that there are not.
+        """
+        from testbed.ml.models.modules import Joined, Segment
+
+        if not 0 <= first <= last <= len(self.units):
+            raise ValueError(f"{self.name} has units 0 to {len(self.units)}, not {first} to {last}")
+        built: list[nn.Module] = []
+        if self.builder is not None:
+            built = self.builder(first, last, seed)
+        else:
+            for index in range(first, last):
+                generator = torch.Generator().manual_seed(derive(seed, "weights", index))
+                unit = self.units[index]
+                layers = sequence(unit.layers, unit.input, generator)
+                built.append(Joined(*layers) if len(unit.reads) > 1 else layers)
+        reads = [self.reads(index) for index in range(first, last)]
+        segment = Segment(first, built, reads, [self.crossing(cut) for cut in range(first, last + 1)])
+        with torch.no_grad():
+            for name, parameter in segment.named_parameters() if self.given else ():
+                if name in self.given:
+                    parameter.copy_(self.given[name])
+        return segment
+
+    def whole(self, index: int) -> nn.Module:
+        """Make a unit that is not described by layers, of what it reads as flat values one after the other."""
+        from testbed.ml.models.modules import Apart
+
+        assert self.builder is not None
+        [unit] = self.builder(index, index + 1, 0)
+        return Apart(unit, [self.made(read) for read in self.reads(index)])
+
+
+def cost_of(units: Sequence[Unit]) -> Cost:
+    """Return what the forward of one sample through units is charged."""
+    return sum((unit.cost for unit in units), Cost())
+
+
+def forward_of(cost: Cost, samples: int) -> Cost:
+    """Return what a forward of a batch is charged, where ``cost`` is that of one sample: it reads the weights once."""
+    return cost.scaled(flops=samples, accessed=samples, weights=1)
+
+
+def backward_of(cost: Cost, samples: int) -> Cost:
+    """Return what a backward of a batch is charged, where ``cost`` is that of the forward of one sample.
+
+    It reads and writes a gradient for each value of forward, reads the weights and writes their gradients.
+    """
+    return cost.scaled(flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2)
+
+
+def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
+    """Return the shape of tensors joined along the first axis, or along one axis; raises ValueError for odd ones."""
+    if not whole and len(parts) > 1:
+        return (sum(math.prod(part) for part in parts),)
+    if len({part[1:] for part in parts}) > 1:
+        raise ValueError(f"{' and '.join(map(str, parts))} cannot be joined: they differ beyond the first axis")
+    return (sum(part[0] for part in parts), *parts[0][1:])
+
+
+def chain(
+    name: str,
+    shape: Shape,
+    classes: int,
+    layers: Sequence[tuple[str, Sequence[Layer]]],
+    routes: Mapping[int, tuple[int, ...]] | None = None,
+    detector: Detector | None = None,
+) -> Model:
+    """Make a model of named runs of layers, the shapes worked out from the one that enters the first.
+
+    ``routes`` names the units, by index, that do not read the one before them, with those that they read instead: their
+    outputs one after the other along the channels. Raises ValueError for routes to what is not made yet.
+    """
+    routes = routes or {}
+    for index, wanted in routes.items():
+        if not wanted or len(set(wanted)) < len(wanted) or not all(INPUT <= read < index for read in wanted):
+            raise ValueError(f"unit {index} reads {wanted}: name different units before it")
+    made = {INPUT: tuple(shape)}
+    units: list[Unit] = []
+    for index, (unit_name, run) in enumerate(layers):
+        entering = joined([made[read] for read in routes.get(index, (index - 1,))])
+        units.append(Unit(unit_name, tuple(run), entering, routes.get(index, ())))
+        made[index] = units[-1].output
+    return Model(name, made[INPUT], classes, tuple(units), detector)

@@ -1,0 +1,145 @@
+"""Trained weights as Darknet keeps them in a file: a header, then every convolution's values in the order of layers.
+
+The header is three integers of four bytes, the version, and how many images the network was trained on: eight bytes
+since version 0.2, four before. Of a normalised convolution follow its biases, scales, running means and running
+variances, of another one its biases, then the kernels (output, input, row, column); all float32, little-endian.
+
+Darknet normalises every convolution whose activation is leaky, which is all of YOLOv2's but the last. In inference
+that is a factor and an offset for each output channel, so it is folded into kernels and biases as they are read::
+
+    scale (w * x - mean) / (sqrt(variance) + e) + bias = (f w) * x + (bias - f mean),   f = scale / (sqrt(variance) + e)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TypeAlias
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import np, npt, torch
+from testbed.ml.models.chain import Model
+from testbed.ml.models.layers import Conv2d, LeakyReLU, Linear
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+
+EPSILON = 1e-6
+"""Darknet adds it to the standard deviation, not to the variance."""
+_VERSION = struct.Struct("<3I")
+_MOST = 1000
+"""Bound of a version's parts. Larger ones are Darknet's mark for transposed kernels, or no version at all."""
+
+FileValues: TypeAlias = "npt.NDArray[np.float32]"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    version: tuple[int, int, int]
+    seen: int
+    """Images that the network was trained on."""
+    size: int
+    """Bytes of the header."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution of a model, as the file has it."""
+
+    name: str
+    """The name that `Model.build` gives it."""
+    kernel: tuple[int, int, int, int]
+    """(output channels, input channels, rows, columns)."""
+    normalised: bool
+
+    @property
+    def values(self) -> int:
+        """Numbers in the file."""
+        return int(np.prod(self.kernel)) + self.kernel[0] * (4 if self.normalised else 1)
+
+
+def convolutions(model: Model) -> Iterator[Convolution]:
+    """Yield a model's convolutions in order; raises `InputError` for models that Darknet would keep otherwise."""
+    for index, unit in enumerate(model.units):
+        shape = unit.input
+        for place, layer in enumerate(unit.layers):
+            if isinstance(layer, Conv2d) and layer.groups == 1 and layer.bias:
+                kernel = (layer.channels, shape[0], layer.kernel, layer.kernel)
+                activated = any(isinstance(later, LeakyReLU) for later in unit.layers[place + 1 :])
+                yield Convolution(f"{index}.{place}", kernel, activated)
+            elif isinstance(layer, Conv2d | Linear) or layer.parameters(shape):
+                raise InputError(
+                    f"Darknet's files are read for yolov2 only, not for {model.name}", ("model", "weights")
+                )
+            shape = layer.output(shape)
+
+
+def check(path: Path, model: Model) -> Header:
+    """Return the header of a file that holds this model's weights, by its size to the byte; raises `InputError`."""
+    try:
+        with path.open("rb") as file:
+            header = _header(path, file)
+        found = path.stat().st_size - header.size
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    wanted = BYTES_PER_VALUE * sum(each.values for each in convolutions(model))
+    if found != wanted:
+        raise InputError(
+            f"{path}: {'truncated' if found < wanted else 'too long'}: {model.name} for {model.classes} classes has "
+            f"{wanted:,} bytes of weights, {found:,} follow the header of {header.size}: download it again, or use the "
+            "file of this network and its classes"
+        )
+    return header
+
+
+def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
+    """Return the weights by `Model.build`'s names, normalisation folded; raises `InputError` for other files."""
+    size = check(path, model).size
+    state: dict[str, torch.Tensor] = {}
+    with path.open("rb") as file:
+        file.seek(size)
+        for each in convolutions(model):
+            kernel, bias = _folded(path, file, each)
+            state[f"{each.name}.weight"] = torch.from_numpy(kernel)
+            state[f"{each.name}.bias"] = torch.from_numpy(bias)
+    return state
+
+
+def _header(path: Path, file: IO[bytes]) -> Header:
+    raw = file.read(_VERSION.size)
+    version = _VERSION.unpack(raw) if len(raw) == _VERSION.size else (_MOST, 0, 0)
+    major, minor, revision = version
+    if max(major, minor) >= _MOST:
+        raise InputError(
+            f"{path}: is no file of Darknet's weights: it does not begin with a version such as 0.2.0; use the "
+            ".weights file of the network, or a safetensors file that a run left"
+        )
+    count = struct.Struct("<Q" if 10 * major + minor >= 2 else "<I")
+    raw = file.read(count.size)
+    if len(raw) < count.size:
+        raise InputError(f"{path}: truncated: it ends within its header; download it again")
+    return Header((major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size)
+
+
+def _folded(path: Path, file: IO[bytes], each: Convolution) -> tuple[FileValues, FileValues]:
+    """Read one convolution; return its kernels and biases without normalisation."""
+    channels = each.kernel[0]
+    bias = _read(path, file, each, channels)
+    if not each.normalised:
+        return _read(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel), bias
+    scale, mean, variance = (_read(path, file, each, channels) for _ in range(3))
+    if (variance < 0).any():
+        raise InputError(f"{path}: damaged: a variance of layer {each.name} is negative; download it again")
+    kernel = _read(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel)
+    factor = scale.astype(np.float64) / (np.sqrt(variance.astype(np.float64)) + EPSILON)
+    folded = (kernel * factor[:, None, None, None]).astype(np.float32)
+    return folded, (bias - factor * mean).astype(np.float32)
+
+
+def _read(path: Path, file: IO[bytes], each: Convolution, count: int) -> FileValues:
+    values = np.frombuffer(file.read(BYTES_PER_VALUE * count), "<f4").astype(np.float32)
+    if not np.isfinite(values).all():
+        raise InputError(f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again")
+    return values

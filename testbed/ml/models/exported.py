@@ -1,0 +1,249 @@
+"""What a network does, step by step, as `torch.export` finds it: for those that torch.fx cannot trace.
+
+It takes changes in place, `torch.no_grad`, branches on `self.training` and whatever else Python does between tensors,
+as the models of `transformers` do; it is slower, and looks into every module.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
+
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.fields import Entering, Fields, arguments, entries, entry
+from testbed.ml.models.making import KEY, Maker
+from testbed.ml.models.tracer import (
+    BATCHES,
+    Measure,
+    Traced,
+    by_mode,
+    first_line,
+    measured,
+    samples_of,
+    seeded,
+    single,
+    storages,
+)
+
+_NETWORK = "network."
+_VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+
+
+class Given(nn.Module):
+    """A network that is given samples as a model is, or each of its several inputs, and whose result is one tensor."""
+
+    def __init__(self, network: nn.Module, fields: Fields) -> None:
+        super().__init__()
+        self.network = network
+        self._fields = fields
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Map (samples, ...) to what the network makes of it; raises `InputError` where that is no single tensor."""
+        ordered: list[Any] = list(inputs)
+        named: dict[str, Any] = {}
+        if self._fields:
+            names = [each.name for each in self._fields]
+            ordered, named = arguments(self.network.forward, dict(zip(names, inputs, strict=True)))
+        found = single(self.network(*ordered, **named))
+        if not isinstance(found, torch.Tensor):
+            raise InputError(f"forward returns {type(found).__name__}: it has to return one tensor")
+        return found
+
+
+def exported(maker: Maker, entering: Entering) -> Traced:
+    """Export and measure a network in training; raises `InputError` for what torch refuses, or evaluates otherwise."""
+    root = seeded(maker, 0).train()
+    given = Given(root, entering.fields)
+    batches = [samples_of(entering, size) for size in BATCHES]
+    parts = entries(entering.fields).values()
+    inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            dynamic = (({0: torch.export.Dim("samples", min=2)},) * len(inputs),)
+            program = torch.export.export(given, inputs, dynamic_shapes=dynamic, strict=False)
+        graph, constants = _Flat(program, [*parts]).graph, _constants(program)
+        for name, value in constants.items():
+            setattr(root, name, value)
+        weights = storages(root)
+        runs: tuple[dict[str, Measure], ...] = ({}, {})
+        for samples, found in zip(batches, runs, strict=True):
+            for node in graph.nodes:
+                if node.op != "output":
+                    found[node.name] = (
+                        Measure(samples) if node.op == "placeholder" else measured(root, node, found, weights)
+                    )
+        _check(given, graph, batches[0], inputs)
+    except InputError as error:
+        raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
+    except Exception as error:
+        where = usercode.line_of(error, maker.code)
+        raise InputError(f"{where}: cannot be exported by torch either: {first_line(error)}", KEY) from error
+    return Traced(root, graph, runs, constants)
+
+
+def _constants(program: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that `forward` makes of nothing that enters."""
+    signature = program.graph_signature.inputs_to_lifted_tensor_constants
+    return {_constant(name): program.constants[name] for name in signature.values()}
+
+
+def _constant(name: str) -> str:
+    return "_tensor_constant_" + name.replace(".", "_")
+
+
+def _check(given: Given, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse a graph that does not do what the network does, in training or in evaluation."""
+    made = fx.GraphModule(given.network, graph)
+    for training in (True, False):
+        results = []
+        for module, entering in ((given.train(training), inputs), (made.train(training), (samples,))):
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                torch.manual_seed(0)
+                results.append(module(*entering))
+        ours, theirs = results
+        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
+            mode = "training" if training else "evaluation"
+            text = f"does something else in {mode} than torch.export finds: write this as a module of torch.nn"
+            raise InputError(text)
+    given.train()
+
+
+class _Flat:
+    """Copies what was exported into one graph of the network's own weights, modules for what keeps statistics."""
+
+    def __init__(self, program: Any, parts: Sequence[Any]) -> None:
+        """Copy; ``parts`` are what `entry` takes for each of several inputs, in their order."""
+        self.graph = fx.Graph()
+        self._parts = iter(parts)
+        self._samples: fx.Node | None = None
+        self._program = program
+        self._copies: dict[fx.Node, Any] = {}
+        self._views: dict[fx.Node, fx.Node] = {}
+        """For each view, the node whose memory it shares."""
+        self._mode = self.graph.get_attr("training")
+        self._inline(program.graph, [])
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+
+    def _inline(self, graph: fx.Graph, given: Sequence[Any], inner: bool = False) -> Any:
+        """Copy a graph; return copies of its results. ``given`` are those of the placeholders of one within another."""
+        arguments = iter(given)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._copies[node] = next(arguments) if inner else self._entering(node)
+            elif node.op == "get_attr":
+                self._copies[node] = getattr(node.graph.owning_module, str(node.target), None)
+            elif node.op == "output":
+                found = fx.map_arg(node.args[0], lambda each: self._copies[each])
+                if not inner:
+                    self.graph.output(found[-1])
+                return found
+            else:
+                self._copies[node] = self._called(node)
+                if isinstance(self._copies[node], fx.Node):
+                    self._copies[node].meta = _place(node)
+        raise AssertionError("a graph ends with its output")
+
+    def _entering(self, node: fx.Node) -> fx.Node:
+        signature = self._program.graph_signature
+        for named in (signature.inputs_to_parameters, signature.inputs_to_buffers):
+            if node.name in named:
+                return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
+        if node.name in signature.inputs_to_lifted_tensor_constants:
+            return self.graph.get_attr(_constant(signature.inputs_to_lifted_tensor_constants[node.name]))
+        if self._samples is None:
+            self._samples = self.graph.placeholder("samples")
+        part = next(self._parts, None)
+        return self._samples if part is None else self.graph.call_function(entry, (self._samples, *part))
+
+    def _called(self, node: fx.Node) -> Any:
+        target = node.target
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self._copies[each])
+        if isinstance(target, HigherOrderOperator):
+            return self._nested(node, args)
+        if target is operator.getitem and isinstance(args[0], tuple | list):
+            return list(args[0])[args[1]]  # type: ignore[index]
+        assert callable(target)
+        if not isinstance(target, OpOverload):
+            return self.graph.call_function(target, args, kwargs)
+        if target in _VALUES:
+            raise InputError(f"{_line(node)}reads values of a tensor")
+        if target in _NORMALISATIONS and (path := _path(node)):
+            return self.graph.call_module(path, (args[0],))
+        if target._schema.is_mutable and str(target).split(".")[1].endswith("_"):
+            return self._in_place(node, target, args, kwargs)
+        if target.is_view and isinstance(node.args[0], fx.Node):
+            self._views[node] = self._views.get(node.args[0], node.args[0])
+        return self.graph.call_function(target, self._following_mode(target, args), kwargs)
+
+    def _following_mode(self, target: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return arguments with the mode of the unit for what is for training alone."""
+        found = list(args)
+        for place, argument in enumerate(target._schema.arguments[: len(args)]):
+            if argument.name in ("train", "training", "use_input_stats") and found[place] is True:
+                found[place] = self._mode
+            elif argument.name == "dropout_p" and found[place]:
+                found[place] = self.graph.call_function(by_mode, (self._mode, found[place], 0.0))
+        return tuple(found)
+
+    def _in_place(self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Return a new value for one that is changed, for all that read it later."""
+        changed = node.args[0]
+        assert isinstance(changed, fx.Node)
+        if changed.op == "placeholder" and changed.name.endswith("num_batches_tracked"):
+            return None  # the module counts
+        base = self._views.get(changed, changed)
+        shared = [other for other, of in self._views.items() if of is base] + [base]
+        later = {other for other in shared if other is not changed and any(user > node for user in other.users)}
+        if changed.op == "placeholder" or later:
+            raise InputError(f"{_line(node)}changes a tensor in place that is read under another name: make a new one")
+        name, overload = str(target).split(".")[1:]
+        functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
+        self._copies[changed] = self.graph.call_function(functional, self._following_mode(functional, args), kwargs)
+        self._copies[changed].meta = _place(node)
+        return self._copies[changed]
+
+    def _nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """Copy what `with` statements hold."""
+        name = str(node.target)
+        if name == "wrap_with_set_grad_enabled":
+            found = self._inline(args[1].graph, args[2:], inner=True)
+            if args[0]:
+                return found
+            detach = torch.ops.aten.detach.default
+            return tuple(self.graph.call_function(detach, (each,)) for each in found)
+        if name == "wrap_with_autocast" and not args[2]:
+            return self._inline(args[4].graph, args[5:], inner=True)
+        raise InputError(f"{_line(node)}{name}: cannot be cut into units: leave it out")
+
+
+def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
+    """Return the modules that a node was made in, from the network down, without the network itself."""
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    named = {key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind) for key, (path, kind) in stack.items()}
+    return {key: (path.rstrip("."), kind) for key, (path, kind) in named.items() if path not in ("", ".", _NETWORK)}
+
+
+def _path(node: fx.Node) -> str:
+    """Return the path of the normalisation of torch.nn that a node is the work of; empty: of none."""
+    path, kind = next(reversed(_stack(node).values()), ("", ""))
+    return path if "norm" in str(kind).lower() else ""
+
+
+def _place(node: fx.Node) -> dict[str, Any]:
+    return {"nn_module_stack": _stack(node), "stack_trace": node.meta.get("stack_trace")}
+
+
+def _line(node: fx.Node) -> str:
+    """Return the line that a node was made in, for an error."""
+    lines = [each.strip() for each in (node.stack_trace or "").splitlines() if each.strip().startswith("File ")]
+    file, _, rest = lines[-1].removeprefix('File "').partition('", line ') if lines else ("", "", "")
+    return f"{file}:{rest.split(',')[0]}: " if lines else ""

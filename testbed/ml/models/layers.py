@@ -1,0 +1,583 @@
+"""Layers as frozen descriptions: shapes, parameters, FLOPs and how each divides; torch modules only when asked for.
+
+FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases left out: the convention
+of torch's FLOP counter and of the papers. Activations, pooling and normalisation have none: what they cost is what they
+read and write, `Layer.accesses`, on devices that have a rate for that.
+
+First weights are drawn uniformly, as far from zero as the number of connections of a neuron allows. LeCun's bound is
+the default: torch's own shrinks the signal by 2.4 with every layer, and a chain of them then needs epochs to begin to
+learn; He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
+
+from testbed.common.lazy import functional, nn, torch
+from testbed.device import Cost, Kind
+from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
+from testbed.ml.models.slices import Slice, pick
+from testbed.workload import Initialisation
+
+
+def bound(how: Initialisation, weight: Shape) -> float:
+    """Return how far from zero the weights of a tensor (outputs, inputs, ...) may be.
+
+    With f inputs and g outputs of a neuron, each times the size of the kernel: LeCun et al. (1998) sqrt(3 / f), He et
+    al. (2015) sqrt(6 / f), Glorot and Bengio (2010) sqrt(6 / (f + g)), torch's default for linear and convolutional
+    layers sqrt(1 / f).
+    """
+    outputs, *others = weight
+    inputs = math.prod(others)
+    match how:
+        case "he":
+            return math.sqrt(6 / inputs)
+        case "glorot":
+            return math.sqrt(6 / (inputs + outputs * math.prod(others[1:])))
+        case "torch":
+            return math.sqrt(1 / inputs)
+        case _:
+            return math.sqrt(3 / inputs)
+
+
+Division = Literal["weights", "channels", "values", "flattens", "moves", "no"]
+"""How several devices can share a layer.
+
+``weights``: by output channels, each from all of the input, and by input channels, whose sums over the devices are the
+outputs. ``channels``: each output channel is made of one input channel. ``values``: each value by itself, with figures
+of its channel at most; it is done wherever the channel is finished. ``flattens``: the values stay in their order, so
+nothing is done. ``moves``: values change places, and nothing is computed. ``no``: as a whole only.
+"""
+
+_BLOCK = 1 << 18
+"""Weights drawn at a time: those that are not kept are gone before the next ones are drawn."""
+
+
+@dataclass(frozen=True)
+class PixelWindow:
+    """What a pixel that leaves a layer sees of those that enter: a square of ``kernel`` x ``kernel``."""
+
+    kernel: int
+    stride: int
+    padding: int
+    fill: float = 0.0
+    """The value of padded pixels."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A frozen description of one layer; what it does not say itself is that of one that works value by value."""
+
+    initialisation: Initialisation = field(default="lecun", kw_only=True, repr=False, compare=False)
+    """How its first weights are drawn."""
+
+    @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        return "activation"
+
+    @property
+    def division(self) -> Division:
+        """How several devices can share it."""
+        return "values"
+
+    @property
+    def window(self) -> PixelWindow | None:
+        """What a pixel sees, for layers that look at pixels near each other; None for the others."""
+        return None
+
+    @property
+    def channel_values(self) -> int:
+        """Values that are stored for each output channel beside the weights: a bias, a normalisation."""
+        return 0
+
+    def output(self, shape: Shape) -> Shape:
+        """Shape after the layer; raises ValueError when the input does not fit."""
+        return shape
+
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(output channels, input channels, rows and columns of the kernel); () without one weight tensor."""
+        return ()
+
+    def parameters(self, shape: Shape) -> int:
+        """Number of trained values."""
+        return self.weights(shape) + self.channel_values * self.output(shape)[0]
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        weight = self.weight_shape(shape)
+        return math.prod(weight) if weight else 0
+
+    def frozen(self, shape: Shape) -> int:
+        """Number of values that are not trained: `requires_grad` is off."""
+        return 0
+
+    def flops(self, shape: Shape) -> float:
+        """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
+        return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
+
+    def activations(self, shape: Shape) -> int:
+        """Values of all outputs made within the layer for one sample, its own output among them."""
+        return math.prod(self.output(shape))
+
+    def accesses(self, shape: Shape) -> int:
+        """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
+        return math.prod(shape) + math.prod(self.output(shape))
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return what forward is charged for one sample."""
+        accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
+        return Cost(self.flops(shape), accessed, weights, self.kind)
+
+    def least_samples(self, shape: Shape) -> int:
+        """Samples that training needs at once, at least: statistics of one value say nothing."""
+        return 1
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module, weights drawn from ``generator`` alone; raises TypeError for what is no module."""
+        raise TypeError(f"{type(self).__name__} is not built by itself")
+
+    def initialised(self, how: Initialisation) -> Self:
+        """Return the same layer with its first weights drawn so."""
+        return replace(self, initialisation=how)
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return the slice of what `build` would draw, by its names in the module; empty tensors are left out.
+
+        The generator is left as `build` leaves it. A layer that cannot be divided is returned whole.
+        """
+        weight = self.weight_shape(shape)
+        if not weight:
+            return {}
+        limit = bound(self.initialisation, weight)
+        found = {"weight": _draw(weight, generator, part, limit)}
+        if self.channel_values:
+            found["bias"] = torch.zeros(len(part.channels))
+            if self.initialisation == "torch":  # biases of the others are zero
+                biases = torch.empty(weight[0]).uniform_(-limit, limit, generator=generator)
+                found["bias"] = pick(biases, 0, part.channels)
+        return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Return what the layer makes of some channels, without a bias; for the divisions ``weights`` and ``channels``.
+
+        ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of any of them.
+        Raises TypeError for other divisions.
+        """
+        raise TypeError(f"{type(self).__name__} is not computed channel by channel")
+
+
+def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
+    """Return the shape that enters the first layer, then the one that leaves each; raises ValueError as they do."""
+    found = [shape]
+    for layer in layers:
+        found.append(layer.output(found[-1]))
+    return found
+
+
+def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
+    """Build layers one after the other, their weights drawn in that order."""
+    entering = shapes(layers, shape)[:-1]
+    return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
+
+
+def _image(shape: Shape, layer: str) -> tuple[int, int, int]:
+    if len(shape) != 3:
+        raise ValueError(f"{layer} needs (channels, height, width), not {shape}")
+    return shape
+
+
+def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> int:
+    """Positions of a window along one axis."""
+    positions = (size + 2 * padding - kernel) // stride + 1
+    if size + 2 * padding < kernel or positions < 1:
+        raise ValueError(f"{layer} of kernel {kernel} does not fit into {size} pixels with padding {padding}")
+    return positions
+
+
+def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
+    """Draw a weight tensor between ``-limit`` and ``limit``, a block of rows at a time; return the slice of it."""
+    rows, *others = weight
+    fan_in = math.prod(others)
+    step = max(1, _BLOCK // fan_in)
+    kept = torch.empty(len(part.rows), len(part.columns), *others[1:])
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        block = torch.empty(last - first, *others).uniform_(-limit, limit, generator=generator)
+        begin, end = bisect_left(part.rows, first), bisect_left(part.rows, last)
+        if begin < end:
+            kept[begin:end] = pick(pick(block, 0, part.rows[begin:end], range(first, last)), 1, part.columns)
+    return kept
+
+
+def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Make a module of the meta device real.
+
+    On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
+    import sympy on the way: a second and 48 MB on every device.
+    """
+    for name, values in state.items():
+        setattr(module, name, torch.nn.Parameter(values))
+    return module
+
+
+@dataclass(frozen=True)
+class ReLU(Layer):
+    """max(0, x); with ``ceiling`` 6 the ReLU6 of MobileNet."""
+
+    ceiling: float | None = None
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.ReLU() if self.ceiling is None else nn.Hardtanh(0.0, self.ceiling)
+
+
+@dataclass(frozen=True)
+class LeakyReLU(Layer):
+    """x where it is positive, ``slope`` x elsewhere."""
+
+    slope: float = 0.1
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.LeakyReLU(self.slope)
+
+
+@dataclass(frozen=True)
+class Activation(Layer):
+    """Another activation of `torch.nn`, by the name of its module, with the defaults of that."""
+
+    name: str
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        module: nn.Module = getattr(nn, self.name)()
+        return module
+
+
+@dataclass(frozen=True)
+class Reorganise(Layer):
+    """Darknet's reorganisation layer: fewer pixels, more channels, in its own order of the values."""
+
+    stride: int = 2
+
+    division = "moves"
+
+    def output(self, shape: Shape) -> Shape:
+        """(channels stride^2, height / stride, width / stride); raises ValueError where the stride divides them not."""
+        channels, height, width = _image(shape, "Reorganise")
+        if channels % self.stride**2 or height % self.stride or width % self.stride:
+            raise ValueError(
+                f"Reorganise by {self.stride} needs channels that {self.stride**2} divides and pixels that "
+                f"{self.stride} divides, not {shape}"
+            )
+        return (channels * self.stride**2, height // self.stride, width // self.stride)
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from testbed.ml.models.modules import DarknetReorganise
+
+        return DarknetReorganise(self.stride)
+
+
+@dataclass(frozen=True)
+class Dropout(Layer):
+    """Zeroes values at random in training.
+
+    Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.ml.layers.shard`),
+    so that the masks depend neither on where the model is cut nor on what else runs.
+    """
+
+    probability: float = 0.5
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.Dropout(self.probability)
+
+
+@dataclass(frozen=True)
+class Flatten(Layer):
+    """(channels, height, width) to (features,)."""
+
+    division = "flattens"
+
+    def output(self, shape: Shape) -> Shape:
+        """One axis with all values."""
+        return (math.prod(shape),)
+
+    def accesses(self, shape: Shape) -> int:
+        """None: torch looks at the same values in another way."""
+        return 0
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.Flatten()
+
+
+@dataclass(frozen=True)
+class MaxPool2d(Layer):
+    """The largest value of each window."""
+
+    kernel: int = 2
+    stride: int | None = None
+    """None is the kernel's size."""
+    padding: int = 0
+
+    kind = "pooling"
+    division = "channels"
+
+    @property
+    def window(self) -> PixelWindow:
+        """What a pixel sees; padding is never the largest."""
+        return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
+
+    def output(self, shape: Shape) -> Shape:
+        """Same channels, fewer pixels."""
+        channels, *pixels = _image(shape, "MaxPool2d")
+        step = self.stride or self.kernel
+        height, width = (_window(size, self.kernel, step, self.padding, "MaxPool2d") for size in pixels)
+        return (channels, height, width)
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Pool (samples, channels, height, width)."""
+        around = self.padding if padding is None else padding
+        return functional.max_pool2d(inputs, self.kernel, self.stride, around)
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.MaxPool2d(self.kernel, self.stride, self.padding)
+
+
+@dataclass(frozen=True)
+class GlobalAveragePool2d(Layer):
+    """The mean of each channel: (channels, height, width) to (channels,)."""
+
+    kind = "pooling"
+    division = "channels"
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Map (samples, channels, height, width) to (samples, channels)."""
+        return inputs.mean((2, 3))
+
+    def output(self, shape: Shape) -> Shape:
+        """One value for each channel."""
+        return _image(shape, "GlobalAveragePool2d")[:1]
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        from testbed.ml.models.modules import ChannelMean
+
+        return ChannelMean()
+
+
+@dataclass(frozen=True)
+class BatchNorm2d(Layer):
+    """Normalisation by the statistics of the (micro-)batch in training, by running ones in evaluation.
+
+    Micro-batches are normalised each by itself, so a split batch does not give the gradients of the whole one. The
+    running statistics are the unit's state, with its weights: they travel and are replicated with them. They have no
+    versions, since training never reads them; each forward adds to them, in the order of the batches.
+    """
+
+    kind = "normalisation"
+    channel_values = 4  # scale, shift, running mean and variance
+
+    def output(self, shape: Shape) -> Shape:
+        """Keep the shape."""
+        return _image(shape, "BatchNorm2d")
+
+    def least_samples(self, shape: Shape) -> int:
+        """Two where an image is but one pixel."""
+        return 2 if math.prod(shape[1:]) == 1 else 1
+
+    def parameters(self, shape: Shape) -> int:
+        """Scale and shift of each channel; the running statistics are not trained."""
+        return 2 * shape[0]
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return what changes nothing but the statistics; nothing is drawn."""
+        if not len(part.channels):
+            return {}
+        values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
+        return {name: torch.full((len(part.channels),), value) for name, value in values.items()}
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        return nn.BatchNorm2d(shape[0])
+
+
+@dataclass(frozen=True)
+class Conv2d(Layer):
+    """Square convolution; ``groups`` equal to the channels that enter is a depthwise one."""
+
+    channels: int
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 0
+    groups: int = 1
+    bias: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """Whose rates a device has for it."""
+        if self.groups > 1:
+            return "depthwise"
+        return "pointwise" if self.kernel == 1 else "convolution"
+
+    @property
+    def division(self) -> Division:
+        """By output and input channels; with groups not, since no device has use for all of the input."""
+        return "weights" if self.groups == 1 else "no"
+
+    @property
+    def window(self) -> PixelWindow:
+        """What a pixel sees."""
+        return PixelWindow(self.kernel, self.stride, self.padding)
+
+    @property
+    def channel_values(self) -> int:
+        """The bias."""
+        return int(self.bias)
+
+    def output(self, shape: Shape) -> Shape:
+        """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
+        entering, *pixels = _image(shape, "Conv2d")
+        if entering % self.groups or self.channels % self.groups:
+            raise ValueError(f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups")
+        height, width = (_window(size, self.kernel, self.stride, self.padding, "Conv2d") for size in pixels)
+        return (self.channels, height, width)
+
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(channels, entering channels of a group, kernel, kernel)."""
+        return (self.channels, shape[0] // self.groups, self.kernel, self.kernel)
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Convolve (samples, some input channels, height, width) to (samples, some output channels, height, width)."""
+        assert weight is not None
+        around = self.padding if padding is None else padding
+        return functional.conv2d(inputs, weight, stride=self.stride, padding=around, groups=self.groups)
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
+        module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
+        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+
+
+@dataclass(frozen=True)
+class Linear(Layer):
+    """Fully connected."""
+
+    features: int
+    bias: bool = True
+
+    kind = "linear"
+    division = "weights"
+
+    @property
+    def channel_values(self) -> int:
+        """The bias."""
+        return int(self.bias)
+
+    def output(self, shape: Shape) -> Shape:
+        """(features,); raises ValueError where a feature map enters."""
+        if len(shape) != 1:
+            raise ValueError(f"Linear needs (features,), not {shape}: put a Flatten before it")
+        return (self.features,)
+
+    def weight_shape(self, shape: Shape) -> Shape:
+        """(features, entering features)."""
+        return (self.features, shape[0])
+
+    def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
+        """Map (samples, some input features) to (samples, some output features)."""
+        assert weight is not None
+        return functional.linear(inputs, weight)
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module."""
+        module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
+        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+
+
+def _all_of(weight: Shape) -> Slice:
+    return Slice(range(weight[0]), range(weight[1]), range(weight[0]))
+
+
+@dataclass(frozen=True)
+class Residual(Layer):
+    """A block whose output is added to its input, brought to the same shape by ``shortcut`` where that differs."""
+
+    block: tuple[Layer, ...]
+    shortcut: tuple[Layer, ...] = ()
+
+    division = "no"  # what is within is not described
+
+    def initialised(self, how: Initialisation) -> Self:
+        """Return the same block with the first weights of all layers within drawn so."""
+        paths = (tuple(layer.initialised(how) for layer in path) for path in (self.block, self.shortcut))
+        return replace(self, block=next(paths), shortcut=next(paths))
+
+    def output(self, shape: Shape) -> Shape:
+        """Shape of the sum; raises ValueError where block and shortcut differ."""
+        ends = {shapes(self.block, shape)[-1], shapes(self.shortcut, shape)[-1]}
+        if len(ends) != 1:
+            raise ValueError(f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits")
+        return ends.pop()
+
+    def _all(self, shape: Shape) -> list[tuple[Layer, Shape]]:
+        """Every layer within, with the shape that enters it."""
+        return [
+            pair for path in (self.block, self.shortcut) for pair in zip(path, shapes(path, shape)[:-1], strict=True)
+        ]
+
+    def parameters(self, shape: Shape) -> int:
+        """Trained values of block and shortcut."""
+        return sum(layer.parameters(entering) for layer, entering in self._all(shape))
+
+    def weights(self, shape: Shape) -> int:
+        """Elements of the kernels of block and shortcut."""
+        return sum(layer.weights(entering) for layer, entering in self._all(shape))
+
+    def flops(self, shape: Shape) -> float:
+        """FLOPs of block and shortcut."""
+        return sum(layer.flops(entering) for layer, entering in self._all(shape))
+
+    def activations(self, shape: Shape) -> int:
+        """Outputs within block and shortcut, and the sum."""
+        return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
+
+    def accesses(self, shape: Shape) -> int:
+        """Return those of block and shortcut, and of the sum, which reads two values for each that it writes."""
+        return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + self._summed(shape)
+
+    def _summed(self, shape: Shape) -> int:
+        """Values that the sum reads and writes."""
+        return 3 * math.prod(self.output(shape))
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return that of block and shortcut, and of the sum, which counts as an activation."""
+        within = (layer.cost(entering) for layer, entering in self._all(shape))
+        return sum(within, Cost(accessed=BYTES_PER_VALUE * self._summed(shape), kind="activation"))
+
+    def least_samples(self, shape: Shape) -> int:
+        """As many as any layer of block and shortcut needs."""
+        return max((layer.least_samples(entering) for layer, entering in self._all(shape)), default=1)
+
+    def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
+        """Return all first weights, whatever the slice."""
+        state = self.build(shape, generator).state_dict()
+        return {name: tensor for name, tensor in state.items() if part.rows or part.channels}
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module, with children ``block`` and ``shortcut``."""
+        from testbed.ml.models.modules import Sum
+
+        self.output(shape)
+        block, shortcut = (sequence(path, shape, generator) for path in (self.block, self.shortcut))
+        return Sum(OrderedDict(block=block, shortcut=shortcut))

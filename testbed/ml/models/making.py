@@ -1,0 +1,102 @@
+"""What makes a network of the user's, and what a unit of it came to as torch ran it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.lazy import nn, torch
+from testbed.common.usercode import Code
+from testbed.device import Cost
+from testbed.ml.models.layers import Layer
+from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
+
+KEY = ("model", "file")
+"""Key of a scenario's workload that errors about a network of the user's name."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """What makes the network: the user's function with its arguments."""
+
+    code: Code = field(hash=False)  # holds a dictionary; the arguments distinguish enough
+    arguments: str
+    """JSON."""
+
+    def __call__(self) -> nn.Module:
+        """Make the network; raises `InputError` naming the line where that fails."""
+        made = usercode.call(self.code, KEY, **json.loads(self.arguments))
+        if not isinstance(made, nn.Module):
+            text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
+            raise InputError(text, (KEY[0], "name"))
+        return made
+
+
+@dataclass(frozen=True)
+class CountedUnit(Layer):
+    """A unit of a traced network as one layer: its figures were counted as torch ran it."""
+
+    shape: Shape
+    """Shape of its output."""
+    trained: int
+    matrices: int
+    """Trained values in tensors of two and more axes."""
+    kept: int
+    """Values of all outputs made within it for a sample."""
+    charged: Cost
+    """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
+    held: str = field(default="", compare=False)
+    """Why it is no two units, with the line; empty where it is one piece of work."""
+    least: int = 1
+    """Samples that training needs at once, at least."""
+    described: tuple[tuple[str, Layer], ...] = ()
+    """The layers that it is a row of, each with the path of its module; empty: it is something else."""
+    make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
+    """Makes its module, of what it reads as flat values one after the other; None: the model makes it."""
+    untrained: int = 0
+    """Values of parameters whose `requires_grad` is off."""
+
+    division = "no"  # what is within is not described
+
+    def output(self, shape: Shape) -> Shape:
+        """Shape that leaves."""
+        return self.shape
+
+    def least_samples(self, shape: Shape) -> int:
+        """Samples that training needs at once, at least."""
+        return self.least
+
+    def parameters(self, shape: Shape) -> int:
+        """Number of trained values."""
+        return self.trained
+
+    def frozen(self, shape: Shape) -> int:
+        """Number of values that are not trained."""
+        return self.untrained
+
+    def weights(self, shape: Shape) -> int:
+        """Trained values in tensors of two and more axes."""
+        return self.matrices
+
+    def flops(self, shape: Shape) -> float:
+        """Forward FLOPs for one sample."""
+        return self.charged.of().flops
+
+    def activations(self, shape: Shape) -> int:
+        """Values of all outputs made within it for one sample."""
+        return self.kept
+
+    def accesses(self, shape: Shape) -> int:
+        """Values that forward reads and writes for one sample."""
+        return int(self.charged.of().accessed) // BYTES_PER_VALUE
+
+    def cost(self, shape: Shape) -> Cost:
+        """Return what forward is charged for one sample."""
+        return self.charged
+
+    def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
+        """Make the torch module; raises TypeError where only the whole model can."""
+        return super().build(shape, generator) if self.make is None else self.make()

@@ -1,0 +1,127 @@
+"""The torch side of the layers; the one module here that imports torch at once."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from testbed.ml.models.shapes import Made, Shape
+
+
+class Sum(nn.Sequential):
+    """Feeds each child the same input and adds what they return."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
+        """Add the children's outputs, which are of one shape, in their order."""
+        first, *others = (child(input) for child in self)
+        total = cast(torch.Tensor, first)
+        for other in others:
+            total = total + other
+        return total
+
+
+class DarknetReorganise(nn.Module):
+    """Darknet's reorganisation: (C, H, W) to (C s^2, H/s, W/s).
+
+    Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of those, and
+    writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many channels. So it is
+    no plain space-to-depth, and weights trained with it need the same.
+    """
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
+        """Reorder the values of every sample, (samples, channels, height, width)."""
+        step = self.stride
+        samples, channels, height, width = input.shape
+        images = input.reshape(samples, channels // step**2, height, step, width, step)
+        return images.permute(0, 3, 5, 1, 2, 4).reshape(samples, channels * step**2, height // step, width // step)
+
+
+class Joined(nn.Sequential):
+    """Runs its children on several tensors one after the other along their first axis."""
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Join what enters, (samples, channels, ...) each, along the channels, and run."""
+        joined = torch.cat(parts, dim=1)
+        del parts
+        output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
+        return output
+
+
+class Apart(nn.Module):
+    """A unit that reads several tensors, of which it is given all values along one axis."""
+
+    def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.load_state_dict = unit.load_state_dict  # type: ignore[method-assign]  # under the unit's own names
+        self.unit = unit
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Map (samples, ...) to (samples, ...) of what the unit makes."""
+        parts = torch.split(values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1)
+        outputs: torch.Tensor = self.unit(
+            *(part.reshape(-1, *of) for part, of in zip(parts, self._shapes, strict=True))
+        )
+        return outputs
+
+
+def frozen_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are not trained, as the module's state dictionary has them."""
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
+class Segment(nn.Sequential):
+    """Consecutive units of a model, each reading what it names of what was made before."""
+
+    def __init__(
+        self, first: int, units: Sequence[nn.Module], reads: Sequence[Sequence[int]], crossing: Sequence[Sequence[Made]]
+    ) -> None:
+        super().__init__(OrderedDict((str(first + place), unit) for place, unit in enumerate(units)))
+        self._first = first
+        self._reads = reads
+        self._crossing = crossing
+        """At the cut before each unit and behind the last."""
+
+    def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
+        """Run the units; ``before`` is called with each one's name before it runs.
+
+        ``input`` is (samples, ...), several tensors flat and joined. Of what was made, only what is read later is kept.
+        """
+        made = _unpack(input, self._crossing[0])
+        for place, (name, unit) in enumerate(self.named_children()):
+            if before is not None:
+                before(name)
+            made[self._first + place] = unit(*(made[index] for index in self._reads[place]))
+            made = {index: made[index] for index, _ in self._crossing[place + 1]}
+        return _pack(made, self._crossing[-1])
+
+
+def _unpack(packed: torch.Tensor, crossing: Sequence[Made]) -> dict[int, torch.Tensor]:
+    if len(crossing) == 1:
+        return {crossing[0][0]: packed}
+    parts = torch.split(packed, [math.prod(shape) for _, shape in crossing], dim=1)
+    return {index: part.reshape(-1, *shape) for (index, shape), part in zip(crossing, parts, strict=True)}
+
+
+def _pack(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tensor:
+    if len(crossing) == 1:
+        return made[crossing[0][0]]
+    return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)
+
+
+class ChannelMean(nn.Module):
+    """The mean over height and width."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Module
+        """Map (samples, channels, height, width) to (samples, channels)."""
+        return input.mean((2, 3))

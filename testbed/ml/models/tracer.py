@@ -1,0 +1,543 @@
+"""What a network does, step by step: traced by torch.fx and run at the same time, with two sizes of a batch.
+
+So sizes that do not depend on the samples are plain numbers to the user's code, which may branch and loop on them; what
+remains unknown is the number of samples and what their values are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.nn.modules.transformer import _detect_is_causal_mask
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from testbed.common import usercode
+from testbed.common.errors import InputError
+from testbed.common.fields import Entering, arguments, entries, entry
+from testbed.common.seeds import derive
+from testbed.device import Cost, Kind
+from testbed.ml.models.making import KEY, Maker
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+
+BATCHES = (2, 3)
+"""Samples with which the network is run: what differs between the two is the batch's."""
+_IN_PLACE = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+"""What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
+STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+"""Modules of torch.nn that are looked into: their layers are units."""
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+_MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
+"""Functions that make tensors of sizes, the number of samples among them: torch does not show a tracer these."""
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
+_UNLIKE = "does something else in evaluation than in training"
+_REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What running a step came to."""
+
+    value: Any
+    cost: Cost = field(default_factory=Cost)
+    made: int = 0
+    """Values of the tensors made within it."""
+    least: int = 1
+    """Samples that training needs at once, at least."""
+
+    @property
+    def works(self) -> bool:
+        """Whether torch counts FLOPs in it."""
+        return self.cost.of().flops > 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A network and what it does."""
+
+    root: nn.Module
+    graph: fx.Graph
+    runs: tuple[dict[str, Measure], ...]
+    """By node, of each size of a batch."""
+    constants: Mapping[str, torch.Tensor]
+    """Tensors that `forward` makes of nothing that enters, by the names that the graph reads them by."""
+
+
+def trace(maker: Maker, entering: Entering, whole: Sequence[str] | None) -> Traced:
+    """Trace and measure a network; raises `InputError` naming the line that is in the way.
+
+    First without values, so that large networks are described at once; where the user's code does not allow that, with
+    random ones, the modules ``whole`` not looked into. Modules without weights are looked into only where they do the
+    same in training and in evaluation.
+    """
+    refused: list[InputError] = []
+    for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
+        for names in (given, (*given, *_bare(maker))):
+            try:
+                return _trace(maker, entering, device, names)
+            except InputError as error:
+                refused.append(error)
+                if _UNLIKE not in error.text:
+                    break
+    raise refused[-1]
+
+
+def _bare(maker: Maker) -> list[str]:
+    """Return the modules without weights or modules within: they may act in training alone, as DropPath does."""
+    with torch.device("meta"):
+        modules = dict(_made(maker).named_modules())
+    return [name for name, each in modules.items() if name and not each.state_dict() and not [*each.children()]]
+
+
+def seeded(maker: Maker, seed: int) -> nn.Module:
+    """Make the network with the weights of a seed; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(seed, "weights"))
+        return _made(maker)
+
+
+def plain(value: object) -> bool:
+    """Say whether a value is a number, a size or the like: the same for all samples, but for how many there are."""
+    if isinstance(value, tuple | list):
+        return all(plain(each) for each in value)
+    return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | slice)
+
+
+def line(node: fx.Node, maker: Maker) -> str:
+    """Return the user's line that a node comes from."""
+    return node.stack_trace or usercode.shown(maker.code.module)
+
+
+def _made(maker: Maker) -> nn.Module:
+    root = maker()
+    for name, module in root.named_modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            text = (
+                f"'{name}' has no sizes yet: call the network once, as net(torch.zeros(1, *shape)), and return it then"
+            )
+            raise InputError(f"{usercode.shown(maker.code.module)}: {text}", KEY)
+    return root
+
+
+def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) -> Traced:
+    """Trace in training and in evaluation: where they differ in a True and a False, that follows the unit's mode."""
+    tracers = []
+    for training in (True, False):
+        if device == "meta":
+            with torch.device("meta"):
+                root = _made(maker)
+        else:
+            root = seeded(maker, 0)
+        root.train(training)
+        tracers.append(_Tracer(entering, device, whole, usercode.shown(maker.code.module)))
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                tracers[-1].trace(root)
+        except InputError as error:
+            raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
+        except Exception as error:
+            text = f"cannot be traced: {first_line(error)}: {_REMEDY}"
+            raise InputError(f"{usercode.line_of(error, maker.code)}: {text}", KEY) from error
+    tracer, evaluating = tracers
+    _follow_mode(tracer, evaluating.graph, maker)
+    for node in reversed(tracer.graph.nodes):
+        node.meta.pop("is_wrapped", None)  # else the modules made of it would have torch.fx patch the functions again
+        if not node.users and node.op not in ("placeholder", "output"):
+            tracer.graph.erase_node(node)
+    made = {name: value for value, name in tracer.tensor_attrs.items() if name.startswith("_tensor_constant")}
+    constants = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
+    return Traced(tracer.root, tracer.graph, tracer.runs, constants)
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
+    """Replace each True that is False in evaluation by the mode of the unit; refuse whatever else differs."""
+    graph = tracer.graph
+    ours, theirs = list(graph.nodes), list(evaluating.nodes)
+    with graph.inserting_before(ours[0]):
+        mode = graph.get_attr("training")
+    for runs in tracer.runs:
+        runs[mode.name] = Measure(True)
+    for at, node in enumerate(ours):
+        other = theirs[at] if at < len(theirs) else None
+        if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
+            with graph.inserting_before(node):
+                found = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
+            if found is not None:
+                for each in graph.nodes:
+                    if each.target is by_mode:
+                        for runs in tracer.runs:
+                            runs.setdefault(each.name, Measure(each.args[1]))
+                node.args, node.kwargs = found
+                continue
+        raise InputError(f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so", KEY)
+
+
+def by_mode(training: bool, first: float, second: float) -> float:
+    """Return the first number in training, the second in evaluation."""
+    return first if training else second
+
+
+def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
+    """Return arguments that follow the mode where numbers differ; None: something else differs."""
+    if ours is True and theirs is False:
+        return mode
+    if isinstance(ours, int | float) and isinstance(theirs, int | float) and ours != theirs:
+        return mode.graph.call_function(by_mode, (mode, ours, theirs))
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and len(ours) == len(theirs):
+        pairs = list(zip(ours, theirs, strict=True))
+    elif isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        pairs = [(ours[key], theirs[key]) for key in ours]
+    if not pairs or repr(ours) == repr(theirs):
+        return ours if repr(ours) == repr(theirs) else None
+    found = [_followed(*pair, mode) for pair in pairs]
+    if any(new is None and old is not None for new, (old, _) in zip(found, pairs, strict=True)):
+        return None
+    return dict(zip(ours, found, strict=True)) if isinstance(ours, dict) else type(ours)(found)
+
+
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what operations cost: values of new tensors, those read to make them, FLOPs; views cost nothing."""
+
+    def __init__(self, weights: Collection[int]) -> None:
+        """Begin; ``weights`` are `storages` of the network."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made = 0
+        self.least = 1
+        self.cost = Cost()
+        self.counter = FlopCounterMode(display=False)
+        """To be entered first: it counts what this one lets through."""
+        self._weights = weights
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in _PRODUCTS:
+            _check_types(args)
+        before = self.counter.get_total_flops()
+        found = func(*args, **(kwargs or {}))
+        flops = self.counter.get_total_flops() - before
+        first = found[0] if isinstance(found, tuple | list) and found else found
+        if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
+            given = pytree.tree_leaves((args, kwargs))
+            read = [each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()]
+            if "batch_norm" in func.name() and any(each is True for each in args) and math.prod(read[0].shape[2:]) == 1:
+                self.least = 2  # one value for each channel has no variance
+            weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
+            values = first.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
+            matrices = sum(each.numel() for each in weights if each.ndim > 1)
+            self.made += first.numel()
+            self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
+        return found
+
+
+def _check_types(arguments: Sequence[Any]) -> None:
+    """Raise TypeError where a product is of different types, which torch accepts of tensors without values."""
+    tensors = [each for each in arguments if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    types = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+    if len(types) > 1:
+        text = "samples are float32: convert them, or the network by .float()"
+        raise TypeError(f"multiplies {' by '.join(types)}; {text}")
+
+
+def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
+    """Return which kind of layer an operation of aten is the work of."""
+    name = operation.name()
+    if name == "aten::convolution":
+        weight, groups = arguments[1], arguments[-1]
+        if groups > 1:
+            return "depthwise"
+        return "pointwise" if math.prod(weight.shape[2:]) == 1 else "convolution"
+    if flops:
+        return "linear"
+    if "norm" in name:
+        return "normalisation"
+    return "pooling" if "pool" in name or "mean" in name else "activation"
+
+
+def single(found: Any) -> Any:
+    """Return what `forward` returns, or of a dictionary its `logits` or only value; raises `InputError` for others."""
+    if not isinstance(found, Mapping):
+        return found
+    made = {name: value for name, value in found.items() if isinstance(value, torch.Tensor | fx.Proxy)}
+    if "logits" not in made and len(made) != 1:
+        raise InputError(f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'")
+    return made.get("logits", next(iter(made.values())))
+
+
+def samples_of(entering: Entering, size: int) -> torch.Tensor:
+    """Return some samples to run a network with, (size, ...); whole numbers are zeros, which every embedding has."""
+    samples = torch.rand(size, *entering.shape, generator=torch.Generator().manual_seed(size))
+    for begin, end, _, kind in entries(entering.fields).values():
+        if kind != "float32":
+            samples[:, begin:end] = 0
+    return samples.long() if entering.integers else samples
+
+
+def storages(root: nn.Module) -> frozenset[int]:
+    """Return what identifies the memory of a network's weights and buffers."""
+    return frozenset(each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers()))
+
+
+def measured(
+    root: nn.Module, node: fx.Node, runs: Mapping[str, Measure], weights: Collection[int], device: str = "cpu"
+) -> Measure:
+    """Run one step of a network on what the steps before it made, by their names; ``weights`` are its `storages`."""
+    if node.op == "get_attr":
+        found = operator.attrgetter(str(node.target))(root)
+        return Measure(found.to(device) if isinstance(found, torch.Tensor) else found)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
+    work = _Work(weights)
+    with torch.device(device), work.counter, work:
+        value = _called(root, node, args, kwargs)
+    return Measure(value, work.cost, work.made, work.least)
+
+
+def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_module":
+        return root.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class _Value(fx.Proxy):
+    """Something of which the tracer knows what it is for each size of a batch."""
+
+    def __getattr__(self, k: str) -> Any:
+        found = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
+        if callable(found):
+            return super().__getattr__(k)
+        return self.tracer.create_proxy("call_function", getattr, (self, k), {})
+
+    def __len__(self) -> int:
+        sizes = {len(value) for value in self.tracer.values(self.node)}  # type: ignore[attr-defined]
+        if len(sizes) > 1:
+            raise InputError("the number of samples is not known here: take x.shape[0], not len(x)")
+        return int(sizes.pop())
+
+    def __index__(self) -> int:
+        raise InputError("the number of samples is not known here: make the network so that it takes any")
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise InputError("changes a tensor in place: make a new one, as torch.where and torch.cat do")
+
+
+class _States(_Value):
+    """The last states of all layers of a recurrent network, of which one of a layer is had without the others."""
+
+    def __init__(self, parts: Sequence[Any], whole: _Value) -> None:
+        super().__init__(whole.node, whole.tracer)
+        self._parts = parts
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, int):
+            return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
+        ways = len(self.tracer.values(self.node)[0]) // len(self._parts)  # type: ignore[attr-defined]
+        layer, way = divmod(range(ways * len(self._parts))[key], ways)
+        return self._parts[layer][way]
+
+
+def recurrent_layer(
+    values: torch.Tensor,
+    weights: list[torch.Tensor],
+    mode: str,
+    bias: bool,
+    ways: int,
+    sizes: tuple[int, int],
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return what a layer of `torch.nn.LSTM`, `GRU` or `RNN` makes of a batch, and its last states.
+
+    ``values`` is (samples, steps, features) where ``batch_first``, else (steps, samples, features); states, of
+    ``sizes``, are (ways, samples, size).
+    """
+    samples = values.shape[0 if batch_first else 1]
+    first = [values.new_zeros(ways, samples, size) for size in sizes]
+    state: Any = tuple(first) if mode == "LSTM" else first[0]
+    run = getattr(torch._VF, mode.lower())
+    found: tuple[torch.Tensor, ...] = run(values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first)
+    return found
+
+
+class _Tracer(fx.Tracer):
+    """Runs each step as it is traced, and hands its value to the user's code where that is the same for all samples."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, entering: Entering, device: str, whole: Sequence[str], file: str) -> None:
+        super().__init__(autowrap_functions=_MAKING)
+        self._autowrap_search.append(torch)
+        self._file = file
+        self.runs: tuple[dict[str, Measure], ...] = ({}, {})
+        self._entering = entering
+        self._weights: Collection[int] = ()
+        self._device = device
+        self._whole = [name for name in whole if not any(other.startswith(f"{name}.") for other in whole)]
+        self._running = False
+        self._in_layers: nn.Module | None = None
+
+    def values(self, node: fx.Node) -> tuple[Any, Any]:
+        """Return what a step made of each of the two batches."""
+        return self.runs[0][node.name].value, self.runs[1][node.name].value
+
+    # What torch.fx asks
+
+    def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
+        """Hand over the samples alone: other arguments are what the user's code has for them."""
+        self._weights = storages(self.root)
+        required = [
+            each.name
+            for each in inspect.signature(root_fn).parameters.values()
+            if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        fields = self._entering.fields
+        if len(required) > 2 and not fields:
+            names = ", ".join(required[1:])
+            raise InputError(f"forward takes {names}: give the data an input of each name", KEY)
+
+        def called(root: nn.Module, samples: fx.Proxy) -> Any:
+            if not fields:
+                return single(root_fn(root, samples))
+            inputs = {
+                name: self.create_proxy("call_function", entry, (samples, *part), {})
+                for name, part in entries(fields).items()
+            }
+            ordered, named = arguments(root_fn, inputs)
+            return single(root_fn(root, *ordered, **named))
+
+        return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Say whether a module is one step."""
+        known = type(m) in STACKS or self._in_layers is m
+        return module_qualified_name in self._whole or (not known and super().is_leaf_module(m, module_qualified_name))
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Trace a call, or carry it out while a step is run; of a stack of layers that of each layer."""
+        if self._running:
+            return forward(*args, **kwargs)
+        if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
+            forward = partial(self._stack, m)
+        elif isinstance(m, nn.RNNBase) and type(m) in _RECURRENT and m.num_layers > 1 and len(args) == 1 and not kwargs:
+            forward = partial(self._recurrent, m)
+            self._in_layers = m
+        return super().call_module(m, forward, args, kwargs)
+
+    def _stack(self, stack: Any, values: Any, *memory: Any, is_causal: bool | None = None, **masks: Any) -> Any:
+        """Call the layers of an encoder or a decoder one after the other, as `forward` does where it learns."""
+        encodes = isinstance(stack, nn.TransformerEncoder)
+        if encodes and memory:
+            masks["mask"], memory = memory[0], memory[1:]
+        mask = masks.get("mask" if encodes else "tgt_mask")
+        known = self.values(mask.node)[0] if isinstance(mask, fx.Proxy) else mask
+        causal = masks.pop("tgt_is_causal", is_causal)
+        causal = _detect_is_causal_mask(known, causal, values.shape[1 if stack.layers[0].self_attn.batch_first else 0])
+        if encodes:
+            masks |= {"src_mask": masks.pop("mask", None), "is_causal": causal}
+        else:
+            masks["tgt_is_causal"] = causal
+        for layer in stack.layers:
+            values = layer(values, *memory, **masks)
+        return values if stack.norm is None else stack.norm(values)
+
+    def _recurrent(self, module: nn.RNNBase, values: Any) -> Any:
+        """Call the layers of a recurrent network one after the other, as it does by itself."""
+        ways = 2 if module.bidirectional else 1
+        size = module.proj_size or module.hidden_size
+        states: tuple[list[Any], ...] = ([], [])
+        for layer in range(module.num_layers):
+            names = [name for way in range(ways) for name in module._all_weights[layer * ways + way]]
+            weights = [getattr(module, name) for name in names]
+            how = (module.mode, module.bias, ways, (size, module.hidden_size), module.batch_first)
+            made = self.create_proxy("call_function", recurrent_layer, (values, weights, *how), {})
+            values = made[0]
+            for place, state in enumerate(states[: 2 if module.mode == "LSTM" else 1], 1):
+                state.append(made[place])
+            if module.dropout and layer + 1 < module.num_layers:
+                values = functional.dropout(values, module.dropout, module.training)
+        last = [
+            _States(parts, self.create_proxy("call_function", torch.cat, (parts,), {})) for parts in states if parts
+        ]
+        return values, last[0] if len(last) == 1 else tuple(last)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return what stands for an attribute, or the attribute while a step is run."""
+        return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return what stands for the value of a step."""
+        return _Value(node, self)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Loop over what has the same length for all batches."""
+        return (obj[place] for place in range(len(obj)))  # type: ignore[index]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuse what is not known: what is known is no proxy."""
+        tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
+        raise InputError(f"branches on {'values of a tensor' if tensor else 'the number of samples'}: {_REMEDY}")
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace a step; return its value where that is the same for all samples."""
+        proxy = super().create_proxy(*args, **kwargs)
+        small, large = self.values(proxy.node)
+        if isinstance(small, torch.device):
+            return torch.device("cpu")  # where units compute
+        return small if plain(small) and small == large and type(small) is type(large) else proxy
+
+    def _place(self) -> str | None:
+        """Return the user's line that is traced; torch would make a whole traceback for each step."""
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        return frame and f"{self._file}:{frame.f_lineno}"
+
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
+        """Write down a step and run it."""
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            raise InputError("`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)")
+        if kind == "call_method" and target in ("item", "tolist"):
+            raise InputError(f".{target}() reads values of a tensor: {_REMEDY}")
+        if kind == "call_method" and target.endswith("_") and not target.endswith("__"):
+            raise InputError(f".{target}() changes a tensor in place: make a new one")
+        target = _IN_PLACE.get(target, target)
+        if kwargs.get("inplace"):
+            kwargs = {**kwargs, "inplace": False}
+        node = super().create_node(kind, target, args, kwargs, name, type_expr)
+        node.stack_trace = self._place()
+        if kind != "output":
+            self._running = True
+            try:
+                for size, runs in zip(BATCHES, self.runs, strict=True):
+                    if node.op == "placeholder":
+                        runs[node.name] = Measure(samples_of(self._entering, size).to(self._device))
+                    else:
+                        runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
+            except Exception as error:
+                raise InputError(first_line(error)) from error
+            finally:
+                self._running = False
+        return node

@@ -1,0 +1,201 @@
+"""Initial weights from a file: a `state_dict` as safetensors or of `torch.save`, or Darknet's weights.
+
+A network of the user's has the names of its own `state_dict` in files. Within a run the index of the unit stands before
+each name (`Model.build`); files that an earlier version left have it, and are read as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import nn, torch
+from testbed.ml.models import darknet
+from testbed.ml.models.chain import Model
+from testbed.wire import tensors
+
+State = Mapping[str, "torch.Tensor"]
+_COUNTER = ".num_batches_tracked"
+"""A counter of a normalisation, of no use after training: not every file has it."""
+_BRACE = 8
+"""Where a safetensors file has its first brace."""
+_TORCH = (b"PK\x03\x04", b"\x80\x02")
+"""First bytes of what torch.save writes: a zip archive, or in old versions a pickle."""
+_PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
+"""Prefixes that wrappers of a network put before its names: DataParallel, torch.compile, trainers."""
+_NESTED = ("state_dict", "model_state_dict", "model")
+"""Keys under which a checkpoint of a training loop holds the `state_dict`."""
+_MOST = 5
+"""Names that a message lists."""
+
+
+def check(path: Path, model: Model) -> None:
+    """Raise `InputError` where a file is missing or is not this model's; compares names, shapes and types alone."""
+    if not path.is_file():
+        raise InputError(f"there is no file {path}: name one, relative to the scenario file")
+    if _format(path) == "darknet":
+        darknet.check(path, model)
+    else:
+        _matched(path, _load(path, values=False), model)
+
+
+def is_scenario(path: Path) -> bool:
+    """Say whether a file is a scenario, whose run leaves the weights, instead of weights."""
+    return path.suffix in (".yaml", ".yml")
+
+
+def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
+    """Return a file's weights, keyed as `Model.build` names them; raises `InputError` saying what is wrong with it."""
+    if not path.is_file() or _format(path) == "darknet":
+        check(path, model)
+        return darknet.read(path, model)
+    found = _matched(path, _load(path), model)
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise InputError(f"{path}: {name} holds values that are no numbers: whatever left them has diverged")
+    return found
+
+
+def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
+    """Return a state, keyed as `Model.build` names it, as the `state_dict` of the user's own network.
+
+    Tensors that no unit uses have the values that ``seed`` gives them; those that a method adds keep their names.
+    """
+    assert model.builder is not None
+    network = model.builder.network(seed)
+    own = network.state_dict().keys()
+    network.load_state_dict({_plain(name): tensor for name, tensor in state.items()}, strict=False)
+    added = {name: tensor for name, tensor in state.items() if _plain(name) not in own}
+    return network.state_dict() | added
+
+
+def _plain(name: str) -> str:
+    """Return a name without the index of its unit."""
+    return name.partition(".")[2]
+
+
+def _load(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file; without ``values`` those of safetensors have names, shapes and types alone."""
+    if _format(path) == "torch":
+        return _unwrapped(path, _unpickled(path))
+    try:
+        if values:
+            from safetensors.torch import load_file
+
+            return dict(load_file(path))
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return {raw.name: tensors.empty(raw) for raw in tensors.read(memoryview(content))[0]}
+    except (ValueError, OSError, BufferError) as error:
+        raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
+
+
+def _unpickled(path: Path) -> object:
+    try:
+        with path.open("rb") as file:
+            archive = file.read(4) == _TORCH[0]
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        text = "holds more than tensors, or is damaged: save the `state_dict()` of the network alone"
+        raise InputError(f"{path}: {text} ({reason[:200]})") from None
+
+
+def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
+    """Return the `state_dict` of a file of torch's, also of a checkpoint that holds more."""
+    for key in _NESTED:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise InputError(
+            f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
+        )
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by the names of `Model.build`; raises `InputError` where they are not its own."""
+    wanted = _unvalued(lambda: model.build(0, len(model.units), 0))
+    names = {name: name if model.builder is None else _plain(name) for name in wanted}
+    known = set(names.values())
+    if model.builder is not None:
+        known |= _unvalued(lambda: model.builder.network(0)).keys()
+        if _without_counters(found) == _without_counters(wanted):  # the names of an earlier version
+            names, known = {name: name for name in wanted}, set(wanted)
+    found = _without_prefixes(found, known)
+    other = f"{path}: not the weights of {model.name} as the scenario has it"
+    help_ = "use those of this model with its options, for as many classes"
+    if missing := _without_counters(names.values()) - found.keys():
+        raise InputError(f"{other}: there is no {_listed(missing)}; {help_}")
+    if more := _without_counters(found) - known:
+        raise InputError(f"{other}: {_listed(more)} is none of its tensors; {help_}")
+    result = {}
+    for name, tensor in wanted.items():
+        given = found.get(names[name])
+        if given is None:
+            result[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
+            continue
+        if given.shape != tensor.shape or given.dtype != tensor.dtype:
+            is_, should = (f"{each.dtype} of {list(each.shape)}" for each in (given, tensor))
+            raise InputError(f"{other}: {names[name]} is {is_} instead of {should}; {help_}")
+        result[name] = given
+    return result
+
+
+def _unvalued(make: Any) -> State:
+    """Return the state of a module; where a tensor has no values, no time goes into drawing any."""
+    try:
+        with torch.device("meta"):
+            module: nn.Module = make()
+    except (RuntimeError, NotImplementedError):  # a network that reads values as it is made
+        module = make()
+    return module.state_dict()
+
+
+def _without_prefixes(found: State, known: Collection[str]) -> State:
+    """Return tensors without the prefixes of wrappers."""
+    while known and found:
+        prefix = next((each for each in _PREFIXES if all(name.startswith(each) for name in found)), None)
+        if prefix is None or all(name.startswith(prefix) for name in known):
+            break
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return {name if name in known else name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
+
+
+def _without_counters(names: Collection[str]) -> set[str]:
+    return {name for name in names if not name.endswith(_COUNTER)}
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:_MOST])
+    return shown if len(names) <= _MOST else f"{shown} (and {len(names) - _MOST} more)"
+
+
+def facts(path: Path, model: Model) -> dict[str, Any]:
+    """Return what identifies a file of weights, as plain values."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+    if is_scenario(path):
+        return {"format": "scenario", **known}
+    kind = _format(path)
+    if kind != "darknet":
+        return {"format": kind, **known}
+    header = darknet.check(path, model)
+    return {"format": f"darknet {'.'.join(map(str, header.version))}", **known, "images_seen": header.seen}
+
+
+def _format(path: Path) -> Literal["safetensors", "torch", "darknet"]:
+    """Return the format that the first bytes of a file show: of safetensors the length of a header, then a brace."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_BRACE + 1)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if begin[_BRACE:] == b"{" or path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if begin.startswith(_TORCH) else "darknet"

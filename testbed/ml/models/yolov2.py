@@ -1,0 +1,81 @@
+"""YOLOv2 (Redmon and Farhadi, "YOLO9000: Better, Faster, Stronger"), one unit for each of Darknet's layers.
+
+Units are numbered as Darknet numbers its layers, from 0, pooling, routes and reorganisation among them; only the last
+one, which reads the output as boxes, is none: `testbed.ml.models.detection` does that. Batch normalisation is folded: a
+convolution has a bias and no normalisation, and `testbed.ml.models.darknet` folds as it reads trained weights.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from testbed.common.part import Part
+from testbed.ml.models.chain import Model, chain
+from testbed.ml.models.detection import Detector
+from testbed.ml.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorganise
+from testbed.ml.models.shapes import Shape
+
+CLASSES = 80
+"""Classes of COCO, for data without labels."""
+STRIDE = 32
+"""How many times as high and as wide as the output's grid an input is."""
+ANCHORS = ((0.57273, 0.677385), (1.87446, 2.06253), (3.33843, 5.47434), (7.88282, 3.52778), (9.77052, 9.16828))
+"""Width and height in cells of the grid, of the network trained on COCO."""
+ROUTES = {25: (16,), 28: (27, 24)}
+"""The early features come in again: reorganised, they are put before the last ones."""
+
+# fmt: off
+COCO = (
+    "person", "bicycle", "car", "motorbike", "aeroplane", "bus", "train", "truck", "boat", "traffic light",
+    "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
+    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
+    "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
+    "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
+    "carrot", "hot dog", "pizza", "donut", "cake", "chair", "sofa", "pottedplant", "bed", "diningtable", "toilet",
+    "tvmonitor", "laptop", "mouse", "remote", "keyboard", "cell phone", "microwave", "oven", "toaster", "sink",
+    "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush"
+)
+# fmt: on
+"""Names of the classes, in the order of Darknet's list."""
+
+_MAX, _ROUTE = MaxPool2d(), None
+
+
+def _conv(channels: int, kernel: int) -> tuple[Layer, ...]:
+    return (Conv2d(channels, kernel, padding=kernel // 2), LeakyReLU(0.1))
+
+
+_LAYERS = (
+    *(_conv(32, 3), _MAX, _conv(64, 3), _MAX, _conv(128, 3), _conv(64, 1), _conv(128, 3), _MAX),
+    *(_conv(256, 3), _conv(128, 1), _conv(256, 3), _MAX),
+    *(_conv(512, 3), _conv(256, 1), _conv(512, 3), _conv(256, 1), _conv(512, 3), _MAX),
+    *(_conv(1024, 3), _conv(512, 1), _conv(1024, 3), _conv(512, 1), _conv(1024, 3), _conv(1024, 3), _conv(1024, 3)),
+    *(_ROUTE, _conv(64, 1), Reorganise(2), _ROUTE, _conv(1024, 3)),
+)
+"""All but the last: convolutions with their activation, poolings, routes."""
+
+
+class Yolov2Options(Part):
+    """Options of YOLOv2."""
+
+    threshold: float = Field(0.5, gt=0, le=1, description="least score of a box that is reported")
+
+
+def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
+    """Make YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
+    if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
+        raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
+    units = [_named(index, layer) for index, layer in enumerate(_LAYERS)]
+    labels = COCO if classes == CLASSES else tuple(f"class {index}" for index in range(classes))
+    detector = Detector(ANCHORS, labels, options.threshold)
+    units.append((f"conv{len(units)}", (Conv2d(detector.channels(classes)[0], 1),)))
+    return chain("yolov2", shape, classes, units, ROUTES, detector)
+
+
+def _named(index: int, layer: tuple[Layer, ...] | Layer | None) -> tuple[str, tuple[Layer, ...]]:
+    """Name a unit by its kind and number."""
+    if layer is None:
+        return f"route{index}", ()
+    if isinstance(layer, tuple):
+        return f"conv{index}", layer
+    return f"{'pool' if isinstance(layer, MaxPool2d) else 'reorg'}{index}", (layer,)

@@ -1,0 +1,6 @@
+"""Pure planners: costs in, plan out."""
+
+from testbed.ml.partition.cuts import Cuts
+from testbed.ml.partition.pipeline import Chain, SynchronousPipeline
+
+__all__ = ["Chain", "Cuts", "SynchronousPipeline"]

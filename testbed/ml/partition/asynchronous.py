@@ -1,0 +1,186 @@
+"""Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
+
+The coordinator profiles the whole model; what a unit takes on another device is that time its capacity, equation (3).
+Links carry what was measured between neighbours: `measured` puts that in the place of the scenario's figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from testbed.device import Cost
+from testbed.hardware import DeviceSpec
+from testbed.ml.models.chain import Unit, backward_of, cost_of, forward_of
+from testbed.ml.partition.cuts import Costs, Cuts
+from testbed.ml.partition.memory import training_bytes
+from testbed.ml.partition.pipeline import Chain, TrainingPipeline
+from testbed.ml.schedule import Action, Slot, asynchronous_1f1b
+from testbed.ml.schedule.versions import in_flight, kept
+from testbed.network.link import Link, Pair
+from testbed.wire.message import size_around
+
+Extra = Callable[[int, int, int], float]
+"""(stage, first unit, one after its last) -> bytes it keeps beside its own training, such as replicas."""
+
+
+Replicas = Callable[[int, int, int], Mapping[int, float]]
+"""(stage, first unit, one after its last) -> bytes that it sends to other stages to keep, by stage, a batch's share."""
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of each unit for one batch on the coordinator."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    update: tuple[float, ...]
+
+    @cached_property
+    def execution(self) -> tuple[float, ...]:
+        """Seconds of each unit for all three: T_e of the paper, the update counted in."""
+        return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
+
+    @staticmethod
+    def by_formula(units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float) -> UnitTimes:
+        """Return what the testbed charges this device."""
+        return UnitTimes(
+            tuple(device.seconds(forward_of(unit.cost, batch_size)) for unit in units),
+            tuple(device.seconds(backward_of(unit.cost, batch_size)) for unit in units),
+            tuple(device.seconds(Cost(update_flops * unit.parameters)) for unit in units),
+        )
+
+
+@dataclass(frozen=True)
+class AsynchronousPipeline(TrainingPipeline):
+    """Asynchronous 1F1B training over devices in a row, each batch with an update of its own.
+
+    Its `least_bottleneck` is FTPipeHD's partition.
+    """
+
+    sums_tied = False
+    profile: UnitTimes
+    capacities: tuple[float, ...]
+    """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""
+    window: int | None = None
+    """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
+    vertical_sync: bool = True
+    extra: Extra = lambda stage, first, last: 0.0
+    replicas: Replicas = lambda stage, first, last: {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.capacities) != len(self.devices) or min(self.capacities) <= 0:
+            raise ValueError(f"{len(self.devices)} devices need as many capacities above 0, not {self.capacities}")
+        if len(self.profile.execution) != len(self.units):
+            raise ValueError(f"{len(self.units)} units, but a profile of {len(self.profile.execution)}")
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        stages = len(self.devices)
+        samples = in_flight(stages, stage, self.window) * self.batch_size
+        versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
+        units, precision = range(first, last), self.devices[stage].precision
+        own = training_bytes(self.model, units, samples, self.state_values, versions, precision)
+        return own + self.extra(stage, first, last)
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        added = (self.capacities[-1],) * (len(devices) - len(self.devices))
+        return replace(self, devices=devices, links=links, capacities=self.capacities + added)
+
+    @cached_property
+    def _sums(self) -> dict[str, list[float]]:
+        kinds = {"forward": self.profile.forward, "backward": self.profile.backward, "update": self.profile.update}
+        return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
+
+    def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
+        """Return how long units ``first`` up to but without ``last`` take there, by equations (3) and (7)."""
+        sums = self._sums[kind]
+        return self.capacities[stage] * (sums[last] - sums[first])
+
+    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a forward of ``samples`` samples."""
+        return self.seconds("forward", stage, first, last) * samples / self.batch_size
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward of ``samples`` samples."""
+        return self.seconds("backward", stage, first, last) * samples / self.batch_size
+
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+        return self.seconds(action.kind, stage, first, last)
+
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return T(first, last) of a stage for one batch: forward, backward and update."""
+        return sum(self.seconds(kind, stage, first, last) for kind in self._sums)
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one batch: the three parts of equation (5)."""
+
+        def stage(stage: int, first: int, last: int) -> float:
+            return max(self.stage_time(stage, first, last), self._replicating(stage, first, last))
+
+        return replace(super().bottleneck_costs, stage=stage)
+
+    def _replicating(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds for one batch of the busiest link that a stage sends its replicas over.
+
+        The paper's equation (5) leaves them out. They share a link with what is sent to the same neighbour anyway.
+        """
+        busiest = 0.0
+        for target, size in self.replicas(stage, first, last).items():
+            link = self.links.get((self.devices[stage].name, self.devices[target].name))
+            if link is None:
+                continue
+            cut = {stage + 1: last, stage - 1: first}.get(target)
+            other = 0.0 if cut is None else self.transfer(stage, target, cut, self.batch_size)[0]
+            busiest = max(busiest, link.transmission_time(size_around(size)) + other)
+        return busiest
+
+    def slowest_stage(self, cuts: Cuts) -> float:
+        """Return the seconds for one batch of the busiest stage alone, whatever the links carry."""
+        return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
+
+    def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
+        """Return when each stage does what in a run of ``batches`` batches, in seconds."""
+        count = len(self.devices)
+        stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
+        return self.played(cuts, stages)
+
+    def batch_time(self, cuts: Cuts) -> float:
+        """Return the predicted seconds from one update of the first stage to the next in a full pipeline.
+
+        At least the bottleneck; more where so few batches in flight do not cover a batch's way there and back.
+        """
+        stages = len(self.devices)
+        turns = 4 * stages
+        ends = [slot.end for slot in self.timeline(cuts, 3 * turns) if slot.stage == 0 and slot.action.kind == "update"]
+        return (ends[2 * turns - 1] - ends[turns - 1]) / turns
+
+
+def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
+    """Return links of these rates in bit/s on the wire (infinite: no limit), for planning by what was measured."""
+    return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
+
+
+def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int) -> tuple[float, ...]:
+    """Return the capacities that the scenario gives, relative to the first device: C_i of equation (3).
+
+    Of all units together, as the paper has one for a device: exact for each unit where all rates of the devices are in
+    proportion.
+    """
+    one = cost_of(units)
+    whole = forward_of(one, batch_size) + backward_of(one, batch_size)
+    return tuple(device.seconds(whole) / devices[0].seconds(whole) for device in devices)
+
+
+def divisible_limit(speeds: Sequence[float]) -> float:
+    """Return how many times longer even parts take than optimal ones, of a chain that divides as finely as one likes.
+
+    Even: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication left out.
+    """
+    return sum(speeds) / (len(speeds) * min(speeds))

@@ -1,0 +1,465 @@
+"""Partitions of a model over devices in a row: planned, checked against their memory, and timed by formula.
+
+The times are those the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
+the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it,
+unless a pipeline is ``half_duplex``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.device import Cost
+from testbed.hardware import DeviceSpec
+from testbed.ml.data.batches import micro_batches
+from testbed.ml.models.chain import Model, Tied, Unit, backward_of, forward_of
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.ml.partition import cuts as cutting
+from testbed.ml.partition.cuts import Costs, Cuts
+from testbed.ml.partition.memory import inference_bytes, training_bytes
+from testbed.ml.schedule import Action, Schedule, Slot, in_flight, orders, play
+from testbed.network.link import Link, Pair
+from testbed.wire.message import size_around
+
+OfStage = Callable[[int, int, int], float]
+"""(stage, first unit, one after its last) -> what they take there."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The units of a model over devices in a row, one stage each; what a batch meets on its way."""
+
+    model: Model
+    devices: tuple[DeviceSpec, ...]
+    """Devices in the order of the stages."""
+    links: Mapping[Pair, Link]
+    batch_size: int
+    shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
+    """Bytes that travel for each byte of activations and of their gradients."""
+
+    sums_tied: ClassVar[bool] = True
+    """Whether stages with a copy each of one weight compute as one device with that weight would."""
+
+    def __post_init__(self) -> None:
+        cutting.check_counts(len(self.units), len(self.devices))
+        for one, other in pairwise(self.devices):
+            for pair in ((one.name, other.name), (other.name, one.name)):
+                if pair not in self.links:
+                    raise InputError(
+                        f"{pair[0]} and {pair[1]} hold neighbouring stages, but no link leads from {pair[0]} to "
+                        f"{pair[1]}: add one, or list the devices in the order in which they are linked",
+                        ("network", "topology"),
+                    )
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What is divided."""
+        return self.model.units
+
+    @cached_property
+    def _costs(self) -> list[Cost]:
+        """Cost of a forward of one sample, up to each cut."""
+        return [Cost(), *accumulate(unit.cost for unit in self.units)]
+
+    @cached_property
+    def _parameters(self) -> list[int]:
+        return [0, *accumulate(unit.parameters for unit in self.units)]
+
+    def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a forward of units ``first`` up to but without ``last``."""
+        return self.devices[stage].seconds(forward_of(self._costs[last] - self._costs[first], samples))
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward."""
+        return self.devices[stage].seconds(backward_of(self._costs[last] - self._costs[first], samples))
+
+    def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
+        """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
+        link = self.links[self.devices[source].name, self.devices[target].name]
+        return link.transmission_time(
+            size_around(samples * self.model.cut_bytes(cut) * self.shares[source > target])
+        ), link.delay
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        return inference_bytes(self.model, range(first, last), self.batch_size, self.devices[stage].precision)
+
+    @cached_property
+    def _memory(self) -> OfStage:
+        return cache(self.memory)
+
+    def _fitting(self, costs: Costs) -> Costs:
+        """Forbid stages that do not fit into their device."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            fits = self._memory(index, first, last) <= self.devices[index].memory
+            return costs.stage(index, first, last) if fits else math.inf
+
+        def boundary(index: int, cut: int) -> float:
+            return math.inf if self._tied_across(cut) else costs.boundary(index, cut)
+
+        return Costs(stage, boundary)
+
+    def _tied_across(self, cut: int) -> Tied | None:
+        """Return a weight that stages on both sides of a cut would use, where they cannot; None: there is none."""
+        return None if self.sums_tied else self.model.tied_across(cut)
+
+    def _check_tied(self, cuts: Cuts) -> None:
+        """Raise `InputError` for cuts between units that share weights."""
+        for cut in cuts[1:-1]:
+            if (tied := self._tied_across(cut)) is not None:
+                units = " and ".join(self.units[unit].name for unit in tied.units)
+                raise InputError(
+                    f"units {units} share a weight ({tied.title}), and stages that update at different times cannot "
+                    "have a copy each: take pipeline, gpipe or model-parallelism, untie them, or use fewer stages",
+                    ("method", "stages"),
+                )
+
+    @cached_property
+    def fullness(self) -> tuple[float, Cuts]:
+        """The least share of its device's memory that the fullest stage can need, and the cuts that give it."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            return self._memory(index, first, last) / self.devices[index].memory
+
+        return cutting.best(len(self.units), len(self.devices), Costs(stage, lambda _stage, _cut: 0.0), max)
+
+    def check(self, cuts: Cuts) -> None:
+        """Raise `InputError` where a stage does not fit into its device, saying what would fit."""
+        shares = [
+            self._memory(stage, first, last) / self.devices[stage].memory
+            for stage, (first, last) in enumerate(pairwise(cuts))
+        ]
+        fullest = max(range(len(shares)), key=shares.__getitem__)
+        if shares[fullest] <= 1:
+            return
+        first, last = cuts[fullest : fullest + 2]
+        device, need = self.devices[fullest], self._memory(fullest, first, last)
+        names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
+        raise InputError(
+            f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
+            f"{formats.size(need)} at batch_size {self.batch_size}: {self._what_fits()}",
+            ("devices", device.name, "memory"),
+        )
+
+    def _what_fits(self) -> str:
+        if self.fullness[0] <= 1:
+            return "an optimal partition would fit"
+        ways = []
+        smaller = range(1, self.batch_size)
+        batch_size = bisect(smaller, False, key=lambda size: self._with_batch(size).fullness[0] > 1)
+        if batch_size:
+            ways.append(f"a batch_size of at most {batch_size} fits")
+        devices = self._enough_devices()
+        if devices:
+            ways.append(f"{devices} devices fit, the added ones like {self.devices[-1].name}")
+        return ", or ".join(ways) or (
+            "no smaller batch and no number of such devices fits; it takes devices with more memory or a smaller model"
+        )
+
+    def _with_batch(self, batch_size: int) -> Chain:
+        return replace(self, batch_size=batch_size)
+
+    def _enough_devices(self) -> int:
+        """Return how many devices would hold the model, more like the last one added; 0 where no number does."""
+        last = self.devices[-1]
+        for count in range(len(self.devices) + 1, len(self.units) + 1):
+            added = tuple(replace(last, name=f"{last.name}+{index}") for index in range(len(self.devices), count))
+            devices = self.devices + added
+            links = {
+                pair: Link()
+                for one, other in pairwise(d.name for d in devices)
+                for pair in ((one, other), (other, one))
+            }
+            if self._with_devices(devices, links).fullness[0] <= 1:
+                return count
+        return 0
+
+    def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
+        """Return the same over these devices and some more at the end."""
+        return replace(self, devices=devices, links=links)
+
+    @property
+    def latency_costs(self) -> Costs:
+        """What adds up to the time of one batch that passes forward through all stages."""
+
+        def stage(index: int, first: int, last: int) -> float:
+            return self.forward_time(index, first, last, self.batch_size)
+
+        def boundary(index: int, cut: int) -> float:
+            return sum(self.transfer(index, index + 1, cut, self.batch_size))
+
+        return Costs(stage, boundary)
+
+    def latency(self, cuts: Cuts) -> float:
+        """Return the seconds of one batch through all stages, without what brings it there and the result back."""
+        return self.latency_costs.of(cuts, lambda one, other: one + other)
+
+    def least_latency(self) -> Cuts:
+        """Return the fitting partition with the least latency; raises `InputError` where none fits."""
+        return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of one batch, or micro-batch, alone on its whole way."""
+        return self.latency_costs
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for one batch: a link's delay keeps nobody busy."""
+
+        def boundary(stage: int, cut: int) -> float:
+            return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+
+        return replace(self.latency_costs, boundary=boundary)
+
+    def bottleneck(self, cuts: Cuts) -> float:
+        """Return the seconds of the busiest stage or link for what passes together: a full pipeline's pace."""
+        return self.bottleneck_costs.of(cuts, max)
+
+    def least_bottleneck(self) -> Cuts:
+        """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
+        fitting = self._fitting(self.bottleneck_costs)
+        found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
+        return self._chosen(found)
+
+    def even(self) -> Cuts:
+        """Return even cuts; raises `InputError` where they do not fit."""
+        cuts = cutting.even(len(self.units), len(self.devices))
+        self.check(cuts)
+        self._check_tied(cuts)
+        return cuts
+
+    def _chosen(self, found: tuple[float, Cuts]) -> Cuts:
+        cost, cuts = found
+        if math.isinf(cost):
+            self.check(self.fullness[1])
+            self._check_tied(cuts)
+        return cuts
+
+
+@dataclass(frozen=True)
+class TrainingPipeline(Chain):
+    """Training over devices in a row: activations go forward, gradients come back."""
+
+    state_values: float = field(default=0, kw_only=True)
+    half_duplex: bool = field(default=False, kw_only=True)
+    """Whether activations and gradients share a link's rate: the factor 2 of FTPipeHD's equation (5)."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples pass together, at most."""
+        return self.batch_size
+
+    @abstractmethod
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of a stage for what passes together: forward, backward and its share of the update."""
+
+    @abstractmethod
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+
+    def samples_of(self, action: Action) -> int:
+        """Return how many samples an action is about."""
+        return self.samples
+
+    @property
+    def bottleneck_costs(self) -> Costs:
+        """What each stage and each link is busy with for what passes together (PipeDream; FTPipeHD's equation 5)."""
+
+        def boundary(stage: int, cut: int) -> float:
+            there, _ = self.transfer(stage, stage + 1, cut, self.samples)
+            back, _ = self.transfer(stage + 1, stage, cut, self.samples)
+            return there + back if self.half_duplex else max(there, back)
+
+        return Costs(cache(self.stage_time), boundary)
+
+    @property
+    def passage_costs(self) -> Costs:
+        """What adds up to the time of what passes together, forward through all stages and back."""
+
+        def boundary(stage: int, cut: int) -> float:
+            ways = ((stage, stage + 1), (stage + 1, stage))
+            return sum(sum(self.transfer(*way, cut, self.samples)) for way in ways)
+
+        return Costs(cache(self.stage_time), boundary)
+
+    def played(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
+        """Return when each stage does its actions, in seconds."""
+
+        def duration(stage: int, action: Action) -> float:
+            first, last = cuts[stage : stage + 2]
+            return self.action_time(stage, first, last, action)
+
+        def transfer(stage: int, action: Action) -> tuple[float, float]:
+            forward = action.kind == "forward"
+            target, cut = (stage + 1, cuts[stage + 1]) if forward else (stage - 1, cuts[stage])
+            return self.transfer(stage, target, cut, self.samples_of(action))
+
+        return play(stages, duration, transfer)
+
+
+@dataclass(frozen=True)
+class SynchronousPipeline(TrainingPipeline):
+    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, an update at the end."""
+
+    micro_batches: int
+    schedule: Schedule
+    update_flops: float = 2.0
+    """FLOPs that an update is charged for each parameter."""
+    recompute: bool = False
+    """Whether all stages but the last forward a second time before they backward, instead of keeping activations."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.micro_batches <= self.batch_size:
+            raise InputError(
+                f"a batch of {self.batch_size} cannot be cut into {self.micro_batches} micro-batches: "
+                f"use 1 to {self.batch_size}",
+                ("method", "micro_batches"),
+            )
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [part.stop - part.start for part in micro_batches(self.batch_size, self.micro_batches)]
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        """Samples that each stage keeps at most."""
+        kept = (in_flight(actions) for actions in orders(self.schedule, len(self.devices), self.micro_batches))
+        return [sum(self._sizes[:count]) for count in kept]
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        units, samples, precision = range(first, last), self._in_flight[stage], self.devices[stage].precision
+        if self._recomputes(stage):
+            inputs = self.units[first].input_bytes * samples
+            return training_bytes(self.model, units, self._sizes[0], self.state_values, precision=precision) + inputs
+        return training_bytes(self.model, units, samples, self.state_values, precision=precision)
+
+    def _recomputes(self, stage: int) -> bool:
+        return self.recompute and stage + 1 < len(self.devices)
+
+    def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
+        """Return the seconds of a backward, and of the forward before it where activations are not kept."""
+        again = self.forward_time(stage, first, last, samples) if self._recomputes(stage) else 0.0
+        return super().backward_time(stage, first, last, samples) + again
+
+    def _with_batch(self, batch_size: int) -> Chain:
+        return replace(self, batch_size=batch_size, micro_batches=min(self.micro_batches, batch_size))
+
+    def update_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of the update that ends a step."""
+        return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
+
+    @property
+    def samples(self) -> int:
+        """The largest micro-batch."""
+        return self._sizes[0]
+
+    def stage_time(self, stage: int, first: int, last: int) -> float:
+        """Return the seconds of forward and backward of the largest micro-batch, and of its share of the update."""
+        ends, samples = (stage, first, last), self.samples
+        compute = self.forward_time(*ends, samples) + self.backward_time(*ends, samples)
+        return compute + self.update_time(*ends) / self.micro_batches
+
+    def samples_of(self, action: Action) -> int:
+        """Return the size of an action's micro-batch."""
+        return self._sizes[action.micro % self.micro_batches]
+
+    def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
+        """Return the seconds of one action of a stage."""
+        if action.kind == "update":
+            return self.update_time(stage, first, last)
+        time = self.forward_time if action.kind == "forward" else self.backward_time
+        return time(stage, first, last, self.samples_of(action))
+
+    def least_step_time(self) -> Cuts:
+        """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
+
+        A short pipeline with few micro-batches spends much of a step filling and draining, where the passage counts
+        more than the bottleneck; so the partitions that are best in passage for some bottleneck are timed.
+        Raises `InputError` where none fits.
+        """
+        fitting = self._fitting(self.bottleneck_costs)
+        found = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
+        if not found:
+            self.check(self.fullness[1])
+        return min(found, key=self.step_time)
+
+    def timeline(self, cuts: Cuts, steps: int = 1) -> list[Slot]:
+        """Return when each stage does what, in seconds, over several steps in a row.
+
+        Micro-batches are numbered on through the steps. The first stage starts a step once it has done its update.
+        """
+        count = self.micro_batches
+        stages = [
+            [
+                action
+                for step in range(steps)
+                for action in (
+                    *(Action(action.kind, step * count + action.micro) for action in actions),
+                    Action("update", step),
+                )
+            ]
+            for actions in orders(self.schedule, len(self.devices), count)
+        ]
+        return self.played(cuts, stages)
+
+    def step_time(self, cuts: Cuts) -> float:
+        """Return the predicted seconds from one step's start to the next one's: the critical path of the schedule."""
+        starts = [
+            slot.start
+            for slot in self.timeline(cuts, steps=3)
+            if slot.stage == 0 and slot.action.kind == "forward" and slot.action.micro % self.micro_batches == 0
+        ]
+        return starts[2] - starts[1] + self._tied_time(cuts)
+
+    def _tied_time(self, cuts: Cuts) -> float:
+        """Return the seconds that the exchange of tied gradients adds to a step.
+
+        The first stage with a tied weight waits for the gradients of the others, which follow those of activations on
+        their way; the others have the sum before they do the next step, whose activations follow it.
+        """
+        sizes: dict[tuple[int, int], int] = {}
+        for tied in self.model.tied:
+            first, *others = tied.holders(cuts[:-1])
+            for other in others:
+                sizes[first, other] = sizes.get((first, other), 0) + BYTES_PER_VALUE * tied.values
+        waits, shifts = [0.0], [0.0]
+        slots = self.timeline(cuts) if sizes else []
+        for (first, other), size in sizes.items():
+            begun = min(slot.start for slot in slots if slot.stage == other)
+            ready, last = (
+                max(slots, key=lambda slot: (slot.stage == stage and slot.action.kind == "backward", slot.end))
+                for stage in (first, other)
+            )
+            sent = max(last.end, ready.start) if other == first + 1 else last.end
+            waits.append(sent + sum(self._tied_transfer(other, first, size)) - ready.end)
+            busy, delay = self._tied_transfer(first, other, size)
+            updated = (self.update_time(stage, *cuts[stage : stage + 2]) for stage in (first, other))
+            mine, theirs = updated
+            shifts.append(busy + delay + theirs - mine - begun)
+            if other == first + 1:
+                shifts.append(busy - mine - self.forward_time(first, cuts[first], cuts[first + 1], self.samples))
+        return max(waits) + max(shifts)
+
+    def _tied_transfer(self, source: int, target: int, size: int) -> tuple[float, float]:
+        """Return how long gradients of tied weights keep a link busy, and its delay; raises `InputError`."""
+        pair = self.devices[source].name, self.devices[target].name
+        if pair not in self.links:
+            raise InputError(
+                f"{pair[0]} and {pair[1]} use the same weights ({self.model.tied[0].title}) and send each other "
+                f"gradients, but no link leads from {pair[0]} to {pair[1]}: use the topology mesh or add the link",
+                ("network", "topology"),
+            )
+        return self.links[pair].transmission_time(size_around(size)), self.links[pair].delay

@@ -1,0 +1,138 @@
+"""Recovery from a checkpoint: everything stops, and the devices that are there go on from the last whole state.
+
+The coordinator holds the checkpoint. When devices are lost it opens a configuration with a higher number, waits up to
+``return_window`` for the lost ones to answer, and sets up the same parts again, or others over the devices left. A
+device that comes back later is taken in at the next checkpoint.
+
+The death of the coordinator itself is not survived. One that restarts begins the workload again, in configurations
+numbered above its former ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.lazy import torch
+from testbed.messaging.supervision import Lost, Supervisor
+from testbed.messaging.typed import Typed
+from testbed.ml.layers.shard import State, result_of
+from testbed.ml.pipeline.messages import UnitState
+from testbed.plan import Piece
+
+Partitioner = Callable[[Collection[str]], Sequence[Piece]]
+"""Devices that can be had -> parts for them; raises `InputError` where there are none."""
+MakeConfigure = Callable[[Piece, State | None], Typed]
+"""(part, the checkpoint's state; None: the seed's) -> the message that makes a device be that."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where training can go on from."""
+
+    step: int
+    """The next step to be done."""
+    state: State | None
+    """None is the state that the seed gives."""
+
+
+class Collector:
+    """Gathers a state unit by unit; several steps' may be on their way at once."""
+
+    def __init__(self, units: int) -> None:
+        self._units = units
+        self._pieces: dict[int, dict[int, Mapping[str, torch.Tensor]]] = {}
+
+    def add(self, step: int, unit: int, state: State) -> Checkpoint | None:
+        """Take in one unit; return the checkpoint that this completes, if it does."""
+        pieces = self._pieces.setdefault(step, {})
+        pieces[unit] = state
+        if len(pieces) < self._units:
+            return None
+        self._pieces = {later: kept for later, kept in self._pieces.items() if later > step}
+        return Checkpoint(step, {name: tensor for index in sorted(pieces) for name, tensor in pieces[index].items()})
+
+    def clear(self) -> None:
+        """Forget what is not complete: the rest of it will never come."""
+        self._pieces.clear()
+
+
+class FromCheckpoint:
+    """A `testbed.messaging.supervision.RecoveryPolicy`; the last checkpoint is what the device exposes."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        configure: MakeConfigure,
+        partitioner: Partitioner,
+        units: int,
+        weights: State | None,
+    ) -> None:
+        """``units`` are the model's; ``weights`` it begins with; None: the seed's."""
+        self.checkpoint = Checkpoint(0, weights)
+        self._mailbox = mailbox = supervisor.mailbox
+        self._device = mailbox.device
+        self._supervisor = supervisor
+        self._members = supervisor.membership
+        self._configure = configure
+        self._partitioner = partitioner
+        self._collector = Collector(units)
+        self._device.expose(self.weights)
+        mailbox.on(UnitState, self._collect)
+        mailbox.on_open(self._collector.clear)
+
+    def weights(self) -> State:
+        """Return those of the last checkpoint; none before there is one."""
+        return result_of(self.checkpoint.state or {})
+
+    def _collect(self, part: UnitState) -> None:
+        self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint
+
+    async def establish(self) -> None:
+        """Send every device what it is, from the last checkpoint on, and wait until all are ready."""
+        self._supervisor.begin()
+        for part in self._supervisor.layout:
+            self._mailbox.post(part.device, self._configure(part, self.checkpoint.state))
+        await self._supervisor.ready()
+
+    async def recover(self, lost: Lost, start: int) -> None:
+        """Wait for lost devices to come back; arrange those that are there."""
+        self._device.record("recovery", phase="detected", step=start, missing=lost.missing)
+        known = dict(self._members.known)
+        await self._gather(self._members.assigned, self._supervisor.timeouts.return_window)
+        self._supervisor.learn_patience(lost, known)
+        self._arrange()
+
+    async def let_join(self) -> None:
+        """Take in devices that have come (back), if that makes for more parts; call at a checkpoint. Raises `Lost`."""
+        joiners = self._members.joiners
+        if not joiners:
+            return
+        try:
+            possible = self._partitioner(joiners | self._members.assigned)
+        except InputError:
+            possible = ()
+        if len(possible) <= len(self._supervisor.layout):
+            joiners.clear()
+            return
+        self._device.record("log", text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}")
+        await self._gather(joiners | self._members.assigned, self._supervisor.patience)
+        self._arrange()
+        await self.establish()
+
+    async def _gather(self, names: Collection[str], seconds: float) -> None:
+        """Open a configuration; wait until all of these have answered in it, at most so long."""
+        self._mailbox.open(self._mailbox.configuration + 1)
+        await self._members.gather(dict.fromkeys(names, self._device.now() + seconds), greeted=True)
+
+    def _arrange(self) -> None:
+        """Keep the parts if all their devices are there and no others, else plan over those that are."""
+        there = {self._device.name, *self._members.present} - self._members.excluded
+        if self._members.assigned == there:
+            return
+        try:
+            self._supervisor.watch(self._partitioner(there))
+        except InputError as error:
+            raise TestbedError(f"not enough devices: {error.text}") from error
+        self._members.joiners = there - self._members.assigned

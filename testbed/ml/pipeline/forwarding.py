@@ -1,0 +1,100 @@
+"""Batches that a coordinator sends forward through the stages: the requests of an inference, and evaluations."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from testbed.common.lazy import torch
+from testbed.messaging.supervision import Lost, Supervisor
+from testbed.method import Job
+from testbed.ml.layers.feed import Answers, Requests, Score
+from testbed.ml.pipeline.messages import Activation, Output, Purpose
+from testbed.ml.training.recipe import Recipe
+
+
+async def forward_all(
+    supervisor: Supervisor,
+    work: Purpose,
+    wanted: Iterable[int],
+    window: int,
+    images: Callable[[int], torch.Tensor],
+) -> AsyncIterator[tuple[int, torch.Tensor]]:
+    """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each.
+
+    ``images`` is asked for a batch's inputs, (samples, channels, height, width), at the moment they are sent. Raises
+    `Lost` when outputs cannot come any more.
+    """
+    mailbox = supervisor.mailbox
+    waiting = deque(wanted)
+    under_way: set[int] = set()
+    while waiting or under_way:
+        while waiting and len(under_way) < window:
+            index = waiting.popleft()
+            under_way.add(index)
+            inputs = images(index)
+            activation = Activation(mailbox.configuration, work, index, 0, 1, len(inputs), inputs)
+            mailbox.post(supervisor.layout[0].device, activation)
+        output = await supervisor.take(Output)
+        under_way.remove(output.batch)
+        supervisor.progress += 1
+        yield output.batch, output.tensor
+
+
+async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> dict[str, Any]:
+    """Send the test part through the stages, as many batches at once as keep all busy; record and return the score."""
+    score = Score(training)
+    window = 2 * len(supervisor.layout)
+    async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
+        score.add(output, tests.labels(index))
+    fields = score.fields()
+    supervisor.device.record("evaluate", step=step, **fields)
+    return fields
+
+
+class Serving:
+    """A `testbed.messaging.supervision.ResumableWork`: every request is answered once, whatever fails."""
+
+    def __init__(self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False) -> None:
+        """``gives_up``: requests that are under way when a device is lost fail, instead of being sent again."""
+        assert job.dataset is not None
+        workload = job.problem.workload
+        self._device = supervisor.device
+        self._supervisor = supervisor
+        self._in_flight = in_flight
+        self._gives_up = gives_up
+        self._requests = Requests(job.dataset, workload.batch_size, workload.requests)
+        self._asked: dict[int, float] = {}
+        self._left = dict.fromkeys(range(len(self._requests)))
+        self._answers = Answers(self._device, job.problem, self._requests)
+
+    @property
+    def start(self) -> int:
+        """The first request that is not answered yet."""
+        return next(iter(self._left), len(self._requests))
+
+    async def run(self) -> None:
+        """Send what is not answered yet."""
+        outputs = forward_all(self._supervisor, "infer", list(self._left), self._in_flight, self._ask)
+        try:
+            async for index, output in outputs:
+                del self._left[index]
+                self._device.record("request", request=index, latency=self._device.now() - self._asked[index])
+                self._answers.add(index, output)
+        except Lost as lost:
+            if self._gives_up:
+                self._fail(lost)
+            raise
+        self._answers.finish()
+
+    def _fail(self, lost: Lost) -> None:
+        """Give up what was under way when devices were lost."""
+        for index in [index for index in self._left if index in self._asked]:
+            del self._left[index]
+            error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
+            self._device.record("failed", request=index, error=error, after=self._device.now() - self._asked[index])
+
+    def _ask(self, index: int) -> torch.Tensor:
+        self._asked.setdefault(index, self._device.now())
+        return self._requests.images(index)

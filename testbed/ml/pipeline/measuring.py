@@ -1,0 +1,220 @@
+"""What is found out by trying: how long each unit takes, how fast links are, and who of those standing by is of use."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+from testbed.common.lazy import torch
+from testbed.device import Cost, Device, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.supervision import Supervisor
+from testbed.method import Problem
+from testbed.ml.layers import costs
+from testbed.ml.layers.feed import Training
+from testbed.ml.layers.shape_shard import shard as make
+from testbed.ml.partition.asynchronous import UnitTimes
+from testbed.ml.pipeline.messages import Deviates, Measure, Measured, Packet
+from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
+from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.network.link import Pair
+from testbed.wire.framing import wire_bytes
+
+T = TypeVar("T")
+
+SMALL, LARGE = 1_000, 256_000
+"""Bytes of the messages that a link is measured with, at least and at most."""
+ENOUGH = 0.1
+"""Seconds that a message has to take longer than a small one for the link to be known."""
+
+
+RECENT = 10
+"""Messages in a row that show whether a link has changed."""
+NOTICEABLE = 0.01
+"""Seconds below which the time of a message says nothing of its link."""
+DEVIATION = 1.5
+"""How many times as long, or as short, as it should a message takes on a link that has changed."""
+
+
+async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
+    """Train every unit by itself on one batch, ``runs`` times; return the mean seconds.
+
+    ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
+    """
+    units, samples = problem.model.units, len(labels)
+    whole = problem.training.weight(labels)
+    shards = [make(problem, unit, unit + 1, device.name) for unit in range(len(units))]
+    forward, backward, update = ([0.0] * len(units) for _ in range(3))
+
+    async def timed(spent: list[float], index: int, work: Callable[[], T], cost: Cost) -> T:
+        begun = device.now()
+        result = await device.compute(work, cost, Span("profile"))
+        spent[index] += (device.now() - begun) / runs
+        return result
+
+    for run in range(runs):
+        values = images
+        for index, shard in enumerate(shards):
+            cost = costs.forward(units[index : index + 1], samples)
+            if index + 1 < len(shards):
+                values = await timed(forward, index, partial(shard.forward, (run, 0), values), cost)
+            else:
+                await timed(forward, index, partial(shard.forward_loss, (run, 0), values, labels, whole), cost)
+        gradient: torch.Tensor | None = None
+        for index in reversed(range(len(shards))):
+            one, shard = units[index : index + 1], shards[index]
+            gradient = await timed(
+                backward, index, partial(shard.backward, (run, 0), gradient), costs.backward(one, samples)
+            )
+            await timed(update, index, partial(shard.update, run), costs.update(one, problem.training))
+    return UnitTimes(tuple(forward), tuple(backward), tuple(update))
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """What a link was found to do."""
+
+    rate: float
+    """Bit/s on the wire; infinite where sending takes no time."""
+    latency: float
+    """Seconds until a message of `SMALL` bytes is acknowledged."""
+
+    def seconds(self, size: float) -> float:
+        """Return how long a message of this many bytes on the wire should take until it is acknowledged."""
+        return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
+
+
+class LinkWatch:
+    """Says, by the messages that are sent anyway, whether a link still does what was measured."""
+
+    def __init__(self, measurement: MeasuredLink) -> None:
+        self._measurement = measurement
+        self._ratios: deque[float] = deque(maxlen=RECENT)
+        """For the last messages, the seconds that each took over those that it should have taken."""
+        self._usual = 1.0
+        """The least ratio there was at first: below 1 where the link was shared while it was measured."""
+        self._seen = 0
+        self._last = -math.inf
+        """When the message before was acknowledged."""
+
+    def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
+        """Note a message of this many bytes on the wire; say whether all recent ones took longer, or all took less.
+
+        A message waits for the one before it, whose bytes have left one latency before its acknowledgement.
+        """
+        begun = max(posted, self._last - self._measurement.latency)
+        self._last = acknowledged
+        took, expected = acknowledged - begun, self._measurement.seconds(size)
+        if max(took, expected) < NOTICEABLE:
+            return False
+        self._ratios.append(took / expected if expected else math.inf)
+        self._seen += 1
+        if self._seen <= RECENT:
+            self._usual = min(self._usual, self._ratios[-1])
+        full = len(self._ratios) == RECENT
+        return full and (min(self._ratios) > DEVIATION or max(self._ratios) < self._usual / DEVIATION)
+
+
+async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
+    """Measure the link to a peer: its rate is what a larger message takes longer than a small one.
+
+    The messages are posted, so that a peer that is not reached is overdue as with any other message.
+
+    The delay is in both and cancels. Messages grow until one takes long enough to be distinguished, so that neither a
+    slow link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
+    """
+
+    async def taken(size: int) -> float:
+        begun = mailbox.device.now()
+        await mailbox.post(peer, Packet(mailbox.configuration, padding=size))
+        return mailbox.device.now() - begun
+
+    await taken(SMALL)
+    least, size, longer = await taken(SMALL), SMALL, 0.0
+    while longer < ENOUGH and size < LARGE:
+        size = min(LARGE, 4 * size)
+        longer = await taken(size) - least
+    rate = 8 * (wire_bytes(size) - wire_bytes(SMALL)) / longer if longer > 0 else math.inf
+    return MeasuredLink(rate, least)
+
+
+class Survey:
+    """Measures on the empty pipeline what is not known, and beside training what leads to devices that stand by."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        recovery: FromReplicas,
+        partitioner: Partitioner,
+        problem: Problem[AsynchronousOptions],
+        training: Training,
+    ) -> None:
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._recovery = recovery
+        self._partitioner = partitioner
+        self._problem = problem
+        self._training = training
+        self._runs = partitioner.profile_runs
+        """How often each unit is still to be tried."""
+        self._awaited: set[Pair] = set()
+        """Links of which a measurement is under way."""
+        self._tried: set[str] = set()
+        """Devices standing by whose links are being measured, or were since the last look for a partition."""
+        self._mailbox.on(Measured, self._note)
+        self._mailbox.on(Deviates, lambda report: partitioner.forget(report.sender, report.target))
+        self._mailbox.on_open(self._start_over)
+
+    @property
+    def lacking(self) -> bool:
+        """Whether the choice needs something that is not known."""
+        return bool(self._runs or self._partitioner.unknown(self._recovery.partition))
+
+    async def learn(self) -> None:
+        """Measure, while nothing else goes on, what the choice needs: all links at once, as training uses them."""
+        if self._runs:
+            images, labels = self._training.batch(0)
+            found = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
+            self._runs = 0
+            self._partitioner.profiled(found)
+            self._supervisor.device.record("profile", seconds=list(found.execution))
+        pairs = self._partitioner.unknown(self._recovery.partition)
+        self._measure(pairs)
+        await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
+
+    def look(self, again: bool) -> None:
+        """Have the stages next to devices that stand by measure their links to them, once or ``again``.
+
+        Training goes on. Who was cut off, or too slow, and is reached now may become a stage again.
+        """
+        if again:
+            self._tried.clear()
+        stages = self._recovery.partition.devices
+        for device in self._recovery.standing_by() - self._tried - {target for _, target in self._awaited}:
+            self._tried.add(device)
+            row = pairwise(self._recovery.ordered({*stages, device}))
+            self._measure([(one if other == device else other, device) for one, other in row if device in (one, other)])
+
+    def _measure(self, pairs: list[Pair]) -> None:
+        for source, target in pairs:
+            if (source, target) not in self._awaited:
+                self._awaited.add((source, target))
+                self._mailbox.post(source, Measure(self._mailbox.configuration, target))
+
+    def _note(self, measured: Measured) -> None:
+        source, target = measured.sender, measured.target
+        self._awaited.discard((source, target))
+        rate = math.inf if measured.rate is None else measured.rate
+        self._supervisor.device.record("bandwidth", source=source, destination=target, rate=measured.rate)
+        self._partitioner.measured((source, target), rate)
+        if not any(awaited == target for _, awaited in self._awaited):
+            self._recovery.reached(target)
+
+    def _start_over(self) -> None:
+        self._awaited.clear()
+        self._tried.clear()

@@ -1,0 +1,262 @@
+"""What the devices of a pipeline send each other, in synchronous and asynchronous training and in inference.
+
+With recovery from checkpoints, `Configure` makes a device a stage. With recovery from replicas a configuration is
+prepared, then committed: each stage learns where training goes on from and which units it lacks, fetches them, and
+begins once all stages have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed.common.lazy import torch
+from testbed.messaging.membership import MEMBERSHIP_KINDS
+from testbed.messaging.typed import Fixed, Numbered, Typed
+from testbed.ml.layers.shard import State
+from testbed.ml.pipeline.figures import MOVED
+
+Purpose = Literal["train", "evaluate", "infer"]
+Stages = Sequence[tuple[str, int, int]]
+"""(device, first unit, one after its last), in their order."""
+Times = Sequence[float | None]
+"""Mean seconds of a batch on each stage from one on; None before a stage has done its first."""
+Points = Sequence[tuple[int, int]]
+"""(configuration that made it, step) of states; see `testbed.ml.pipeline.placement.Point`."""
+
+
+@dataclass(frozen=True)
+class Configure(Numbered, kind="configure", opens=True):
+    """From the coordinator: be this stage."""
+
+    stages: Stages
+    steps: int
+    """Training steps of the whole workload."""
+    given: bool
+    """Whether the state is in this message; else it comes from the seed."""
+    state: State
+
+
+@dataclass(frozen=True)
+class Prepare(Numbered, kind="configure", opens=True):
+    """From the coordinator: get what this stage needs."""
+
+    stages: Stages
+    steps: int
+    """Training steps of the whole workload."""
+    made: int
+    step: int
+    """The point to go on from."""
+    seeded: bool
+    """Whether its units come from the seed, and nothing is fetched."""
+    fetch: Mapping[str, Sequence[int]]
+    """Units that it lacks, by who has them."""
+
+
+@dataclass(frozen=True)
+class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
+    """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
+
+    work: Purpose
+    batch: int
+    """The training step, or the batch of an evaluation or inference."""
+    micro: int
+    micros: int
+    """Micro-batches of the batch."""
+    samples: int
+    """Samples of the whole batch."""
+    tensor: torch.Tensor
+    """(samples of the micro-batch, ...)"""
+    first: bool | None = None
+    """Whether it begins a stretch of asynchronous training; left out of other work."""
+
+
+@dataclass(frozen=True)
+class Labels(Numbered, kind="labels", key=("batch",)):
+    """From the coordinator to the last stage: labels of a whole batch, (samples,)."""
+
+    batch: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
+    """To the stage before: the gradient of its outputs, and in asynchronous training what is known of the batch."""
+
+    batch: int
+    micro: int
+    tensor: torch.Tensor
+    """(samples of the micro-batch, ...)"""
+    times: Times | None = None
+    """Times of the sender's stage and those after it."""
+    loss: Fixed | None = None
+    """Loss of the batch."""
+
+
+@dataclass(frozen=True)
+class Norms(Numbered, kind="norms", key=("batch", "whole")):
+    """For clipping by norm: to the stage before, norms of this stage's gradients and of later ones; or of all, back."""
+
+    batch: int
+    whole: bool
+    """Whether they are of all stages."""
+    tensor: torch.Tensor
+    """(trained tensors,), in the order of the model"""
+
+
+@dataclass(frozen=True)
+class TiedGradient(Numbered, kind="tied", key=("sender", "batch", "weight")):
+    """For a weight that several stages use: its gradient, to the first of them; or the sum of all, back."""
+
+    batch: int
+    weight: int
+    """Index in `Model.tied`."""
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Output(Numbered, kind="output", key=("work", "batch")):
+    """From the last stage to the coordinator: outputs of a batch, (samples, ...)."""
+
+    work: Purpose
+    batch: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Loss(Numbered, kind="loss", key=("batch",)):
+    """From the last stage to the coordinator, in synchronous training: mean loss of a batch."""
+
+    batch: int
+    loss: Fixed
+
+
+@dataclass(frozen=True)
+class Updated(Numbered, kind="updated", key=("batch",)):
+    """From the first stage, whose update is the last of all, to the coordinator on the same device."""
+
+    batch: int
+    times: Times | None = None
+    """Times of all stages, in asynchronous training."""
+    loss: Fixed | None = None
+    """Loss of the batch, in asynchronous training."""
+
+
+@dataclass(frozen=True)
+class UnitState(Numbered, kind="state"):
+    """To the coordinator, for a checkpoint: one unit as it is after a step."""
+
+    step: int
+    """The next one."""
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class End(Numbered, kind="end", key=("batch",)):
+    """To the next stage: this batch and later ones do not come for now. Comes where its activation would."""
+
+    batch: int
+
+    @property
+    def identity(self) -> Hashable:
+        """The key of the activation that does not come."""
+        return ("train", self.batch, 0)
+
+
+@dataclass(frozen=True)
+class Drained(Numbered, kind="drained", key=("sender",)):
+    """To the coordinator: all updates before this step are done, and none after it."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Commit(Numbered, kind="commit"):
+    """From the coordinator: all stages have what they need. Begin, and free all points but these."""
+
+    keep: Points
+
+
+@dataclass(frozen=True)
+class Keep(Numbered, kind="keep"):
+    """From the coordinator: free all points but these and later ones."""
+
+    keep: Points
+
+
+@dataclass(frozen=True)
+class Fetch(Numbered, kind="fetch", opens=True):
+    """To any device: send me these units of a point."""
+
+    made: int
+    step: int
+    units: Sequence[int]
+
+
+@dataclass(frozen=True)
+class FetchedUnit(Numbered, kind=MOVED):
+    """The answer to a fetch, a message a unit."""
+
+    made: int
+    step: int
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class Replica(Numbered, kind="replica"):
+    """To the next stage, or to the coordinator: keep this for me."""
+
+    step: int
+    unit: int
+    state: State
+
+
+@dataclass(frozen=True)
+class Replicated(Numbered, kind="replicated"):
+    """To the coordinator: the units that I have of this step are where they are to be kept."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Measure(Numbered, kind="measure"):
+    """From the coordinator: measure your link to another stage."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Deviates(Numbered, kind="deviates"):
+    """To the coordinator: my link to another stage carries more or less than was measured."""
+
+    target: str
+
+
+@dataclass(frozen=True)
+class Packet(Numbered, kind="packet"):
+    """To the stage that the link is measured to; only its size matters."""
+
+
+@dataclass(frozen=True)
+class Measured(Numbered, kind="measured"):
+    """To the coordinator: what was measured."""
+
+    target: str
+    rate: float | None
+    """Bit/s on the wire; None: sending takes no time."""
+
+
+FORWARD_KINDS: tuple[type[Typed], ...] = (*MEMBERSHIP_KINDS, Configure, Activation, Output)
+SYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+    *FORWARD_KINDS,
+    *(Labels, Gradient, Norms, TiedGradient, UnitState, Loss, Updated),
+)
+ASYNCHRONOUS_KINDS: tuple[type[Typed], ...] = (
+    *MEMBERSHIP_KINDS,
+    *(Prepare, Commit, Keep, Fetch, FetchedUnit, Replica, Replicated),
+    *(Activation, Labels, Gradient, End, Updated, Output, Drained),
+    *(Measure, Deviates, Packet, Measured),
+)

@@ -1,0 +1,144 @@
+"""What the methods that train in a pipeline have in common: they differ in options, schedule and partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar, TypeVar
+
+from testbed.device import Device
+from testbed.method import Job, Method, Problem
+from testbed.ml.partition.asynchronous import divisible_limit
+from testbed.ml.pipeline.figures import DECLARED
+from testbed.ml.pipeline.planning import (
+    AsynchronousDetails,
+    AsynchronousOptions,
+    Partitioner,
+    PipelineDetails,
+    SynchronousOptions,
+    all_devices,
+    as_given,
+    devices_among,
+    momentum_advice,
+    stage_pieces,
+    synchronous_cut,
+)
+from testbed.ml.schedule import SCHEDULES, Action, asynchronous_1f1b, grid
+from testbed.network.link import Link
+from testbed.plan import Piece, Plan
+
+SpecificOptions = TypeVar("SpecificOptions", bound=AsynchronousOptions)
+
+
+class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
+    """One update a step, with the gradient of the whole batch, and recovery from checkpoints."""
+
+    tasks = ("train",)
+    Options = SynchronousOptions
+    timing_only = True
+    takes_weights = True
+    odd_batches = True
+    precisions = True
+    judges = True
+    replans = True
+    sums_tied = True
+    Details = PipelineDetails
+    begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
+
+    def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
+        """Cut the model over the devices. Raises `InputError` where that cannot be."""
+        options = problem.options
+        pipeline, cuts = synchronous_cut(problem, all_devices(problem))
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=stage_pieces(pipeline, cuts),
+            step_time=pipeline.step_time(cuts),
+            details=PipelineDetails(
+                schedule=options.schedule,
+                micro_batches=options.micro_batch_count,
+                partition=options.partition,
+                bottleneck=pipeline.bottleneck(cuts),
+            ),
+        )
+
+    def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
+        """Return the size of the smallest micro-batch."""
+        return max(1, problem.workload.batch_size // problem.options.micro_batch_count)
+
+    async def program(self, device: Device, job: Job[SynchronousOptions, PipelineDetails]) -> None:
+        """Train on the first device; be a stage there and elsewhere."""
+        from testbed.ml.pipeline.program import run_synchronous
+
+        def stages(there: Collection[str]) -> tuple[Piece, ...]:
+            return stage_pieces(*synchronous_cut(job.problem, devices_among(job.problem, there)))
+
+        await run_synchronous(device, job, SCHEDULES[job.problem.options.schedule], stages)
+
+    def draw(self, plan: Plan[PipelineDetails]) -> str | None:
+        """Draw a step as a grid, a row a stage and a column a slot."""
+        if len(plan.pieces) < 2:
+            return None
+        return grid(SCHEDULES[plan.details.schedule], len(plan.pieces), plan.details.micro_batches)
+
+
+class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
+    """Asynchronous 1F1B with weight stashing, vertical sync and replication, and recovery from replicas."""
+
+    tasks = ("train",)
+    timing_only = True
+    takes_weights = True
+    odd_batches = True
+    precisions = True
+    judges = True
+    refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
+    replans = True
+    Details = AsynchronousDetails
+    begins = frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})
+    declared = DECLARED
+    Partitioner: ClassVar[type[Partitioner[Any]]]
+    """What chooses the partitions."""
+
+    def plan(self, problem: Problem[SpecificOptions]) -> Plan[AsynchronousDetails]:
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
+        partitioner = self.Partitioner(problem)
+        partition = partitioner.initial()
+        true = as_given(problem, partition.devices)
+        alone = replace(true, links=dict.fromkeys(true.links, Link()))
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=partitioner.pieces(partition),
+            step_time=true.batch_time(partition.cuts),
+            details=AsynchronousDetails(
+                in_flight=problem.options.window(len(partition.devices)),
+                bottleneck=true.bottleneck(partition.cuts),
+                slowest_stage=true.slowest_stage(partition.cuts),
+                least_bottleneck=true.bottleneck(true.least_bottleneck()),
+                least_slowest_stage=alone.bottleneck(alone.least_bottleneck()),
+                divisible_limit=divisible_limit([1 / capacity for capacity in true.capacities]),
+                stage_times=tuple(true.stage_time(i, *ends) for i, ends in enumerate(pairwise(partition.cuts))),
+            ),
+        )
+
+    async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
+        """Coordinate on the first device; be a stage, and keep replicas, there and elsewhere."""
+        from testbed.ml.pipeline.program import run_asynchronous
+
+        await run_asynchronous(device, job, self.Partitioner(job.problem))
+
+    def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
+        """Return what momentum does to gradients that are some batches old."""
+        return momentum_advice(problem, plan.details.in_flight)
+
+    def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
+        """Draw the first batches as a grid, a row a stage and a column a slot; updates take none."""
+        stages = len(plan.pieces)
+        if stages < 2:
+            return None
+
+        def schedule(stages: int, stage: int, batches: int) -> Iterator[Action]:
+            return asynchronous_1f1b(stages, stage, batches, plan.details.in_flight)
+
+        return grid(schedule, stages, 2 * stages)

@@ -1,0 +1,250 @@
+"""Copies of units as they were at points of the training, and from which of these training goes on after a change.
+
+Batches are counted from 0; "after n batches" is the state that batch n - 1's update made, in which batch n comes next.
+A state is whole only where every unit of it is somewhere. So each stage keeps, beside what it replicates for others,
+its own units as they were at that point: what is resumed from is one state of the model, never a mixture of a replica
+with weights that went on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed.common.lazy import torch
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.membership import Held
+from testbed.ml.layers.shard import State, restrict
+from testbed.ml.partition.redistribution import Need, StagePartition, missing, needs
+from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
+from testbed.wire.message import Message
+
+StepInventory = Mapping[str, Mapping[int, Collection[int]]]
+"""Device -> number of batches done -> the units it has of that state, complete ones only."""
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A state of the whole model: what the updates of the batches before ``step`` have made, in one configuration."""
+
+    configuration: int
+    step: int
+
+
+BEGINNING = Point(0, 0)
+"""The state that a run begins with: from the seed, or the weights that the lead was given."""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """How the present training came about: (configuration, the step it began with), the steps never falling.
+
+    Each configuration went on from a state that an earlier one of these made. What a configuration did beyond the step
+    from which the next went on has been undone, and its points are void, wherever they turn up again.
+    """
+
+    begun: tuple[tuple[int, int], ...] = ()
+
+    def __contains__(self, point: Point) -> bool:
+        """Return whether a state belongs to what has not been undone."""
+        if point == BEGINNING:
+            return True
+        for index, (configuration, begin) in enumerate(self.begun):
+            if configuration == point.configuration:
+                end = self.begun[index + 1][1] if index + 1 < len(self.begun) else point.step
+                return begin < point.step <= end
+        return False
+
+    def branch(self, step: int, configuration: int) -> Lineage:
+        """Return the lineage of a configuration that goes on from one of these states."""
+        return Lineage((*((old, begin) for old, begin in self.begun if begin < step), (configuration, step)))
+
+    def point(self, step: int) -> Point:
+        """Return the point of a step, in the configuration that made it."""
+        return max((Point(made, step) for made, begin in self.begun if begin < step), default=BEGINNING)
+
+    def held(self, inventory: Mapping[str, Held]) -> dict[str, dict[int, Sequence[int]]]:
+        """Return which units each device has of each step, leaving out what is void."""
+        return {
+            device: {step: units for made, step, units in points if Point(made, step) in self}
+            for device, points in inventory.items()
+        }
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """Where a configuration goes on from, and how its stages come by their units."""
+
+    point: Point
+    needs: Mapping[str, Need]
+    """By device; empty where all units come from the seed."""
+
+
+def place(
+    lineage: Lineage, inventory: Mapping[str, Held], old: StagePartition, new: StagePartition, seeded: bool, steps: int
+) -> RestorePlan:
+    """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
+
+    ``inventory`` is of the devices that are there, the coordinator among them; with ``seeded`` the state that the run
+    began with comes from no device. After the last of all ``steps`` the coordinator needs every unit: the
+    trained model is what it is there for. Raises ValueError where not even the beginning is left.
+    """
+    held = lineage.held(inventory)
+    if seeded:
+        held.setdefault(old.coordinator, {})[0] = list(range(old.units))
+    step = resume_point(held, old.units)
+    if step is None:
+        raise ValueError("no device has what the run began with")
+    if seeded and step == 0:
+        return RestorePlan(lineage.point(0), {})
+    having = held_at(held, step)
+    found = needs(old, new, having)
+    if step == steps:
+        whole = StagePartition((old.coordinator,), (0, old.units))
+        found |= needs(old, whole, having)
+    return RestorePlan(lineage.point(step), found)
+
+
+def resume_point(inventory: StepInventory, units: int) -> int | None:
+    """Return the newest state of which every unit is somewhere, as its number of batches done; None if there is none.
+
+    It is also the number of the batch to go on with: batches from there on have been undone, wherever they were done.
+    Leave devices out that are lost. The state of 0 batches is the one the run began with; a device that
+    can make it (from the seed or the coordinator's disk) says so by an entry.
+    """
+    states = {done for held in inventory.values() for done in held}
+    return next((done for done in sorted(states, reverse=True) if not missing(held_at(inventory, done), units)), None)
+
+
+def held_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
+    """Return who has which units of one state, for `testbed.ml.partition.redistribution.needs`."""
+    return {device: held[done] for device, held in inventory.items() if done in held}
+
+
+@dataclass(frozen=True)
+class FailureCase:
+    """Which of the three cases of FTPipeHD's fault handler this is, and whom it concerns."""
+
+    case: Literal["restart", "refill", "redistribute"]
+    """``restart``: all are there as they were. ``refill``: one came back empty, its partition stays. ``redistribute``:
+    some are gone, or more than one is empty; the model is cut again, over those that are there."""
+    gone: tuple[str, ...]
+    """Stages that did not answer, in the order of the stages."""
+    empty: tuple[str, ...]
+    """Stages that answered, but have started again and hold nothing."""
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Stages that have nothing any more to fetch from."""
+        return (*self.gone, *self.empty)
+
+
+def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) -> FailureCase:
+    """Compare incarnations: what each stage's device had when it was configured, and what it answered with.
+
+    A device that has another incarnation than it was configured with has lost its memory, whatever it says. Who answers
+    without being a stage does not matter here.
+    """
+    gone = tuple(device for device in stages if device not in answers)
+    empty = tuple(device for device, before in stages.items() if device in answers and answers[device] != before)
+    if gone or len(empty) > 1:
+        return FailureCase("redistribute", gone, empty)
+    return FailureCase("refill" if empty else "restart", gone, empty)
+
+
+class Replicas:
+    """What one device keeps for a restart: its own units as they were, and others' that it keeps for them."""
+
+    def __init__(self) -> None:
+        self._held: dict[Point, dict[int, State]] = {}
+
+    def put(self, point: Point, state: State, units: Iterable[int]) -> None:
+        """Keep units as they were at a point."""
+        held = self._held.setdefault(point, {})
+        for unit in units:
+            held[unit] = restrict(state, unit, unit + 1)
+
+    def units(self, point: Point) -> set[int]:
+        """Return which units of a point are here."""
+        return set(self._held.get(point, ()))
+
+    def state(self, point: Point, units: Iterable[int]) -> dict[str, torch.Tensor]:
+        """Return units of a point; raises KeyError where one is not here."""
+        held = self._held.get(point, {})
+        return {name: tensor for unit in units for name, tensor in held[unit].items()}
+
+    def keep(self, points: Collection[Point], later: bool = True) -> None:
+        """Free every point but these; with ``later`` spare what the newest of their configurations has made since."""
+        newest = max(points, default=None)
+        self._held = {
+            point: held
+            for point, held in self._held.items()
+            if point in points
+            or (later and newest and point.configuration == newest.configuration and point.step > newest.step)
+        }
+
+    def points(self) -> list[Point]:
+        """Return the points of which something is here, oldest first."""
+        return sorted(self._held)
+
+    def inventory(self) -> Held:
+        """Return what is here, as it travels."""
+        return [(point.configuration, point.step, sorted(self._held[point])) for point in self.points()]
+
+    def bytes(self) -> int:
+        """Return how many bytes all this takes."""
+        return sum(
+            tensor.nbytes for held in self._held.values() for state in held.values() for tensor in state.values()
+        )
+
+    def dump(self) -> Message:
+        """Return all replicas as one message, for the disk."""
+        tensors = {
+            f"{point.configuration}/{point.step}/{name}": tensor
+            for point in self.points()
+            for name, tensor in self.state(point, sorted(self.units(point))).items()
+        }
+        return Message("replicas", {"held": self.inventory()}, tensors)
+
+    def load(self, dumped: Message) -> None:
+        """Take in what `dump` has returned."""
+        states: dict[Point, dict[str, torch.Tensor]] = {}
+        for path, tensor in dumped.tensors.items():
+            made, step, name = path.split("/", 2)
+            states.setdefault(Point(int(made), int(step)), {})[name] = tensor
+        for configuration, done, units in dumped["held"]:
+            point = Point(configuration, done)
+            self.put(point, states.get(point, {}), units)
+
+
+class ReplicaStore:
+    """The replicas of a device, open to the others: outlives configurations, which all begin from replicas alone."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.replicas = Replicas()
+        self.spreading: asyncio.Task[None] | None = None
+        """The replicas that are being sent."""
+        self._mailbox = mailbox
+        mailbox.on(Fetch, self._hand_out)
+        mailbox.on(Replica, self._take_in)
+        mailbox.on(Keep, lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]))
+
+    async def spread(self) -> None:
+        """Wait until no replicas are being sent any more."""
+        if self.spreading is not None:
+            await asyncio.wait({self.spreading})
+
+    def _take_in(self, replica: Replica) -> None:
+        self.replicas.put(Point(replica.configuration, replica.step), replica.state, [replica.unit])
+
+    def _hand_out(self, fetch: Fetch) -> None:
+        self._mailbox.open(fetch.configuration)
+        point = Point(fetch.made, fetch.step)
+        if not self.replicas.units(point) >= set(fetch.units):
+            return  # it has started again since it said what it has, and the coordinator is about to learn that
+        for unit in fetch.units:
+            state = self.replicas.state(point, [unit])
+            found = FetchedUnit(fetch.configuration, fetch.made, fetch.step, unit, state)
+            self._mailbox.post(fetch.sender, found)

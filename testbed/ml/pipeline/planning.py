@@ -1,0 +1,340 @@
+"""Which device becomes which stage, at the start and after a failure: options and planners, with nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, Literal
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypeVar
+
+from testbed.common.errors import InputError
+from testbed.common.quantities import Duration
+from testbed.hardware import DeviceSpec
+from testbed.messaging.transfer import CrossingPart, share
+from testbed.method import Options, Problem, StepsOrTime
+from testbed.ml.data.batches import is_due
+from testbed.ml.layers import costs
+from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
+from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities
+from testbed.ml.partition.redistribution import StagePartition
+from testbed.ml.schedule import SCHEDULES
+from testbed.network.link import Pair
+from testbed.plan import Details, Piece
+
+MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
+"""What ``micro_batches`` is where it is not given."""
+
+
+class StagesOptions(Options):
+    """Options of every method that has its devices in a row."""
+
+    stages: int | None = Field(
+        None, ge=1, description="use only the first N devices; the others stand by; default: all"
+    )
+    patience: Duration = Field(
+        2.0,
+        gt=0,
+        description="without progress before devices are polled, and without a reply before they count as lost",
+    )
+    return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
+    transfer: CrossingPart = Field(CrossingPart(), description="how what crosses between stages travels")
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Bytes that travel for each byte of activations and of their gradients."""
+        return share(self.transfer.activations), share(self.transfer.gradients)
+
+
+class SynchronousOptions(StagesOptions):
+    """Options of every pipeline whose micro-batches of a step all meet the same weights."""
+
+    schedule: Literal["model-parallelism", "gpipe", "1f1b"] = "1f1b"
+    micro_batches: int | None = Field(None, ge=1, description="of a batch; 4, or 1 for model-parallelism")
+    partition: Literal["even", "optimal"] = Field(
+        "optimal", description="even: by number of units; optimal: least predicted time of a step"
+    )
+    recompute: bool = Field(
+        False,
+        description="all stages but the last keep no activations and compute them again before backward, as in GPipe",
+    )
+    checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
+    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
+
+    @property
+    def micro_batch_count(self) -> int:
+        """Micro-batches of a batch."""
+        return self.micro_batches or MICRO_BATCHES[self.schedule]
+
+    def checkpoints(self, step: int, steps: int) -> bool:
+        """Return whether the state after ``step`` of ``steps`` is kept: the last one is in any case."""
+        return step % self.checkpoint_every == 0 or step == steps
+
+
+@dataclass(frozen=True)
+class CheckpointedPipeline(SynchronousPipeline):
+    """A pipeline whose first stage also keeps the last checkpoint and gathers the next one."""
+
+    checkpoint_bytes: float = 0.0
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        return super().memory(stage, first, last) + (2 * self.checkpoint_bytes if stage == 0 else 0.0)
+
+
+class PipelineDetails(Details):
+    """What the plan of a synchronous pipeline shows."""
+
+    model_config = ConfigDict(extra="forbid")
+    schedule: str
+    micro_batches: int
+    """Micro-batches of a batch."""
+    partition: str
+    """How the cuts were chosen."""
+    bottleneck: float
+    """Seconds that the slowest stage or link is busy for one micro-batch."""
+
+
+def synchronous_cut(
+    problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]
+) -> tuple[CheckpointedPipeline, Cuts]:
+    """Return the pipeline over these devices and where to cut it; raises `InputError` where that cannot be."""
+    options, workload, units = problem.options, problem.workload, problem.model.units
+    pipeline = CheckpointedPipeline(
+        model=problem.model,
+        devices=tuple(devices),
+        links=problem.links,
+        shares=options.shares,
+        batch_size=workload.batch_size,
+        micro_batches=options.micro_batch_count,
+        schedule=SCHEDULES[options.schedule],
+        state_values=problem.training.state_values,
+        update_flops=problem.training.update_flops,
+        recompute=options.recompute,
+        checkpoint_bytes=costs.state_bytes(units, problem.training),
+    )
+    return pipeline, pipeline.even() if options.partition == "even" else pipeline.least_step_time()
+
+
+def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
+    """Return the devices to begin with; raises `InputError` where they are too few or lack a link to the first."""
+    count = problem.options.stages or len(problem.devices)
+    if count > len(problem.devices):
+        raise InputError(f"{count} stages need {count} devices, there are {len(problem.devices)}", ("method", "stages"))
+    lead, *others = (device.name for device in problem.devices)
+    for other in others:
+        if (lead, other) not in problem.links or (other, lead) not in problem.links:
+            raise InputError(
+                f"{lead} leads the others and needs a link to each and back, but there is none between {lead} and "
+                f"{other}: use the topology mesh or add the link",
+                ("network", "topology"),
+            )
+    return problem.devices[:count]
+
+
+def devices_among(problem: Problem[StagesOptions], there: Collection[str]) -> tuple[DeviceSpec, ...]:
+    """Return the devices to go on with, of those that are there, in the scenario's order."""
+    devices = [device for device in problem.devices if device.name in there]
+    return tuple(devices[: min(problem.options.stages or len(devices), len(problem.model.units))])
+
+
+def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
+    """Return the stages that the cuts make, with the memory that each needs."""
+    return tuple(
+        Piece(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
+        for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
+    )
+
+
+class AsynchronousOptions(StagesOptions):
+    """Options of every method that trains asynchronously."""
+
+    in_flight: int | None = Field(
+        None, ge=1, description="batches under way at once, at most; default, and never more than: one a stage"
+    )
+    vertical_sync: bool = Field(True, description="one version of the weights for a batch on all stages")
+    aggregate: int = Field(
+        0, ge=0, description="stage i of n averages its weight versions every aggregate * (n - i) batches; 0: never"
+    )
+    evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
+    return_window: Duration = Field(0.0, description="how long a lost device may take to come back")
+    selection: Duration = Field(5.0, description="how long devices may take to answer before training begins without")
+    chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
+    global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
+    copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
+
+    def window(self, stages: int) -> int:
+        """Return how many batches are under way at once."""
+        return stages if self.in_flight is None else min(stages, self.in_flight)
+
+    def chain_due(self, done: int) -> bool:
+        """Return whether each stage's units go to the next stages after ``done`` batches."""
+        return is_due(done, self.chain_every)
+
+    def global_due(self, done: int) -> bool:
+        """Return whether all units go to the coordinator after ``done`` batches."""
+        return is_due(done, self.global_every)
+
+    def keepers(self, stage: int, stages: int) -> list[int]:
+        """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
+        following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
+        return following if len(following) == self.copies or stage == 0 else [*following, 0]
+
+
+Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)
+
+
+def pipeline_over(
+    problem: Problem[AsynchronousOptions],
+    names: Sequence[str],
+    profile: UnitTimes | None = None,
+    capacities: Sequence[float] | None = None,
+) -> AsynchronousPipeline:
+    """Return the pipeline over these devices, by default all as fast as the first, with unit times by formula."""
+    options, workload, units = problem.options, problem.workload, problem.model.units
+    update_flops = problem.training.update_flops
+    chain = options.chain_every > 0
+
+    def extra(stage: int, start: int, end: int) -> float:
+        """Return the most bytes that replicas take.
+
+        A stage has its own units, and in a chain those of stages before, which the planner counts as all before its
+        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
+        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        """
+        if stage == 0:
+            return (2 + chain) * costs.state_bytes(units, problem.training)
+        points = 3 if chain or options.global_every else 2
+        return points * costs.state_bytes(units[0 if chain else start : end], problem.training)
+
+    def replicas(stage: int, start: int, end: int) -> dict[int, float]:
+        """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
+        state, sent = costs.state_bytes(units[start:end], problem.training), dict.fromkeys(range(len(names)), 0.0)
+        if chain:
+            for keeper in options.keepers(stage, len(names)):
+                sent[keeper] += state / options.chain_every
+        if options.global_every:
+            sent[0] += state / options.global_every
+        return {target: size for target, size in sent.items() if size and target != stage}
+
+    return AsynchronousPipeline(
+        model=problem.model,
+        devices=tuple(problem.device(name) for name in names),
+        links=problem.links,
+        shares=options.shares,
+        batch_size=workload.batch_size,
+        profile=profile or UnitTimes.by_formula(units, workload.batch_size, problem.devices[0], update_flops),
+        capacities=tuple(capacities or [1.0] * len(names)),
+        state_values=problem.training.state_values,
+        vertical_sync=options.vertical_sync,
+        window=options.in_flight,
+        extra=extra,
+        replicas=replicas,
+    )
+
+
+class Partitioner(Generic[Known]):
+    """PipeDream's choice, and the hooks of every other: all devices count as equal, whatever the run shows."""
+
+    admits = True
+    """Whether a device that comes back, or stood by, may become a stage."""
+    profile_runs = 0
+    """How often each unit is tried before training; 0: nothing is measured."""
+
+    def __init__(self, problem: Problem[Known]) -> None:
+        self.problem = problem
+
+    def initial(self) -> StagePartition:
+        """Return the partition to begin with; raises `InputError` where there is none."""
+        return self.over([device.name for device in all_devices(self.problem)])
+
+    def over(self, names: Sequence[str]) -> StagePartition:
+        """Return the partition over the first of these devices; raises `InputError` where none fits."""
+        model, parts = self.problem.model, self.problem.model.untied_parts
+        # Where no cut is possible for tied weights, planning for all devices fails and names them.
+        possible = len(names) if parts == 1 else min(len(names), parts)
+        count = min(self.problem.options.stages or possible, len(model.units))
+        return StagePartition(tuple(names[:count]), self.cut(self.pipeline(names[:count])))
+
+    def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
+        """Return where to cut the model; raises `InputError` where nothing fits."""
+        return pipeline.least_bottleneck()
+
+    def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
+        """Return what is known of the pipeline over these devices."""
+        return pipeline_over(self.problem, names)
+
+    def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
+        """Return the partition with the memory that each stage needs."""
+        return stage_pieces(self.pipeline(partition.devices), partition.cuts)
+
+    def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
+        """Return the partition over the devices that are there; raises `InputError` where there is none."""
+        return self.over(there)
+
+    def due(self, done: int) -> bool:
+        """Return whether a better partition is looked for after ``done`` batches."""
+        options = self.problem.options
+        return is_due(done, options.chain_every or options.global_every)
+
+    def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
+        """Return a partition that is worth changing to, or None: only for devices that have come."""
+        if set(there) == set(old.devices):
+            return None
+        found = self.over(there)
+        return None if len(found.devices) <= len(old.devices) else found
+
+    def unknown(self, partition: StagePartition) -> list[Pair]:
+        """Return the neighbours, both ways, whose link is yet to be measured."""
+        return []
+
+    def profiled(self, profile: UnitTimes) -> None:
+        """Take in the seconds of each unit on the first device."""
+
+    def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
+        """Take in the mean seconds of a batch of each stage."""
+
+    def measured(self, pair: Pair, rate: float) -> None:
+        """Take in the bit/s of a link."""
+
+    def forget(self, one: str, other: str) -> None:
+        """Take back what was measured between two devices: it is so no more."""
+
+
+def momentum_advice(problem: Problem[AsynchronousOptions], window: int) -> tuple[str, ...]:
+    """Say what momentum does to gradients that are some batches old; ``window``: batches under way at once."""
+    share, old = problem.workload.training.optimizer.momentum, window - 1
+    if not share or not old:
+        return ()
+    far = f"{1 / (1 - share):.0f}"
+    return (
+        f"momentum {share:g} carries each update on for {far} batches, and gradients are up to {old} old when "
+        f"they arrive: training may not learn; leave momentum out, or take a learning_rate {far} times smaller",
+    )
+
+
+class AsynchronousDetails(Details):
+    """What the plan of an asynchronous pipeline shows, with the devices as they are; in seconds of a batch."""
+
+    model_config = ConfigDict(extra="forbid")
+    in_flight: int
+    """Batches in the pipeline at once."""
+    bottleneck: float
+    """Seconds of the slowest stage or link."""
+    slowest_stage: float
+    least_bottleneck: float
+    """The best that any partition could reach."""
+    least_slowest_stage: float
+    """The same if links took no time."""
+    divisible_limit: float
+    """How many times longer even parts take than optimal ones, were a model divisible without end."""
+    stage_times: tuple[float, ...]
+
+
+def as_given(problem: Problem[AsynchronousOptions], names: Sequence[str]) -> AsynchronousPipeline:
+    """Return the pipeline over these devices with the speeds that the scenario gives them."""
+    devices = [problem.device(name) for name in names]
+    known = capacities(devices, problem.model.units, problem.workload.batch_size)
+    return pipeline_over(problem, names, capacities=known)

@@ -1,0 +1,239 @@
+"""The program of every device of a pipeline: one executor, with what distinguishes methods as its arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from testbed.device import Device
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.membership import RoleHolder, Status
+from testbed.messaging.supervision import ResumableWork, Supervisor, Timeouts, run_with_recovery
+from testbed.messaging.transfer import codecs
+from testbed.messaging.typed import Typed
+from testbed.method import Job
+from testbed.ml.layers import costs
+from testbed.ml.layers.feed import Training
+from testbed.ml.layers.shard import State, restrict
+from testbed.ml.pipeline.checkpointing import FromCheckpoint
+from testbed.ml.pipeline.forwarding import Serving
+from testbed.ml.pipeline.measuring import LinkWatch, bandwidth
+from testbed.ml.pipeline.messages import (
+    ASYNCHRONOUS_KINDS,
+    FORWARD_KINDS,
+    SYNCHRONOUS_KINDS,
+    Commit,
+    Configure,
+    Deviates,
+    Fetch,
+    FetchedUnit,
+    Measure,
+    Measured,
+    Packet,
+    Prepare,
+)
+from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
+from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, StagesOptions, SynchronousOptions
+from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.ml.pipeline.stage import Stage, StagePosition, UpdatePolicy
+from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
+from testbed.ml.pipeline.updates import AsynchronousUpdates, SynchronousUpdates
+from testbed.ml.schedule import Schedule
+from testbed.plan import Piece
+
+PlanStages = Callable[[Collection[str]], Sequence[Piece]]
+"""Devices that are there -> stages over them; raises `InputError` where there are none."""
+
+
+async def run_synchronous(
+    device: Device, job: Job[SynchronousOptions], schedule: Schedule, partition: PlanStages
+) -> None:
+    """Train with one update a step, and recovery from checkpoints."""
+    updates = partial(SynchronousUpdates, schedule, job.problem.options)
+    await _run_with_checkpoints(device, job, SYNCHRONOUS_KINDS, updates, partition, SynchronousTrainer)
+
+
+async def run_inference(device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int) -> None:
+    """Answer requests by stages without updates; those under way are sent again after a loss."""
+
+    def serving(supervisor: Supervisor, recovery: FromCheckpoint, job: Job[StagesOptions]) -> Serving:
+        return Serving(supervisor, job, in_flight)
+
+    await _run_with_checkpoints(device, job, FORWARD_KINDS, None, partition, serving)
+
+
+async def run_asynchronous(device: Device, job: Job[AsynchronousOptions], partitioner: Partitioner) -> None:
+    """Train with an update after every batch, and recovery from replicas."""
+    options = job.problem.options
+    async with _mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
+        member = ReplicatingMember(mailbox, job)
+        # Though all devices answer, they count as lost after so many seconds without anything done.
+        supervisor = await _supervisor(mailbox, member.holder, job, max(2 * options.patience, options.return_window))
+        recovery = FromReplicas(supervisor, member.store, partitioner, job, _steps(job))
+        await recovery.begin()
+        work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
+        await run_with_recovery(work, recovery, supervisor, recovery.recovering)
+
+
+O = TypeVar("O", bound=StagesOptions)  # noqa: E741
+
+
+async def _run_with_checkpoints(
+    device: Device,
+    job: Job[O],
+    kinds: Iterable[type[Typed]],
+    updates: Callable[[Stage], UpdatePolicy] | None,
+    partition: PlanStages,
+    work: Callable[[Supervisor, FromCheckpoint, Job[O]], ResumableWork],
+) -> None:
+    """Coordinate on the plan's lead; be a stage there and elsewhere, with the state that the lead sends."""
+    problem, lead = job.problem, job.plan.lead
+    async with _mailbox(device, job, kinds) as mailbox:
+        holder = RoleHolder(mailbox, lead)
+
+        def stage_of(configure: Configure) -> Stage:
+            position = StagePosition.from_message(device.name, lead, configure)
+            return Stage(mailbox, problem, position, configure.state if configure.given else None, updates)
+
+        holder.follow(Configure, stage_of)
+        supervisor = await _supervisor(mailbox, holder, job, job.problem.options.return_window)
+        configure = partial(configure_stage, supervisor, _steps(job))
+        recovery = FromCheckpoint(supervisor, configure, partition, len(problem.model.units), job.weights)
+        supervisor.start(job.plan.pieces)
+        await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
+
+
+def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]) -> Mailbox:
+    how = job.problem.options.transfer
+    found = codecs(job.problem.codes, activation=how.activations, gradient=how.gradients)
+    return Mailbox(device, job.problem.links, kinds, codecs=found)
+
+
+async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float) -> Supervisor:
+    """Return what waits for the stages on the plan's lead; elsewhere be there for the lead until cancelled."""
+    problem, options = job.problem, job.problem.options
+    if mailbox.device.name != job.plan.lead:
+        await holder.serve()
+
+    def backlog(part: Piece) -> float:
+        """Return how many bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
+        units = problem.model.units[part.first : part.last]
+        return costs.state_bytes(units, problem.training) + problem.workload.batch_size * units[0].input_bytes
+
+    timeouts = Timeouts(options.patience, options.return_window, standstill)
+    return Supervisor(mailbox, holder.presence, problem, timeouts, backlog)
+
+
+class ReplicatingMember:
+    """A device that keeps replicas, and becomes a stage when all stages have what they need.
+
+    It fetches what it lacks. Between `Prepare` and `Commit` it has whatever it had before: others may fetch it, also
+    those of a later configuration if the preparation comes to nothing.
+    """
+
+    def __init__(self, mailbox: Mailbox, job: Job[AsynchronousOptions]) -> None:
+        self.store = ReplicaStore(mailbox)
+        self.holder = RoleHolder(mailbox, job.plan.lead, self._with_replicas)
+        self._mailbox = mailbox
+        self._job = job
+        self._stage: Stage | None = None
+        """The one that is prepared or runs."""
+        self._point = BEGINNING
+        """Where it goes on from."""
+        self._seeded = False
+        """Whether its units come from the seed."""
+        self._awaited: set[int] = set()
+        """Units that are still to come."""
+        self._watches: dict[str, LinkWatch] = {}
+        """Watches of the links that this device has measured, by their targets."""
+        mailbox.sends.acknowledged = self._acknowledged
+        mailbox.on_open(self._give_up)
+        mailbox.on(Prepare, self._prepare)
+        mailbox.on(FetchedUnit, self._take_in)
+        mailbox.on(Commit, self._commit)
+        mailbox.on(Measure, self._measure)
+        mailbox.on(Packet, lambda packet: None)
+
+    def _give_up(self) -> None:
+        self._stage = None
+
+    def _with_replicas(self, status: Status) -> Status:
+        return replace(status, held=self.store.replicas.inventory())
+
+    def _prepare(self, prepare: Prepare) -> None:
+        problem = self._job.problem
+        updates = partial(AsynchronousUpdates, problem.options, self.store)
+        stages: list[Stage] = []
+
+        def role() -> Stage:
+            position = StagePosition.from_message(self._mailbox.device.name, self._job.plan.lead, prepare)
+            stages.append(Stage(self._mailbox, problem, position, updates=updates))
+            return stages[0]
+
+        if not self.holder.assume(prepare.configuration, role):
+            return
+        self._stage = stages[0]
+        self._point, self._seeded = Point(prepare.made, prepare.step), prepare.seeded
+        self._awaited = {unit for units in prepare.fetch.values() for unit in units}
+        for owner, units in prepare.fetch.items():
+            self._mailbox.post(owner, Fetch(prepare.configuration, prepare.made, prepare.step, units))
+        self._report()
+
+    def _take_in(self, found: FetchedUnit) -> None:
+        if self._stage is None:
+            return
+        self.store.replicas.put(Point(found.made, found.step), found.state, [found.unit])
+        self._awaited.discard(found.unit)
+        self._stage.actions += 1
+        self._report()
+
+    def _report(self) -> None:
+        """Report that all that the new configuration needs is here, once it is."""
+        if not self._awaited:
+            self.holder.ready()
+
+    def _commit(self, commit: Commit) -> None:
+        if self._stage is None:
+            return
+        replicas = self.store.replicas
+        units = range(*self._stage.position.units)
+        self._stage.state = None if self._seeded else replicas.state(self._point, units)
+        replicas.keep([Point(*point) for point in commit.keep], later=False)
+        self.holder.begin()
+
+    def _measure(self, measure: Measure) -> None:
+        if self._stage is not None:
+            self._mailbox.start_in_configuration(self._measure_link(measure))
+
+    async def _measure_link(self, measure: Measure) -> None:
+        """Measure the link to another device for the coordinator."""
+        await self.store.spread()
+        found = await bandwidth(self._mailbox, measure.target)
+        self._watches[measure.target] = LinkWatch(found)
+        finite = None if math.isinf(found.rate) else found.rate
+        self._mailbox.post(self._job.plan.lead, Measured(measure.configuration, measure.target, finite))
+
+    def _acknowledged(self, peer: str, size: float, posted: float) -> None:
+        """Report, once, that a link does not do any more what was measured."""
+        watch = self._watches.get(peer)
+        if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
+            del self._watches[peer]
+            self._mailbox.post(self._job.plan.lead, Deviates(self._mailbox.configuration, peer))
+
+
+def _steps(job: Job) -> int:
+    """Return the training steps of the whole workload."""
+    workload = job.problem.workload
+    if workload.task != "train":
+        return 0
+    assert job.dataset is not None
+    return Training(job.dataset, workload, job.problem.seed).steps
+
+
+def configure_stage(supervisor: Supervisor, steps: int, part: Piece, state: State | None) -> Configure:
+    """Return the message that makes a device a stage, with its units of a state; None: from the seed."""
+    given = {} if state is None else restrict(state, part.first, part.last)
+    return Configure(supervisor.mailbox.configuration, supervisor.stages, steps, state is not None, given)

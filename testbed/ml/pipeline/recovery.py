@@ -1,0 +1,364 @@
+"""Recovery from replicas: every change of the partition goes the same way, after a failure or without one.
+
+A new configuration is opened and all devices say which units they have of which state. The newest state of which every
+unit is somewhere is gone on from; after a drain that is the present one, after a failure that of the last replication.
+Each stage learns which units it lacks and who has them, fetches them and says so; once all have, the coordinator
+commits, and training begins again with the first batch that this state does not contain. Until then all keep what they
+have, so a failure in between only means another try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.lazy import torch
+from testbed.messaging.membership import Held
+from testbed.messaging.supervision import Lost, Supervisor
+from testbed.method import Job
+from testbed.ml.layers.shard import result_of
+from testbed.ml.partition.redistribution import StagePartition
+from testbed.ml.pipeline.messages import Commit, Keep, Prepare, Replicated
+from testbed.ml.pipeline.placement import (
+    BEGINNING,
+    Lineage,
+    Point,
+    ReplicaStore,
+    RestorePlan,
+    classify_failure,
+    place,
+)
+from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
+from testbed.wire.message import Message
+
+
+class KnownPoints:
+    """Follows the replications: which points count, are safe, or are here as a whole; has all others freed."""
+
+    def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
+        self.lineage = Lineage()
+        self.safe = BEGINNING
+        """The newest point of which every unit is on two devices, or here."""
+        self.whole = BEGINNING
+        """The newest point of which every unit is here."""
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.device
+        self._replicas = store.replicas
+        self._units = units
+        self._replicated: dict[int, set[str]] = {}
+        """Which devices have had their units of a step replicated."""
+        self._mailbox.on(Replicated, self._note)
+
+    def branch(self, step: int) -> None:
+        """Go on from a step in the present configuration: what came after it counts no more."""
+        self.lineage = self.lineage.branch(step, self._mailbox.configuration)
+        self.safe, self.whole = (point if point in self.lineage else BEGINNING for point in (self.safe, self.whole))
+        self._replicated.clear()
+
+    def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
+        """Return what a device is to keep, as it travels: these, and here the newest whole one."""
+        kept = {*points, self.whole} if device == self._device.name else {*points}
+        return [(point.configuration, point.step) for point in sorted(kept)]
+
+    def has_all(self, step: int) -> bool:
+        """Return whether every unit as it is after a step is here."""
+        return self._is_whole(self.lineage.point(step))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the newest weights that are here as a whole; none before any are."""
+        point = self._newest_whole()
+        return {} if point is None else result_of(self._replicas.state(point, range(self._units)))
+
+    async def save(self, partition: StagePartition) -> None:
+        """Write to the disk how training stands, beside the replicas."""
+        fields = {"begun": self.lineage.begun, "devices": partition.devices, "cuts": partition.cuts}
+        await self._device.save("training", Message("training", fields))
+
+    def remember(self) -> StagePartition | None:
+        """Read what a former program of this device has left on the disk; return the partition, if there is any."""
+        training, replicas = self._device.saved("training"), self._device.saved("replicas")
+        if training is None:
+            return None
+        self.lineage = Lineage(tuple((made, begin) for made, begin in training["begun"]))
+        if replicas is not None:
+            self._replicas.load(replicas)
+            self.whole = self._newest_whole() or BEGINNING
+        return StagePartition(tuple(training["devices"]), tuple(training["cuts"]))
+
+    def _note(self, replicated: Replicated) -> None:
+        """Once all stages have their units replicated, older points are needed no more."""
+        point = Point(self._mailbox.configuration, replicated.step)
+        having = self._replicated.setdefault(replicated.step, set())
+        having.add(replicated.sender)
+        if having < self._supervisor.membership.assigned or point < self.safe:
+            return
+        self.safe = point
+        if self._is_whole(point):
+            self.whole = point
+        for part in self._supervisor.layout:
+            keep = Keep(self._mailbox.configuration, self.needed(part.device, {point}))
+            self._mailbox.post(part.device, keep)
+        self._mailbox.start(self._device.save("replicas", self._replicas.dump()))
+
+    def _is_whole(self, point: Point) -> bool:
+        return len(self._replicas.units(point)) == self._units
+
+    def _newest_whole(self) -> Point | None:
+        """Return the newest point that still counts of which every unit is here."""
+        whole = [point for point in self._replicas.points() if self._is_whole(point)]
+        return max((point for point in whole if point in self.lineage), key=lambda point: point.step, default=None)
+
+
+class FromReplicas:
+    """A `testbed.messaging.supervision.RecoveryPolicy`."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        store: ReplicaStore,
+        partitioner: Partitioner,
+        job: Job[AsynchronousOptions],
+        steps: int,
+    ) -> None:
+        """``steps`` are those of the whole training. The device exposes the newest state that it has as a whole."""
+        problem, pieces = job.problem, job.plan.pieces
+        units = len(problem.model.units)
+        self.partition = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        self.points = KnownPoints(supervisor, store, units)
+        supervisor.device.expose(self.points.weights)
+        self.recovering = False
+        """Whether the next batch done is the first one after a recovery."""
+        self._supervisor = supervisor
+        self._mailbox = supervisor.mailbox
+        self._device = supervisor.device
+        self._members = supervisor.membership
+        self._replicas = store.replicas
+        self._partitioner = partitioner
+        self._problem = problem
+        self._steps = steps
+        self._seeded = job.weights is None
+        """Whether training begins with the seed's weights."""
+        if job.weights is not None:
+            store.replicas.put(BEGINNING, job.weights, range(units))
+        self._placement = RestorePlan(BEGINNING, {})
+        """Where the present configuration goes on from."""
+        self._configured: dict[str, float] = {}
+        """The stages' incarnations when they were configured."""
+        self._left: dict[str, float] = {}
+        """Devices that were lost in silence, with their incarnations: one that has the same again did not die."""
+        self._reachable: set[str] = set()
+        """Those to which the links of all their neighbours were measured since."""
+        self._waited: Lost | None = None
+        """The loss that was recorded, and waited for, last."""
+        self._members.refusal = None if partitioner.admits else "its units are another's"
+
+    @property
+    def start(self) -> int:
+        """The step that the present configuration began with."""
+        return self._placement.point.step
+
+    async def begin(self) -> None:
+        """Open the first configuration; after a death of this device, go on where its program was before."""
+        remembered = self.points.remember()
+        self.partition = remembered or self.partition
+        layout = self._partitioner.pieces(self.partition)
+        if remembered is None:
+            self._supervisor.start(layout)
+            self.take_up(await self._select())
+            return
+        missing = [self._device.name]
+        self._device.record("recovery", phase="detected", step=self.points.whole.step, missing=missing)
+        self._supervisor.start(layout)
+        timeouts = self._supervisor.timeouts
+        await self._gather(self.partition.devices, max(timeouts.patience, timeouts.return_window))
+        self._resume()
+
+    async def establish(self) -> None:
+        """Have every stage fetch what it lacks; commit once all have it."""
+        supervisor, point, number = self._supervisor, self._placement.point, self._mailbox.configuration
+        supervisor.begin()
+        for part in supervisor.layout:
+            need = self._placement.needs.get(part.device)
+            fetch = {} if need is None else {owner: list(units) for owner, units in need.fetch.items()}
+            prepare = Prepare(
+                number, supervisor.stages, self._steps, point.configuration, point.step, need is None, fetch
+            )
+            self._mailbox.post(part.device, prepare)
+        await self.points.save(self.partition)
+        await supervisor.ready()
+        self._configured = self._present(self.partition.devices)
+        if self.recovering:
+            self._device.record("recovery", phase="redistributed", step=self.start)
+        for part in supervisor.layout:
+            commit = Commit(number, self.points.needed(part.device, {point, self.points.safe}))
+            self._mailbox.post(part.device, commit)
+
+    async def recover(self, lost: Lost, start: int) -> None:
+        """Find out who has what, choose the state to go on from and the stages to go on with."""
+        supervisor = self._supervisor
+        self._detected(lost)
+        known = dict(self._members.known)
+        gone = set(lost.missing) - lost.back
+        awaited = () if lost is self._waited else gone
+        self._mailbox.open(self._mailbox.configuration + 1)
+        await self._gather(set(self.partition.devices) - gone, supervisor.patience, awaited)
+        supervisor.learn_patience(lost, known)
+        silent = gone - self._members.answers.keys()
+        self._left.update({name: known[name] for name in silent if name in known})
+        self._reachable -= silent
+        self._resume()
+
+    async def returned(self, lost: Lost) -> bool:
+        """Wait for devices that are but silent; say whether all are there again as they were.
+
+        Then nothing is undone and nothing moves: training goes on with the batch whose gradients did not come, the
+        first case of the paper's fault handler.
+        """
+        supervisor, members, window = self._supervisor, self._members, self._supervisor.timeouts.return_window
+        if lost.cut or lost.back or not lost.missing or not window:
+            return False
+        self._detected(lost)
+        self._waited = lost
+        known, number = dict(members.known), self._mailbox.configuration
+        await members.ping_all(dict.fromkeys(lost.missing, window), lambda: bool(members.restarted & members.assigned))
+        answers = [members.answers.get(name) for name in lost.missing]
+        if not all(each and each.holds == number and each.incarnation == known[each.sender] for each in answers):
+            return False
+        supervisor.learn_patience(lost, known)
+        self.recovering = True
+        partition, step = supervisor.stages, supervisor.progress
+        self._device.record("recovery", phase="repartitioned", step=step, case="restart", partition=partition)
+        self._device.record("recovery", phase="redistributed", step=step)
+        self._device.record("recovery", phase="resumed", step=step, partition=partition)
+        return True
+
+    def standing_by(self) -> set[str]:
+        """Return the devices of which it is to be seen whether they are of use: cut off from others, or too slow."""
+        if not self._partitioner.admits:
+            return set()
+        return self._members.excluded | {name for name in self._members.joiners if self._survived(name)}
+
+    def joiners(self) -> set[str]:
+        """Return the devices that may become stages."""
+        if not self._partitioner.admits:
+            return set()
+        return self._members.joiners - self._doubted(self._members.joiners)
+
+    def reached(self, device: str) -> None:
+        """Let a device that stands by be a stage again, now that all its neighbours would be reached."""
+        self._reachable.add(device)
+        if device in self._members.excluded:
+            self._members.excluded.discard(device)
+            self._members.joiners.add(device)
+
+    def _detected(self, lost: Lost) -> None:
+        if lost is not self._waited:
+            progress = self._supervisor.progress
+            self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
+
+    def _survived(self, name: str) -> bool:
+        """Return whether a device is what it was when it was lost: it has not died, so it is slow, or was cut off."""
+        return name in self._left and self._members.present.get(name) == self._left[name]
+
+    def _doubted(self, names: Collection[str]) -> set[str]:
+        """Return those of which it is not known whether they are of use by now."""
+        return {name for name in names if self._survived(name)} - self._reachable
+
+    async def _select(self) -> StagePartition:
+        """Ask for devices, and return a partition over those that say in time that they are there."""
+        members, seconds = self._members, self._problem.options.selection
+        await members.gather(dict.fromkeys(members.others, self._device.now() + seconds), greeted=True)
+        there = {self._device.name, *members.present}
+        missing = [name for name in self.partition.devices if name not in there]
+        if not missing:
+            return self.partition
+        silent = ", ".join(missing)
+        self._device.record("log", text=f"{silent} did not answer in {seconds:g} s: training begins without")
+        return self._fitting(self._partitioner.over, self.ordered(there))
+
+    async def regroup(self, names: Collection[str]) -> list[str]:
+        """Open a configuration without a failure; return who is there, in order. Raises `Lost` where a stage is not."""
+        self._mailbox.open(self._mailbox.configuration + 1)
+        await self._gather(names, self._supervisor.patience)
+        there = self._there()
+        failure = classify_failure(self._configured, self._present(there))
+        if failure.lost:
+            raise Lost(failure.lost, back=failure.empty)
+        return there
+
+    def take_up(self, partition: StagePartition) -> None:
+        """Make a partition the one to be established, from the newest state of which every unit is somewhere."""
+        members = self._members
+        inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
+        for name, answer in members.answers.items():
+            inventory[name] = [] if name in members.restarted | members.excluded else list(answer.held)
+        self._placement = place(self.points.lineage, inventory, self.partition, partition, self._seeded, self._steps)
+        self.points.branch(self.start)
+        joining = set(partition.devices).difference(self.partition.devices)
+        if joining:
+            self._device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
+        self.partition = partition
+        self._supervisor.watch(self._partitioner.pieces(partition))
+        # A device that has not answered is not there: it would be waited for in vain at the next change.
+        if self._partitioner.admits:
+            members.joiners = members.answers.keys() - set(partition.devices) - members.excluded
+
+    def _resume(self) -> None:
+        """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
+        partition, there = self._after_loss()
+        present = self._present(there)
+        # A device that no configuration has reached yet has nothing to lose: it counts as it is.
+        configured = {name: self._configured.get(name, present.get(name, 0.0)) for name in self.partition.devices}
+        case = classify_failure(configured, present).case
+        self.take_up(partition)
+        self.recovering = True
+        stages = self._supervisor.stages
+        self._device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=stages)
+
+    async def _gather(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
+        """Ask all what they have; wait so long for these, and for missing ones as long as they may be away."""
+        now = self._device.now()
+        returning = now + self._supervisor.timeouts.return_window
+        await self._members.gather(dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning))
+
+    def _there(self) -> list[str]:
+        """Return the devices that can be stages, in the order of the scenario."""
+        there = {self._device.name, *self._members.answers} - self._members.excluded
+        there -= self._doubted(there)
+        if not self._partitioner.admits:
+            there &= set(self.partition.devices)
+        return self.ordered(there)
+
+    def ordered(self, names: Collection[str]) -> list[str]:
+        """Return devices in the order of the scenario."""
+        return [spec.name for spec in self._problem.devices if spec.name in names]
+
+    def _present(self, names: Collection[str]) -> dict[str, float]:
+        """Return the incarnations of devices that are there."""
+        return {name: self._members.present.get(name, self._supervisor.presence.incarnation) for name in names}
+
+    def _after_loss(self) -> tuple[StagePartition, list[str]]:
+        """Return the stages to go on with, and who is there.
+
+        The stages are the same if all are there, else what the method makes of those that are.
+        """
+        there = self._there()
+        if set(self.partition.devices) <= set(there):
+            return self.partition, there
+        choose = partial(self._partitioner.after_loss, self.partition)
+        try:
+            return self._fitting(choose, there), there
+        except TestbedError:
+            if not self._doubted(self._members.answers):
+                raise
+            self._reachable |= self._left.keys()  # rather too slow than none
+            there = self._there()
+            return self._fitting(choose, there), there
+
+    def _fitting(self, choose: Callable[[Sequence[str]], StagePartition], there: Sequence[str]) -> StagePartition:
+        try:
+            return choose(there)
+        except InputError as error:
+            raise TestbedError(f"not enough devices: {error.text}") from error

@@ -1,0 +1,289 @@
+"""One stage of a pipeline in one configuration: it takes what arrives, computes, hands on, by any schedule.
+
+What distinguishes synchronous from asynchronous training is the `UpdatePolicy` that a stage is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from testbed.device import Cost, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.method import Problem
+from testbed.ml.data.batches import micro_batches
+from testbed.ml.layers import costs
+from testbed.ml.layers.shape_shard import ShapeShard, shard
+from testbed.ml.layers.shard import Shard, State, result_of
+from testbed.ml.models.chain import Model
+from testbed.ml.pipeline.messages import (
+    Activation,
+    Configure,
+    Gradient,
+    Labels,
+    Output,
+    Prepare,
+    Purpose,
+    Stages,
+    Times,
+)
+from testbed.ml.schedule import Action
+
+T = TypeVar("T")
+
+SPANS: dict[Purpose, str] = {"train": "forward", "evaluate": "evaluate", "infer": "forward"}
+"""Name of the span in which a micro-batch goes forward, by what it is for."""
+
+
+@dataclass(frozen=True)
+class StagePosition:
+    """Where a stage stands in one configuration."""
+
+    configuration: int
+    coordinator: str
+    stages: Stages
+    index: int
+    steps: int
+    """Training steps of the whole workload."""
+
+    @staticmethod
+    def from_message(device: str, coordinator: str, message: Configure | Prepare) -> StagePosition:
+        """Return where a device stands by what the coordinator sent it."""
+        index = [name for name, _, _ in message.stages].index(device)
+        return StagePosition(message.configuration, coordinator, message.stages, index, message.steps)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """First unit, and the one after the last."""
+        _, first, last = self.stages[self.index]
+        return first, last
+
+    def holders(self, model: Model) -> list[list[int]]:
+        """Return the stages that use each of the model's tied weights."""
+        cuts = [first for _, first, _ in self.stages]
+        return [tied.holders(cuts) for tied in model.tied]
+
+    @property
+    def before(self) -> str | None:
+        """The device of the stage before; None for the first."""
+        return self.stages[self.index - 1][0] if self.index else None
+
+    @property
+    def after(self) -> str | None:
+        """The device of the next stage; None for the last."""
+        return self.stages[self.index + 1][0] if self.index + 1 < len(self.stages) else None
+
+
+class Stage:
+    """A `testbed.messaging.membership.Role`; lives as long as its configuration.
+
+    What arrives decides what it does: a micro-batch of training begins a piece of training, which ``train`` is called
+    for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        problem: Problem,
+        position: StagePosition,
+        state: State | None = None,
+        updates: Callable[[Stage], UpdatePolicy] | None = None,
+    ) -> None:
+        """Without ``updates`` there is no training."""
+        self.state = state
+        """What it begins with; None: the seed's."""
+        self.position = position
+        self.problem = problem
+        self.mailbox = mailbox
+        self.device = mailbox.device
+        self.units = problem.model.units[slice(*position.units)]
+        self.actions = 0
+        self.computing = False
+        self.shard: Shard | ShapeShard
+        self._updates = None if updates is None else updates(self)
+
+    async def prepare(self) -> None:
+        """Build the shard, from the state or from the seed."""
+
+        def build() -> Shard | ShapeShard:
+            made = shard(self.problem, *self.position.units, self.device.name)
+            if self.state is not None:
+                made.load(self.state)
+            return made
+
+        self.shard = await self.compute(build, self.copy_cost, Span("load"))
+        if self._updates is not None:
+            # The coordinator exposes the whole model as last gathered: these serve where gathering fails.
+            self.device.expose(lambda: result_of(self.shard.state()), part=True)
+
+    @property
+    def copy_cost(self) -> Cost:
+        """What copying its whole state costs."""
+        return costs.copy(self.units, self.problem.training)
+
+    async def serve(self) -> None:
+        """Train and forward whatever arrives, until cancelled."""
+        while True:
+            first = await self.mailbox.peek(Activation)
+            if first.work == "train":
+                assert self._updates is not None
+                await self._updates.train(first)
+            else:
+                await self._forward_only(await self.mailbox.take(Activation))
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Do a piece of work on the device's processor, and count it."""
+        self.computing = True
+        try:
+            return await self.device.compute(work, cost, span)
+        finally:
+            self.computing = False
+            self.actions += 1
+
+    async def timed(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
+        """Compute; return the result and the seconds that it took."""
+        begun = self.device.now()
+        return await self.compute(work, cost, span), self.device.now() - begun
+
+    async def _forward_only(self, given: Activation) -> None:
+        """Pass one micro-batch through; the last stage hands the outputs to the coordinator."""
+        inputs, position = given.tensor, self.position
+        cost, span = costs.forward(self.units, len(inputs)), Span(SPANS[given.work], given.batch)
+        outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
+        if position.after is None:
+            self.mailbox.post(position.coordinator, Output(position.configuration, given.work, given.batch, outputs))
+        else:
+            self.mailbox.post(position.after, replace(given, tensor=outputs))
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One micro-batch that a stage has forwarded and not yet done backward."""
+
+    batch: int
+    micro: int
+    samples: int
+    """Samples of the micro-batch."""
+    loss: float
+    """Its part of the batch's loss; 0 on all stages but the last."""
+    seconds: float
+    """Seconds that its forward took."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Batch and micro-batch."""
+        return self.batch, self.micro
+
+
+BatchNews = tuple[Times, float]
+"""Mean seconds of a batch on each stage from one on, and the loss of the batch."""
+
+
+class UpdatePolicy(Protocol):
+    """When weights change, and which of them a micro-batch meets."""
+
+    recompute: bool
+    """Whether all stages but the last keep no activations, and forward a second time before backward."""
+    whole_batches: bool
+    """Whether a batch passes as one, so that spans need no number of a micro-batch."""
+
+    async def train(self, first: Activation) -> None:
+        """Do the piece of training that a first micro-batch begins, by handing `run_schedule` its schedule."""
+
+    async def arrival(self, number: int) -> Activation | None:
+        """Return the inputs of the ``number``-th forward; None where it does not come, nor any after it."""
+
+    def version(self, batch: int) -> int | None:
+        """Return which version of the weights a batch meets; None: the newest, there being no other."""
+
+    def forward_done(self, passage: Passage) -> None:
+        """Take note of a forward that is done and handed on."""
+
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews | None:
+        """Take note of a backward that is done; return what travels with the gradient to the stage before.
+
+        ``given`` is the message of the stage after, if there is one.
+        """
+
+    async def update(self, number: int) -> None:
+        """Carry out the schedule's update of that number."""
+
+
+async def run_schedule(stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]) -> None:
+    """Carry out all actions in their order; end earlier where forwards cease to come and all that came are updated."""
+    executor = _Executor(stage, policy)
+    ended = False
+    for action in actions:
+        if action.kind == "forward":
+            ended = ended or not await executor.forward(action.micro)
+        elif action.kind == "backward":
+            await executor.backward(action.micro)
+        else:
+            await policy.update(action.micro)
+        if ended and not executor.under_way and action.kind != "backward":
+            return
+
+
+class _Executor:
+    """Waits for what each action needs and hands on what it makes."""
+
+    def __init__(self, stage: Stage, policy: UpdatePolicy) -> None:
+        self._stage = stage
+        self._policy = policy
+        self.under_way: dict[int, Passage] = {}
+        self._labels: Labels | None = None
+
+    async def forward(self, number: int) -> bool:
+        """Do one forward; return whether there was one to do."""
+        stage, policy = self._stage, self._policy
+        given = await policy.arrival(number)
+        if given is None:
+            return False
+        key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
+        shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
+        span = self._span("forward", *key)
+        rows = micro_batches(given.samples, given.micros)[given.micro].start, given.samples
+        loss = 0.0
+        if stage.position.after is None:
+            labels = await self._labels_of(given.batch)
+            own = labels[micro_batches(given.samples, given.micros)[given.micro]]
+            whole = stage.problem.training.weight(labels)
+            work = partial(shard.forward_loss, key, inputs, own, whole, version, rows)
+            loss, seconds = await stage.timed(work, cost, span)
+        else:
+            forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)
+            outputs, seconds = await stage.timed(partial(forward, key, inputs, rows=rows), cost, span)
+            stage.mailbox.post(stage.position.after, replace(given, tensor=outputs))
+        self.under_way[number] = passage = Passage(*key, len(inputs), loss, seconds)
+        policy.forward_done(passage)
+        return True
+
+    async def _labels_of(self, batch: int) -> Any:
+        """Return the labels of a batch, (samples,)."""
+        if self._labels is None or self._labels.batch != batch:
+            self._labels = await self._stage.mailbox.take(Labels, batch)
+        return self._labels.tensor
+
+    async def backward(self, number: int) -> None:
+        """Do one backward, with the gradient of the stage after or with that of the loss."""
+        stage, policy = self._stage, self._policy
+        passage = self.under_way[number]
+        given: Gradient | None = None
+        cost = costs.backward(stage.units, passage.samples)
+        if stage.position.after is not None:
+            given = await stage.mailbox.take(Gradient, passage.key)
+            if policy.recompute:
+                cost += costs.forward(stage.units, passage.samples)
+        del self.under_way[number]
+        work = partial(stage.shard.backward, passage.key, None if given is None else given.tensor)
+        gradient, seconds = await stage.timed(work, cost, self._span("backward", *passage.key))
+        times, loss = policy.backward_done(passage, seconds, given) or (None, None)
+        if stage.position.before is not None:
+            assert gradient is not None
+            handed_on = Gradient(stage.position.configuration, *passage.key, gradient, times, loss)
+            stage.mailbox.post(stage.position.before, handed_on)
+
+    def _span(self, name: str, batch: int, micro: int) -> Span:
+        return Span(name, batch) if self._policy.whole_batches else Span(name, batch, micro)

@@ -1,0 +1,320 @@
+"""When weights change: the two `testbed.ml.pipeline.stage.UpdatePolicy`s, once a step or after every batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from itertools import chain
+from statistics import fmean
+
+from testbed.common.lazy import torch
+from testbed.device import Cost, Span
+from testbed.ml.data.batches import is_due
+from testbed.ml.layers import costs
+from testbed.ml.layers.shard import State, restrict
+from testbed.ml.pipeline.messages import (
+    Activation,
+    Drained,
+    End,
+    Gradient,
+    Loss,
+    Norms,
+    Replica,
+    Replicated,
+    TiedGradient,
+    Times,
+    UnitState,
+    Updated,
+)
+from testbed.ml.pipeline.placement import Point, ReplicaStore
+from testbed.ml.pipeline.planning import AsynchronousOptions, SynchronousOptions
+from testbed.ml.pipeline.stage import BatchNews, Passage, Stage, run_schedule
+from testbed.ml.schedule import Action, Schedule, asynchronous_1f1b, versions
+
+RECENT = 10
+"""Batches over which a stage takes the mean of its execution time."""
+
+
+class SynchronousUpdates:
+    """The same weights for all micro-batches of a step, then one update with the gradient of the whole batch."""
+
+    whole_batches = False
+
+    def __init__(self, schedule: Schedule, options: SynchronousOptions, stage: Stage) -> None:
+        self.recompute = options.recompute
+        self._schedule = schedule
+        self._options = options
+        self._stage = stage
+        self._batch = 0
+        self._loss = 0.0
+        self._sending: asyncio.Task[None] | None = None
+        """The checkpoint that is being sent."""
+
+    async def train(self, first: Activation) -> None:
+        """Do the training step that a first micro-batch begins."""
+        self._batch, self._loss = first.batch, 0.0
+        position = self._stage.position
+        actions = self._schedule(len(position.stages), position.index, first.micros)
+        await run_schedule(self._stage, self, chain(actions, [Action("update", first.batch)]))
+
+    async def arrival(self, number: int) -> Activation:
+        """Return the inputs of a micro-batch of this step."""
+        return await self._stage.mailbox.take(Activation, ("train", self._batch, number))
+
+    def version(self, batch: int) -> None:
+        """All micro-batches meet the newest weights."""
+
+    def forward_done(self, passage: Passage) -> None:
+        """Add to the loss of the batch."""
+        self._loss += passage.loss
+
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
+        """The gradient is added up in the shard; there is nothing else to do."""
+
+    async def update(self, number: int) -> None:
+        """Take an optimizer step, report it to the coordinator, and make a checkpoint when it is time."""
+        stage, position, batch = self._stage, self._stage.position, self._batch
+        if position.after is None:
+            stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
+        cost = costs.update(stage.units, stage.problem.training)
+        await self._add_tied(batch)
+        update = partial(stage.shard.update, batch, await self._norms(batch))
+        await stage.compute(update, cost, Span("update", batch))
+        judged = stage.problem.workload.training.judged and is_due(batch + 1, self._options.evaluate_every)
+        if judged or self._options.checkpoints(batch + 1, position.steps):
+            await self._checkpoint(batch)
+        if position.before is None:
+            stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
+
+    async def _add_tied(self, batch: int) -> None:
+        """Give every stage the whole gradient of the weights that several stages use, whose copies so stay equal.
+
+        The first stage with such a weight adds up the gradients of all, in their order.
+        """
+        stage, position = self._stage, self._stage.position
+        number, mailbox = position.configuration, stage.mailbox
+        names = [device for device, _, _ in position.stages]
+        shared = {
+            index: holders
+            for index, holders in enumerate(position.holders(stage.problem.model))
+            if len(holders) > 1 and position.index in holders
+        }
+        tied = stage.problem.model.tied
+        for index, (first, *_) in shared.items():
+            if first != position.index:
+                own = stage.shard.gradient(tied[index])
+                mailbox.post(names[first], TiedGradient(number, batch, index, own))
+        for index, (first, *others) in shared.items():
+            if first != position.index:
+                continue
+            total = stage.shard.gradient(tied[index])
+            for other in others:
+                part = (await mailbox.take(TiedGradient, (names[other], batch, index))).tensor
+                total = await stage.compute(
+                    partial(torch.add, total, part), Cost(tied[index].values), Span("update", batch)
+                )
+            stage.shard.put_gradient(tied[index], total)
+            for other in others:
+                mailbox.post(names[other], TiedGradient(number, batch, index, total))
+        for index, (first, *_) in shared.items():
+            if first != position.index:
+                found = await mailbox.take(TiedGradient, (names[first], batch, index))
+                stage.shard.put_gradient(tied[index], found.tensor)
+
+    async def _norms(self, batch: int) -> torch.Tensor | None:
+        """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.
+
+        They are added up in the order of the model wherever it is cut, so clipping is the same to the bit.
+        """
+        stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
+        if clip is None or clip.norm is None or len(position.stages) == 1:
+            return None
+        model = stage.problem.model
+        counted = zip(model.tied, position.holders(model), strict=True)
+        elsewhere = {name for tied, (first, *_) in counted if first != position.index for name in tied.names}
+        norms = stage.shard.norms(elsewhere)
+        if position.after is not None:
+            norms = torch.cat([norms, (await stage.mailbox.take(Norms, (batch, False))).tensor])
+        if position.before is not None:
+            stage.mailbox.post(position.before, Norms(position.configuration, batch, False, norms))
+            norms = (await stage.mailbox.take(Norms, (batch, True))).tensor
+        if position.after is not None:
+            stage.mailbox.post(position.after, Norms(position.configuration, batch, True, norms))
+        return norms
+
+    async def _checkpoint(self, batch: int) -> None:
+        """Copy the state as it is after this step; send it while training goes on.
+
+        One that is still being sent is waited for first: a link too slow for the checkpoints slows training down
+        instead of filling the memory.
+        """
+        stage = self._stage
+        if self._sending is not None:
+            await self._sending
+        state = await stage.compute(stage.shard.state, stage.copy_cost, Span("checkpoint", batch))
+        self._sending = stage.mailbox.start_in_configuration(self._send(batch + 1, state))
+
+    async def _send(self, step: int, state: State) -> None:
+        """Send a state unit by unit, so that gradients to the same device find their way in between."""
+        position = self._stage.position
+        for unit in range(*position.units):
+            piece = restrict(state, unit, unit + 1)
+            await self._stage.mailbox.post(position.coordinator, UnitState(position.configuration, step, unit, piece))
+
+
+class AsynchronousUpdates:
+    """An update after every batch, with weight stashing and vertical sync.
+
+    Trains in stretches: from a batch that fills the empty pipeline to the end that drains it again. Within a stretch
+    forwards and backwards alternate strictly, so which version a batch meets depends on its number alone and never on
+    the time that anything takes.
+    """
+
+    recompute = False
+    whole_batches = True
+
+    def __init__(self, options: AsynchronousOptions, store: ReplicaStore, stage: Stage) -> None:
+        self._stage = stage
+        self._options = options
+        self._store = store
+        position = stage.position
+        count = len(position.stages)
+        self._window = options.window(count)
+        self._depth = versions.in_flight(count, position.index, self._window)
+        self._span = self._window if options.vertical_sync else self._depth
+        """A batch is forwarded with the weights as they were this many batches, less one, before it."""
+        self._base = 0
+        """The first batch of the stretch: all weights are of this version when it begins."""
+        self._end = 0
+        """The batch after its last."""
+        self._under_way: set[int] = set()
+        self._last: tuple[float, Times, float]
+        """The batch done backward last: seconds of forward and backward, times of the later stages, its loss."""
+        self._spent: deque[float] = deque(maxlen=RECENT)
+        """Seconds of each of the last batches."""
+        self._kept = 0
+        """Versions kept at once in this stretch, at most."""
+        self._in_use = 0
+        """Versions that batches under way have met, at most."""
+
+    async def train(self, first: Activation) -> None:
+        """Go through the stretch that a batch begins."""
+        position = self._stage.position
+        self._base = first.batch
+        self._stage.shard.versions.restart(self._base)
+        self._kept, self._in_use = 1, 0
+        actions = asynchronous_1f1b(len(position.stages), position.index, window=self._window)
+        await run_schedule(self._stage, self, actions)
+        await self._drained()
+
+    async def arrival(self, number: int) -> Activation | None:
+        """Return a batch of this stretch; None, and hand that on, where its end comes instead."""
+        batch, position = self._base + number, self._stage.position
+        arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
+        if isinstance(arrived, Activation):
+            return arrived
+        self._end = batch
+        if position.after is not None:
+            self._stage.mailbox.post(position.after, End(position.configuration, batch))
+        return None
+
+    def version(self, batch: int) -> int:
+        """Return the version that a batch is forwarded and done backward with."""
+        return self._base + versions.used(batch - self._base, self._span)
+
+    def forward_done(self, passage: Passage) -> None:
+        """Count the versions in use."""
+        self._under_way.add(passage.batch)
+        self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
+
+    def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews:
+        """Take note of what the update is to report; return what this stage and later ones know of the batch."""
+        self._under_way.remove(passage.batch)
+        later, loss = ([], passage.loss) if given is None else (given.times or [], given.loss or 0.0)
+        self._last = (passage.seconds + seconds, later, loss)
+        return [self._mean(), *later], loss
+
+    async def update(self, number: int) -> None:
+        """Make the next version, replicate when it is time, and report to the coordinator."""
+        batch, position = self._base + number, self._stage.position
+        spent, later, loss = self._last
+        self._spent.append(spent + await self._advance(batch))
+        if self._targets(batch + 1):
+            await self._replicate(batch + 1)
+        if position.before is None:
+            # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
+            # replica of it has left: so the coordinator has recorded every batch that such a state contains.
+            updated = Updated(position.configuration, batch, [self._mean(), *later], loss)
+            self._stage.mailbox.post(position.coordinator, updated)
+
+    async def _advance(self, batch: int) -> float:
+        """Make the next version; return the seconds that it took."""
+        stage, done = self._stage, batch + 1
+        cost = costs.update(stage.units, stage.problem.training)
+        aggregated = 0
+        if versions.aggregates(done - self._base, self._depth, self._options.aggregate):
+            aggregated = self._depth
+            cost += Cost(aggregated * costs.parameters(stage.units))
+        advance = partial(stage.shard.advance, (batch, 0), self.version(batch), self.version(done), aggregated)
+        _, seconds = await stage.timed(advance, cost, Span("update", batch))
+        self._kept = max(self._kept, len(stage.shard.versions))
+        return seconds
+
+    def _mean(self) -> float | None:
+        """Return the mean seconds of the last batches; None before the first is done."""
+        return fmean(self._spent) if self._spent else None
+
+    def _targets(self, done: int) -> set[str]:
+        """Return the devices that keep this stage's units of a step; the device itself is one, if there are any."""
+        options, position, keepers = self._options, self._stage.position, set()
+        if options.chain_due(done):
+            next_ones = options.keepers(position.index, len(position.stages))
+            keepers |= {self._stage.device.name, *(position.stages[stage][0] for stage in next_ones)}
+        judged = self._stage.problem.workload.training.judged and is_due(done, options.evaluate_every)
+        if judged or options.global_due(done) or done == position.steps:
+            keepers |= {self._stage.device.name, position.coordinator}
+        return keepers
+
+    async def _replicate(self, done: int) -> None:
+        """Copy the state as it is after this step, and send it to its keepers while training goes on.
+
+        What is still being sent of an earlier step is waited for first: links too slow for the replicas slow training
+        down instead of filling the memory.
+        """
+        await self._store.spread()
+        state = await self._snapshot(done, "replicate")
+        keepers = self._targets(done) - {self._stage.device.name}
+        self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread(done, state, keepers))
+
+    async def _snapshot(self, done: int, name: str) -> State:
+        """Keep a copy of the state here."""
+        stage = self._stage
+        state = await stage.compute(stage.shard.state, stage.copy_cost, Span(name, done - 1))
+        self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
+        return state
+
+    async def _spread(self, done: int, state: State, keepers: set[str]) -> None:
+        """Send a state unit by unit, so that activations and gradients find their way in between."""
+        stage, configuration = self._stage, self._stage.position.configuration
+        for unit in range(*stage.position.units):
+            replica = Replica(configuration, done, unit, restrict(state, unit, unit + 1))
+            await asyncio.gather(*(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers)))
+        stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
+
+    async def _drained(self) -> None:
+        """Report that nothing is under way, and keep the state for the device that is to have these units next."""
+        stage, position = self._stage, self._stage.position
+        if self._end > self._base:
+            await self._snapshot(self._end, "keep")
+            stage.device.record(
+                "versions",
+                stage=position.index,
+                step=self._end,
+                in_use=self._in_use,
+                kept=self._kept,
+                allowed=versions.in_flight(len(position.stages), position.index),
+                bytes=self._kept * sum(unit.weight_bytes for unit in stage.units),
+                replicas=self._store.replicas.bytes(),
+            )
+        stage.mailbox.post(position.coordinator, Drained(position.configuration, self._end))

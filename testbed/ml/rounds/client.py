@@ -1,0 +1,249 @@
+"""A device's program: train a round whenever the server says so, on its own samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from testbed.common.lazy import torch
+from testbed.device import Cost, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.membership import Hello
+from testbed.messaging.transfer import Codec
+from testbed.ml.layers.shard import Adjust, State
+from testbed.ml.rounds.layers import Layers, Share
+from testbed.ml.rounds.messages import (
+    ActivationGradient,
+    Begin,
+    Begun,
+    DeviceActivation,
+    Here,
+    Norms,
+    Ping,
+    Update,
+    parted,
+    with_extra,
+)
+from testbed.ml.rounds.options import Length
+from testbed.ml.rounds.stacked import Stack
+from testbed.wire.message import Message
+
+
+@dataclass(frozen=True)
+class LocalRound:
+    """What a device has to train in a round: its layers hold the weights of ``start``."""
+
+    number: int
+    """Number of the round, from 0."""
+    steps: range
+    """Its iterations, counted through all rounds."""
+    layers: Layers
+    share: Share
+    """The device's samples."""
+    start: State
+    """Weights and running statistics that the round began with, by name."""
+    device: str
+    """The device's name."""
+    devices: int
+    """Number of devices with data, in this round or not."""
+    rate: float
+    """Learning rate of the round's first iteration."""
+    extra: State = field(default_factory=dict)
+    """Tensors that the server sent beside the weights; see `Hooks.extra`."""
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors that the device keeps from round to round, by any names. Saved to its disk before its update leaves."""
+    sends: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Tensors to be sent beside the update, by any names; the server's `merge` finds them in `Trained.extra`."""
+
+    async def gradients(self, step: int) -> float:
+        """Do forward and backward with all samples of an iteration; return their mean loss."""
+        ((images, labels),) = self.share.iteration(step, self.layers.numbers)
+        whole = self.layers.training.weight(labels)
+        loss = await self.layers.forward_loss(step, 0, images, labels, len(labels), whole)
+        await self.layers.backward(step, 0, len(labels))
+        return loss
+
+
+TrainLocal = Callable[[LocalRound], Awaitable[float | None]]
+"""Hook: trains the layers of a device for a round; returns the mean loss, None where the server computes it."""
+Sent = Callable[[State, State], State]
+"""Hook: takes the weights that a round began with and the trained ones; returns what is sent to the server."""
+
+
+async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
+    """Take a step in every iteration, on the whole model; ``change`` alters the gradients before each."""
+    losses = []
+    for step in local.steps:
+        losses.append(await local.gradients(step))
+        if change is not None:
+            await local.layers.adjust(step, change)
+        await local.layers.update(step)
+    return sum(losses) / len(losses)
+
+
+def send_weights(start: State, trained: State) -> State:
+    """Send the trained weights as they are."""
+    return trained
+
+
+def send_difference(start: State, trained: State) -> State:
+    """Send what training has changed."""
+    return {name: tensor - start[name] for name, tensor in trained.items()}
+
+
+class Changes:
+    """A hook around another: sends what training has changed, and next time what a codec left out of it.
+
+    Where the other sends changes itself, those. Whole numbers, such as how many batches were seen, travel as they are.
+    """
+
+    def __init__(self, sent: Sent, by: Codec) -> None:
+        self._sent = sent
+        self._by = by
+        self._left: dict[str, torch.Tensor] = {}
+
+    def __call__(self, start: State, trained: State) -> State:
+        """Return what the server is to add."""
+        found = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
+        for name, change in found.items():
+            if change.is_floating_point() and not change.is_meta:
+                wanted = change + self._left.get(name, 0)
+                found[name] = self._by.unpack(self._by.pack(wanted))
+                self._left[name] = wanted - found[name]
+        return found
+
+
+def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
+    """Return the training of a device that has the first layers while the server has the rest.
+
+    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then go back through each as soon
+    as its gradient is there, then update.
+    """
+
+    async def train(local: LocalRound) -> None:
+        for step in local.steps:
+            mini_batches = local.share.iteration(step, local.layers.numbers)
+            samples = sum(len(labels) for _, labels in mini_batches)
+            weight = sum(local.layers.training.weight(labels) for _, labels in mini_batches)
+            whole = None if weight == samples else weight
+            for micro, (images, labels) in enumerate(mini_batches):
+                activation = await local.layers.forward(step, micro, images, samples)
+                number = mailbox.configuration
+                mailbox.post(server, DeviceActivation(number, step, micro, samples, activation, labels, whole))
+            for micro, (_, labels) in enumerate(mini_batches):
+                gradient = await mailbox.take(ActivationGradient, (step, micro))
+                await local.layers.backward(step, micro, len(labels), gradient.tensor)
+            norms = None
+            if local.layers.clips_by_norm:
+                mailbox.post(server, Norms(mailbox.configuration, step, local.layers.norms()))
+                norms = (await mailbox.take(Norms, (server, step))).tensor
+            await local.layers.update(step, norms)
+
+    return train
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """What a device with data does of its own: it trains rounds on its samples, whoever says when and from where on."""
+
+    share: Share
+    length: Length
+    layers: Layers
+    train_local: TrainLocal = train_whole
+    sent: Sent = send_weights
+    devices: int = 1
+    """Number of devices with data."""
+    stack: Stack | None = None
+    """Computes it together with that of other devices, while ``layers`` have no numbers."""
+
+    def steps(self, number: int) -> range:
+        """Return the iterations of a round, counted through all rounds."""
+        return self.length.iterations(number, self.share.per_epoch)
+
+    def samples(self, number: int) -> int:
+        """Return how many samples a round trains on."""
+        return sum(map(self.share.count, self.steps(number)))
+
+    async def train(self, number: int, start: State) -> tuple[float | None, State]:
+        """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
+        return (await self.train_round(number, start, {}, {}))[:2]
+
+    async def train_round(
+        self, number: int, start: State, extra: State, own: State
+    ) -> tuple[float | None, State, LocalRound]:
+        """Do the same with tensors beside the weights and with the device's own, as `LocalRound` has them."""
+        steps = self.steps(number)
+        stacked = None if self.stack is None else self.stack.begin(self.share, steps, start)
+        await self.layers.load(start, number)
+        layers = self.layers
+        rate = layers.rate(steps.start)
+        local = LocalRound(
+            number, steps, layers, self.share, start, layers.device_name, self.devices, rate, extra, dict(own)
+        )
+        loss = await self.train_local(local)
+        trained: State = self.layers.weights()
+        if stacked is not None:
+            loss, trained = stacked.finish()
+        return loss, self.sent(start, trained), local
+
+
+OWN = "own"
+"""Name under which a device's disk keeps `LocalRound.own`."""
+
+
+class Client:
+    """One device from the start of its program on; knows nothing from before."""
+
+    def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True) -> None:
+        """``alone``: it trains a round to its end without the server."""
+        self._mailbox = mailbox
+        self._server = server
+        self._training = training
+        self._alone = alone
+        self._incarnation = mailbox.device.now()
+        self._running: asyncio.Task[None] | None = None
+        mailbox.on(Begin, self._begin)
+        mailbox.on(Ping, self._answer)
+
+    async def serve(self) -> None:
+        """Train whenever the server says so, until cancelled."""
+        self._mailbox.post(self._server, Hello(self._incarnation))
+        await asyncio.get_running_loop().create_future()
+
+    def _answer(self, ping: Ping) -> None:
+        self._mailbox.start(self._report_idle(ping.sender))
+
+    async def _report_idle(self, server: str) -> None:
+        """Answer once this device computes no more: invited earlier, it would be late again."""
+        running = self._running
+        if running is not None and not running.done():
+            if self._alone:
+                await asyncio.wait([running])
+            else:
+                # The server has left the round, which therefore never ends. A layer that is being computed does.
+                running.cancel()
+                await self._mailbox.device.compute(lambda: None, Cost(), Span("idle"))
+        self._mailbox.post(server, Here())
+
+    def _begin(self, begin: Begin) -> None:
+        """Give up the round before, if it goes on, for this one."""
+        self._mailbox.open(begin.configuration)
+        if self._running is not None:
+            self._running.cancel()
+        self._running = self._mailbox.start(self._train(begin))
+
+    async def _train(self, begin: Begin) -> None:
+        steps = self._training.steps(begin.round)
+        begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
+        self._mailbox.post(self._server, begun)
+        device, training = self._mailbox.device, self._training
+        kept = device.saved(OWN)
+        start, extra = parted(begin.state)
+        loss, weights, local = await training.train_round(
+            begin.round, start, extra, {} if kept is None else kept.tensors
+        )
+        if local.own:
+            await device.save(OWN, Message(OWN, {}, local.own))
+        update = Update(begin.configuration, training.samples(begin.round), loss, with_extra(weights, local.sends))
+        self._mailbox.post(self._server, update)

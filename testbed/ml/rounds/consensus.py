@@ -1,0 +1,115 @@
+"""Evaluation where there is no server: each device has weights of its own, and the plan's lead scores all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.method import Job
+from testbed.ml.layers.feed import Requests
+from testbed.ml.layers.shard import State
+from testbed.ml.rounds.layers import Layers
+from testbed.ml.rounds.server import average, evaluation
+from testbed.trace.events import EventType
+from testbed.trace.figures import Figure, Reporting, Row
+from testbed.trace.record import Record
+
+
+@dataclass(frozen=True)
+class Snapshot(Typed, kind="snapshot", key=("step", "sender")):
+    """To the lead: a device's weights after so many rounds."""
+
+    step: int
+    state: State
+
+
+def distance(states: Sequence[State], mean: State) -> float:
+    """Return how far the devices are from their mean: the root of the mean squared Euclidean distance of weights."""
+    trained = [name for name, tensor in mean.items() if tensor.is_floating_point()]
+    squares = [sum(float(((state[name] - mean[name]) ** 2).sum()) for name in trained) for state in states]
+    return math.sqrt(fmean(squares))
+
+
+class Consensus:
+    """Has the weights of all devices scored by the lead, beside its own work: each one's, and their mean."""
+
+    def __init__(self, mailbox: Mailbox, job: Job, patience: float) -> None:
+        """``patience``: seconds after its own report for which the lead waits for those of others."""
+        self._mailbox = mailbox
+        self._lead = job.plan.lead
+        self._others = [name for name in job.plan.devices if name != self._lead]
+        self._patience = patience
+        self._scoring: asyncio.Task[None] | None = None
+        if mailbox.device.name == self._lead:
+            assert job.dataset is not None
+            self._layers = Layers(mailbox.device, job.problem, 0, len(job.problem.model.units))
+            self._tests = Requests(job.dataset, job.problem.workload.batch_size)
+
+    async def report(self, step: int, state: State) -> None:
+        """Send a device's weights after so many rounds to the lead; the lead goes on, and scores what comes."""
+        if self._mailbox.device.name != self._lead:
+            self._mailbox.post(self._lead, Snapshot(step, state))
+        else:
+            self._scoring = self._mailbox.start(self._score(step, state, self._scoring))
+
+    async def finish(self) -> None:
+        """On the lead, return when all is scored; elsewhere, stay until the run is over."""
+        await (self._scoring or asyncio.get_running_loop().create_future())
+
+    async def _score(self, step: int, own: State, before: asyncio.Task[None] | None) -> None:
+        device, deadline = self._mailbox.device, self._mailbox.device.now() + self._patience
+        if before is not None:
+            await before
+        states = {device.name: own}
+        for name in self._others:
+            found = await self._mailbox.take(Snapshot, (step, name), deadline=deadline)
+            if found is not None:
+                states[name] = found.state
+        mean = average(list(states.values()), [1] * len(states))
+        scores = {name: await evaluation(self._layers, state, self._tests, step) for name, state in states.items()}
+        if numbers := not any(tensor.is_meta for tensor in mean.values()):
+            accuracies = {name: score.accuracy for name, score in scores.items() if score.accuracy is not None}
+            device.record("consensus", step=step, accuracies=accuracies, distance=distance([*states.values()], mean))
+        device.record("evaluate", step=step, **(await evaluation(self._layers, mean, self._tests, step)).fields())
+        if len(states) <= len(self._others) and numbers:
+            device.record("missed", round=step, devices=[name for name in self._others if name not in states])
+
+
+def _last(record: Record) -> Mapping[str, float] | None:
+    events = record.of("consensus")
+    return events[-1].fields["accuracies"] if events else None
+
+
+def _distance(record: Record) -> float | None:
+    events = record.of("consensus")
+    return events[-1].fields["distance"] if events else None
+
+
+CONSENSUS = Reporting(
+    figures=(
+        Figure("consensus_distance", "number", "of the devices' weights from their mean, at the end", _distance),
+        Figure(
+            "mean_device_accuracy",
+            "share",
+            "of the devices' own weights at the end; `accuracy` is that of their mean",
+            lambda record: fmean(found.values()) if (found := _last(record)) else None,
+        ),
+        Figure(
+            "least_device_accuracy",
+            "share",
+            "of the device whose weights are worst at the end",
+            lambda record: min(found.values()) if (found := _last(record)) else None,
+        ),
+    ),
+    events=(
+        EventType("consensus", "the devices' own weights were scored", ("batch",), ("step", "accuracies", "distance")),
+        EventType("missed", "weights of devices did not come in time to be scored", fields=("round", "devices")),
+    ),
+    rows=(Row("Devices", "{mean_device_accuracy}", "mean accuracy, the worst {least_device_accuracy}"),),
+)
+"""What a method declares that uses `Consensus`."""

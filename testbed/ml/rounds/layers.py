@@ -1,0 +1,165 @@
+"""What a device trains: layers of the model, with what each piece of work is charged, on its share of the samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from testbed.common.lazy import torch
+from testbed.device import Cost, Device, Span
+from testbed.method import Problem
+from testbed.ml.data.batches import Indices, batch, batch_length, steps_per_epoch
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.layers import costs
+from testbed.ml.layers.shape_shard import shard
+from testbed.ml.layers.shard import Adjust, State, weights_of
+from testbed.ml.training.optimizers import is_weight
+
+
+class Layers:
+    """Some layers of the model under training on one device; every call takes the device's time."""
+
+    def __init__(self, device: Device, problem: Problem, first: int, last: int, numbers: bool = True) -> None:
+        """Units ``first`` up to but without ``last``, with the weights that the seed gives.
+
+        A moving average is that of rounds, and none is kept here. Without ``numbers`` they only take time.
+        """
+        workload = problem.workload
+        self.numbers = numbers and workload.numerics != "none"
+        changed: dict[str, Any] = {"training": workload.training.model_copy(update={"ema": None})}
+        changed |= {} if numbers else {"numerics": "none"}
+        problem = replace(problem, workload=workload.model_copy(update=changed))
+        self.first = first
+        self.last = last
+        self._device = device
+        self._units = problem.model.units[first:last]
+        self.training = problem.training
+        self._shard = shard(problem, first, last, device.name)
+
+    @property
+    def device_name(self) -> str:
+        """The device's name."""
+        return self._device.name
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of an iteration, which a schedule may change."""
+        return float(self.training.settings(step).get("lr", self.training.part.optimizer.rate))
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained values."""
+        return costs.parameters(self._units)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the weights and the running statistics."""
+        return weights_of(self._shard.state())
+
+    async def load(self, weights: State, number: int) -> None:
+        """Take over a round's weights. What the optimizer keeps, such as momentum, is neither sent nor averaged."""
+
+        def load() -> None:
+            kept = {name: value for name, value in self._shard.state().items() if not is_weight(name)}
+            self._shard.load({**weights, **kept})
+
+        await self._device.compute(load, costs.copy(self._units, self.training), Span("load", number))
+
+    async def forward(self, step: int, micro: int, inputs: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the outputs of a mini-batch, (samples, ...), like its inputs; the iteration has ``samples``."""
+        work = partial(self._shard.forward, (step, micro), inputs, rows=(micro * len(inputs), samples))
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+
+    async def forward_loss(
+        self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int, whole: float
+    ) -> float:
+        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples.
+
+        ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `Recipe.weight` of all labels.
+        """
+        rows = (micro * len(inputs), samples)
+        work = partial(self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows)
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("forward", step, micro))
+
+    async def backward(
+        self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Go back with a mini-batch of this many samples; return the gradient of its inputs, both (samples, ...)."""
+        work = partial(self._shard.backward, (step, micro), gradient)
+        return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
+
+    async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
+        """Change gradients before an update; ``flops`` are charged for each trained value, numbers or none."""
+        work = partial(self._shard.adjust, change)
+        await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether an update needs the norms of the gradients of all layers of the model."""
+        clip = self.training.part.clip
+        return clip is not None and clip.norm is not None
+
+    def norms(self) -> torch.Tensor:
+        """Return the norm of the gradient of each trained tensor, (tensors,)."""
+        return self._shard.norms()
+
+    async def update(self, step: int, norms: torch.Tensor | None = None) -> None:
+        """Take a step along the gradients of all mini-batches since the last one.
+
+        ``norms``, (tensors,), are those of the whole model's gradients where these layers are not all.
+        """
+        work = partial(self._shard.update, step, norms)
+        await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
+
+    async def infer(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs for a batch of an evaluation, (samples, ...), like its inputs."""
+        work = partial(self._shard.infer, inputs)
+        return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))
+
+
+class Share:
+    """A device's samples in iterations of N mini-batches of floor(B/N).
+
+    Each epoch is another order of the samples, cut into whole iterations; what is left over sits out that epoch and
+    comes up in others, or without ``drop_last`` is a smaller last iteration. Fewer samples than a batch are one
+    iteration.
+    """
+
+    def __init__(
+        self, dataset: Dataset, batch_size: int, parallel: int, seed: int | None, drop_last: bool = True
+    ) -> None:
+        """Without a seed samples keep their order. Raises ValueError for fewer samples than mini-batches."""
+        self._dataset = dataset
+        self._seed = seed
+        self.samples = len(dataset.train_labels)
+        self.parallel = parallel
+        self.mini_batch = min(batch_size, self.samples) // parallel
+        if not self.mini_batch:
+            raise ValueError(f"{self.samples} samples do not make {parallel} mini-batches")
+        self._size = self.mini_batch * parallel
+        self._drop_last = drop_last
+        self.per_epoch = steps_per_epoch(self.samples, self._size, drop_last)
+
+    def iteration(self, number: int, numbers: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
+
+        Without ``numbers`` those of the first iteration, which have the same shapes and are read once.
+        """
+        return self._read(number) if numbers or self.count(number) < self._size else self._first
+
+    def count(self, number: int) -> int:
+        """Return the number of samples of an iteration."""
+        return batch_length(self.samples, self._size, number, self._drop_last)
+
+    def _chosen(self, number: int) -> Indices:
+        return batch(self.samples, self._size, self._seed, number, self._drop_last)
+
+    @cached_property
+    def _first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._read(0)
+
+    def _read(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        chosen = self._chosen(number)
+        images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
+        labels = torch.from_numpy(self._dataset.train_labels[chosen])
+        parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]
+        return [(images[part], labels[part]) for part in parts]

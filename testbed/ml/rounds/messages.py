@@ -1,0 +1,103 @@
+"""Messages between the server and the devices. A round of training is a configuration of theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testbed.common.lazy import torch
+from testbed.messaging.membership import Hello
+from testbed.messaging.typed import Fixed, Numbered, Typed
+from testbed.ml.layers.shard import State
+
+_EXTRA = "extra:"
+
+
+def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
+    """Return weights and tensors beside them, of any names, as one message carries both."""
+    return {**weights, **{_EXTRA + name: tensor for name, tensor in extra.items()}}
+
+
+def parted(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights and the tensors beside them that `with_extra` joined."""
+    extra = {name.removeprefix(_EXTRA): tensor for name, tensor in state.items() if name.startswith(_EXTRA)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)}, extra
+
+
+@dataclass(frozen=True)
+class Ping(Typed, kind="ping"):
+    """From the server to a device that was too late: answer when this reaches you."""
+
+
+@dataclass(frozen=True)
+class Here(Typed, kind="here"):
+    """To the server: the answer to a ping."""
+
+
+@dataclass(frozen=True)
+class Begin(Numbered, kind="begin", opens=True):
+    """From the server: train a round, from these weights on."""
+
+    round: int
+    """From 0."""
+    state: State
+    """Weights and running statistics of the device's layers, and what the method's `Hooks.extra` adds."""
+
+
+@dataclass(frozen=True)
+class Begun(Numbered, kind="begun"):
+    """To the server: the round's training begins here."""
+
+    incarnation: float
+    first: int
+    """The first iteration; they are counted through all rounds."""
+    last: int
+    """One after the last."""
+
+
+@dataclass(frozen=True)
+class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", "micro")):
+    """To the server: what leaves the device's last layer."""
+
+    iteration: int
+    micro: int
+    """The mini-batch, from 0 to N - 1."""
+    samples: int
+    """Samples of the whole iteration."""
+    tensor: torch.Tensor
+    """(samples of the mini-batch, ...)"""
+    labels: torch.Tensor
+    """(samples of the mini-batch,)"""
+    whole: float | None = None
+    """Weight of all labels of the iteration; None where each sample counts as one."""
+
+
+@dataclass(frozen=True)
+class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
+    """From the server: the gradient of an activation, of its shape."""
+
+    iteration: int
+    micro: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Norms(Numbered, kind="norms", key=("sender", "iteration")):
+    """For clipping by norm: to the server, norms of the gradients of a device's layers; back, those of all layers."""
+
+    iteration: int
+    tensor: torch.Tensor
+    """(trained tensors,), in the order of the model"""
+
+
+@dataclass(frozen=True)
+class Update(Numbered, kind="update", key=("sender",)):
+    """To the server: "stop epoch", and the trained layers."""
+
+    samples: int
+    """Samples that it trained on in this round."""
+    loss: Fixed | None
+    """Their mean; None where the server has computed it."""
+    state: State
+
+
+KINDS: tuple[type[Typed], ...] = (Hello, Ping, Here, Begin, Begun, DeviceActivation, ActivationGradient, Norms, Update)

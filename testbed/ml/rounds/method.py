@@ -1,0 +1,179 @@
+"""Methods that train one model in rounds on the data of several devices: what they have in common, and their hooks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from typing_extensions import TypeVar
+
+from testbed.device import Device
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.transfer import Codec, codec, codecs
+from testbed.method import Job, Method, Problem
+from testbed.ml.data.batches import left_out
+from testbed.ml.layers.feed import record_left_out
+from testbed.ml.rounds import planner, stacked
+from testbed.ml.rounds.client import (
+    Changes,
+    Client,
+    LocalTraining,
+    Sent,
+    TrainLocal,
+    send_weights,
+    train_whole,
+    with_server,
+)
+from testbed.ml.rounds.figures import DECLARED
+from testbed.ml.rounds.layers import Layers, Share
+from testbed.ml.rounds.messages import KINDS
+from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
+from testbed.ml.rounds.planner import Participants, RoundDetails
+from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
+from testbed.ml.rounds.server import Extra, GlobalModel, Merge, Server, ServerSide, mean, no_extra
+from testbed.plan import Plan
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Where methods that train in rounds differ; what is not given is federated averaging."""
+
+    choose: Choose = everyone
+    """Who takes part in a round."""
+    train_local: TrainLocal = train_whole
+    """What a device does in a round."""
+    sent: Sent = send_weights
+    """What it sends to the server."""
+    merge: Merge = mean
+    """What the server makes of that."""
+    extra: Extra = no_extra
+    """What the server sends beside the weights."""
+    min_updates: int = 1
+    """Updates that a round needs."""
+
+
+O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
+
+
+class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
+    """A server, which is the first device, and devices with data that train the whole model, in rounds.
+
+    A method of one's own gives `hooks`. A device that is gone is left out of a round at its deadline, and takes part
+    again once it is back. Momentum stays on the device where it was made.
+    """
+
+    Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of its type
+    Details = RoundDetails
+    declared = DECLARED
+    timing_only = True
+    frozen_placed = True
+    odd_batches = True
+    stacks = True
+    takes_weights = True
+    precisions = True
+    judges = True
+
+    @abstractmethod
+    def hooks(self, options: O) -> Hooks:
+        """Return what is this method's own."""
+
+    def data_owners(self, problem: Problem[O]) -> tuple[str, ...]:
+        """Return all devices but the first, which is the server."""
+        return Participants(problem).names
+
+    def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
+        """Give the whole model to each device. Raises `InputError` where it does not fit, or cannot be stacked."""
+        if problem.workload.numerics == "stacked":
+            stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
+        return planner.whole_plan(self.name, Participants(problem))
+
+    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+        """Be the server on the first device, a client on the others."""
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
+            if device.name == job.plan.lead:
+                await self.serve(mailbox, job)
+            else:
+                training = local_training(device, job, self.hooks(job.problem.options))
+                await Client(mailbox, job.plan.lead, training).serve()
+
+    async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
+        """Hold one round after the other, to the last; the server's program."""
+        await hold_rounds(mailbox, job, self.hooks(job.problem.options))
+
+
+class SplitMethod(RoundMethod[O], ABC, Generic[O]):
+    """The same with a model that is split: the first layers on the devices, the rest on the server.
+
+    Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
+    """
+
+    stacks = False
+    in_turn = False
+    """Whether one device trains after the other, with one copy of the server's layers for all."""
+
+    async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
+        """Hold rounds on the first device, train the first layers on the others."""
+        hooks, server = self.hooks(job.problem.options), job.plan.lead
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
+            if device.name == server:
+                await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
+            else:
+                training = local_training(device, job, replace(hooks, train_local=with_server(mailbox, server)))
+                await Client(mailbox, server, training, alone=False).serve()
+
+
+def _codecs(job: Job[O, RoundDetails]) -> dict[str, Codec]:
+    """Return what carries the messages between devices and server."""
+    how, codes = transfer_of(job.problem.options), job.problem.codes
+    return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
+
+
+def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
+    """Return what a device with data does in a round, by its plan."""
+    problem, mine = job.problem, job.plan.details.portions[device.name]
+    assert job.dataset is not None
+    seed = problem.seed if problem.workload.data.shuffle else None
+    workload = problem.workload
+    share = Share(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
+    stack = stacked.stack_of(problem) if problem.workload.numerics == "stacked" else None
+    layers = Layers(device, problem, 0, mine.split, numbers=stack is None)
+    sent = hooks.sent
+    if by := codec(transfer_of(problem.options).updates, problem.codes):
+        sent = Changes(sent, by)
+    length, devices = Participants(problem).length, len(problem.samples)
+    return LocalTraining(share, length, layers, hooks.train_local, sent, devices, stack)
+
+
+async def hold_rounds(
+    mailbox: Mailbox, job: Job[O, RoundDetails], hooks: Hooks, split: bool = False, in_turn: bool = False
+) -> None:
+    """Be the server: hold the rounds that are left; ``split``: it trains layers of its own.
+
+    ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
+    """
+    problem, clients = job.problem, job.plan.details.portions
+    assert job.dataset is not None
+    device, options, depth = mailbox.device, problem.options, len(problem.model.units)
+    model = GlobalModel(device, job, hooks.merge, hooks.extra)
+    splits = {name: client.split for name, client in clients.items()}
+    side = None
+    if split:
+        shared = {first: Layers(device, problem, first, depth) for first in splits.values()} if in_turn else {}
+        copies = {name: shared.get(first) or Layers(device, problem, first, depth) for name, first in splits.items()}
+        side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
+    planned = {name: client.round_time for name, client in clients.items()}
+    policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
+    changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
+    rounds = Rounds(mailbox, policy, problem.seed)
+    server = Server(device, rounds, model, splits, side, in_turn, changes)
+    size = problem.workload.batch_size
+    if few := [name for name, there in problem.samples.items() if there < size]:
+        text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"
+        device.record("log", text=text)
+    rest = 0
+    for name, count in problem.samples.items():
+        whole = min(size, count) // clients[name].parallel * clients[name].parallel
+        rest += left_out(count, whole, problem.workload.drop_last)
+    record_left_out(device, rest, sum(problem.samples.values()))
+    await server.run()

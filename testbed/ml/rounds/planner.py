@@ -1,0 +1,283 @@
+"""Plans of training in rounds: who trains which layers, what that needs, and how long a round should take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
+
+from testbed.common.errors import InputError, Key
+from testbed.hardware import DeviceSpec
+from testbed.method import Problem
+from testbed.ml.layers import costs
+from testbed.ml.partition.memory import inference_bytes, training_bytes
+from testbed.ml.rounds.estimate import (
+    Choice,
+    LayerTimes,
+    PairProfile,
+    aggregation_time,
+    iterations,
+    layer_times,
+    profile,
+    shortest_epoch,
+)
+from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
+from testbed.network.link import Link
+from testbed.plan import Details, Piece, Plan
+
+
+class ClientPlan(BaseModel):
+    """What one device with data does in a round."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    split: int
+    """P: it trains the first P layers."""
+    parallel: int
+    """N: mini-batches of an iteration."""
+    iteration_time: float
+    """Predicted seconds of an iteration: T(b_N) and the update."""
+    exchange_time: float
+    """Predicted seconds that its layers take to the server and back."""
+    iterations: int
+    """Iterations of a round."""
+    epoch: int
+    """Iterations of an epoch."""
+
+    @property
+    def round_time(self) -> float:
+        """Predicted seconds of a round."""
+        return self.iterations * self.iteration_time + self.exchange_time
+
+
+class RoundDetails(Details):
+    """What a plan of training in rounds says beyond its pieces."""
+
+    portions: dict[str, ClientPlan]
+    """By device, in their order."""
+
+    def part_of(self, device: str) -> Self:
+        """Return the device's own portion alone."""
+        return self.model_copy(update={"portions": {device: self.portions[device]} if device in self.portions else {}})
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The server, if there is one, the devices with data, and what each of them finds."""
+
+    problem: Problem[RoundOptions]
+    serverless: bool = False
+    """Whether all devices have data, and none is a server."""
+
+    @property
+    def server(self) -> DeviceSpec:
+        """The first device of the scenario; without a server the one that evaluates."""
+        return self.problem.devices[0]
+
+    @property
+    def devices(self) -> tuple[DeviceSpec, ...]:
+        """Those with data."""
+        return self.problem.devices if self.serverless else self.problem.devices[1:]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the devices with data."""
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
+    def length(self) -> Length:
+        """How much a device trains in a round, and in all."""
+        workload, options = self.problem.workload, self.problem.options
+        if workload.epochs is not None:
+            return Length(True, options.local_epochs or 1, workload.epochs)
+        assert workload.steps is not None
+        return Length(False, options.local_steps or 1, workload.steps)
+
+    def check(self) -> None:
+        """Raise `InputError` where devices, links or options do not fit."""
+        options, workload = self.problem.options, self.problem.workload
+        if not self.devices:
+            raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
+        for device in () if self.serverless else self.devices:
+            for pair in ((device.name, self.server.name), (self.server.name, device.name)):
+                if pair not in self.problem.links:
+                    raise InputError(
+                        f"no link leads from {pair[0]} to {pair[1]}: each device needs one to the server and back; use "
+                        "the topology star",
+                        ("network", "topology"),
+                    )
+        if self.serverless and isinstance(options.evaluate_every, float):
+            raise InputError("devices report after the same rounds: give their number", ("method", "evaluate_every"))
+        if self.serverless and workload.training.ema:
+            raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
+        if workload.epochs is not None and options.local_steps is not None:
+            raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
+        if workload.epochs is None and options.local_epochs is not None:
+            raise InputError("goes with a workload in `epochs`, not in `steps`", ("method", "local_epochs"))
+
+    def batch(self, device: DeviceSpec) -> int:
+        """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
+        return min(self.problem.workload.batch_size, self.problem.samples[device.name])
+
+    def profile(self, device: DeviceSpec, concurrent_clients: int) -> PairProfile:
+        """Return what a device and the server take, ``concurrent_clients`` devices together keeping the server busy."""
+        problem, server = self.problem, self.server
+        share = max(1.0, concurrent_clients / server.processors)
+        if self.serverless:  # models go to whichever device; that takes none of a round's time
+            up = down = Link()
+        else:
+            up, down = problem.links[device.name, server.name], problem.links[server.name, device.name]
+        mine, theirs = self._layer_times(device), self._layer_times(server, share)
+        travels = problem.training.frozen_travels
+        return profile(problem.model, mine, theirs, up, down, transfer_of(problem.options), travels)
+
+    def _layer_times(self, device: DeviceSpec, concurrent_clients: float = 1.0) -> tuple[LayerTimes, ...]:
+        key = (device.rates, concurrent_clients)
+        if key not in self._known:
+            self._known[key] = layer_times(self.problem.model, self.problem.training, device, concurrent_clients)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
+        """What layers take devices of some rates: most of thousands of devices are alike."""
+        return {}
+
+    def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
+        """Return a given number by device, empty for the best; raises `InputError` outside of the bounds."""
+        names = self.names
+        if value == "best":
+            return {}
+        if isinstance(value, dict):
+            if sorted(value) != sorted(names):
+                raise InputError(f"name each of the devices {', '.join(names)}, and no other", key)
+            found = value
+        else:
+            assert isinstance(value, int)
+            found = dict.fromkeys(names, value)
+        for number in found.values():
+            if not lowest <= number <= highest:
+                raise InputError(f"{number} is outside of what there is: take {lowest} to {highest}", key)
+        return found
+
+
+def _client(
+    team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice, iteration_time: float
+) -> ClientPlan:
+    count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
+    per_epoch = iterations(count, team.batch(device), choice.parallel, drop_last)
+    return ClientPlan(
+        split=choice.split,
+        parallel=choice.parallel,
+        iteration_time=iteration_time,
+        exchange_time=found.exchange(choice.split),
+        iterations=len(team.length.iterations(0, per_epoch)),
+        epoch=per_epoch,
+    )
+
+
+def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
+    """Return the plan that gives each device and the server the whole model; raises `InputError` if that cannot be."""
+    team.check()
+    clients = {}
+    for device in team.devices:
+        found, batch = team.profile(device, 0), team.batch(device)
+        alone = found.local_training(batch, batch)
+        clients[device.name] = _client(team, device, found, Choice(found.depth), alone)
+    return plan(method, team, clients, {})
+
+
+Choices = Callable[[PairProfile, int], Sequence[Choice]]
+"""Takes the profile of a device and its batch size; returns the split points and mini-batches that it may have."""
+
+
+def every_split(found: PairProfile, batch_size: int) -> Sequence[Choice]:
+    """Return each split point, with whole batches."""
+    return [Choice(split) for split in range(1, found.depth + 1)]
+
+
+@lru_cache(maxsize=256)
+def _best(
+    choices: Choices, found: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
+) -> Choice:
+    """Return one device's choice; many devices are alike."""
+    if parallel is not None:
+        among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
+    else:
+        among = [choice for choice in choices(found, batch) if choice.split in allowed]
+    return shortest_epoch(found, samples, batch, among)
+
+
+def split_plan(
+    method: str,
+    team: Participants,
+    split_points: SplitPoints,
+    concurrent_clients: int,
+    parallel: SplitPoints = 1,
+    choices: Choices = every_split,
+) -> Plan[RoundDetails]:
+    """Return the plan that splits the model between each device and the server.
+
+    ``concurrent_clients`` of them train together. ``choices`` says what a device may have whose split point or number
+    of mini-batches is to be the best. Raises `InputError` where a number is outside of what there is, or a device has
+    too little memory.
+    """
+    team.check()
+    depth = len(team.problem.model.units)
+    smallest = min(team.batch(device) for device in team.devices)
+    splits = team.given(("method", "split"), split_points, 1, depth)
+    given = team.given(("method", "parallel"), parallel, 1, smallest)
+    portions = {}
+    for device in team.devices:
+        name, batch = device.name, team.batch(device)
+        found = team.profile(device, concurrent_clients)
+        allowed = [splits[name]] if splits else list(range(1, depth + 1))
+        choice = _best(choices, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
+        portions[name] = _client(team, device, found, choice, found.iteration(choice, batch))
+    copies = {name: portion.split for name, portion in portions.items()}
+    return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
+
+
+def plan(
+    method: str,
+    team: Participants,
+    portions: Mapping[str, ClientPlan],
+    copies: Mapping[str, int],
+    in_turn: bool = False,
+) -> Plan[RoundDetails]:
+    """Return the plan for these portions; raises `InputError` where a device has too little memory.
+
+    ``copies``: for whom the server trains layers of its own, and from which on; where devices train ``in_turn``, one
+    for all that have the same split point.
+    """
+    problem, server = team.problem, team.server
+    depth, state_values = len(problem.model.units), problem.training.state_values
+    evaluated = inference_bytes(problem.model, range(depth), problem.workload.batch_size, server.precision)
+    pieces = [Piece(device=server.name, first=0, last=depth, memory=evaluated)]
+    for device in team.devices:
+        portion = portions[device.name]
+        units = range(portion.split)
+        kept = training_bytes(problem.model, units, team.batch(device), state_values, precision=device.precision)
+        pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
+    held: list[tuple[list[str], int, str | None]] = [([name], first, name) for name, first in copies.items()]
+    if in_turn:
+        of = {first: [name for name in copies if copies[name] == first] for first in copies.values()}
+        held = [(names, first, None) for first, names in of.items()]
+    for names, first, copy_for in held:
+        mini_batch = max(team.batch(problem.device(name)) // portions[name].parallel for name in names)
+        units = range(first, depth)
+        kept = training_bytes(problem.model, units, mini_batch, state_values, precision=server.precision)
+        pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
+    times = [portion.round_time for portion in portions.values()]
+    averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
+    found: Plan[RoundDetails] = Plan(
+        method=method,
+        lead=server.name,
+        pieces=tuple(pieces),
+        step_time=sum(time + averaging for time in times) if in_turn else max(times) + averaging,
+        details=RoundDetails(portions=dict(portions)),
+    )
+    for device in problem.devices:
+        costs.check_memory(device, found.memory(device.name))
+    return found

@@ -1,0 +1,203 @@
+"""Who takes part in which round, on the server, whatever happens to the devices meanwhile.
+
+A round is over when all its devices have sent their updates, or at its deadline with enough of them. A device that is
+late is left out of the following rounds until it computes no more and answers a ping; a device that has started again
+is invited to the next round. Each attempt at a round is a configuration with a number of its own, so that messages of
+earlier attempts are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from testbed.common.seeds import derive
+from testbed.messaging.mailbox import Mailbox, Tasks
+from testbed.messaging.membership import Hello
+from testbed.messaging.typed import encode
+from testbed.ml.rounds.messages import Begin, Begun, Here, Ping, Update
+from testbed.wire.message import Message
+
+CONFIGURATION = "configuration"
+"""What the server's disk keeps the number of the newest configuration under."""
+
+
+Choose = Callable[[int, Sequence[str], random.Random], Sequence[str]]
+"""Hook: takes a round's number, the devices that are there, and random numbers of the round's own; returns the devices
+that are to train, at least as many as a round needs."""
+
+
+def everyone(number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
+    """Choose all devices that are there."""
+    return present
+
+
+@dataclass(frozen=True)
+class RoundPolicy:
+    """Who is to train in a round, and when it is over."""
+
+    min_updates: int
+    """Updates that a round needs."""
+    deadline: float | None = None
+    """Seconds after its begin at which a round ends without late devices; None: adapted to the measured rounds."""
+    choose: Choose = everyone
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """Planned seconds of a round of each device."""
+
+
+STARTUP = 30.0
+"""Extra seconds of a program's first round: devices do not all start at once."""
+LATE = 3.0
+"""Default deadline of a round, as a multiple of the planned time and the largest measured overhead."""
+LEAST_DEADLINE = 10.0
+"""Lower bound of the default deadline in seconds: a busy host may delay a round of milliseconds by seconds."""
+
+Serve = Callable[[Begun], Coroutine[Any, Any, None]]
+"""What the server does for a device that trains: runs beside the round, until the device's last iteration."""
+
+
+class Rounds:
+    """Invites devices to one round after the other."""
+
+    def __init__(self, mailbox: Mailbox, policy: RoundPolicy, seed: int) -> None:
+        self._mailbox = mailbox
+        self._device = mailbox.device
+        self._policy = policy
+        self._seed = seed
+        self._absent: set[str] = set()
+        """Devices that were late and have not been heard of since."""
+        self._incarnations: dict[str, float] = {}
+        """Incarnations of the programs that began the present round."""
+        self._restarted: set[str] = set()
+        """Devices that began the present round and have started again since."""
+        self._updates: dict[str, Update] = {}
+        self._began_at = 0.0
+        """When the present round began."""
+        self._overhead: float | None = None
+        """Largest time by which an update took longer than planned; None before the first update."""
+        self._serve: Callable[[Begun], None] = lambda begun: None
+        mailbox.on(Hello, self._greeted)
+        mailbox.on(Here, lambda here: self._absent.discard(here.sender))
+        mailbox.on(Begun, self._began)
+        mailbox.on(Update, self._updated)
+        mailbox.on_open(self._forget)
+
+    async def hold(
+        self, number: int, devices: Sequence[str], invite: Callable[[str, int], Begin], serve: Serve | None = None
+    ) -> list[Update]:
+        """Have some of the devices train a round; return their updates in the order of the devices.
+
+        Waits until as many are there, and have sent updates, as the policy asks for. ``invite`` makes a device's
+        invitation to a configuration. A round with too few updates at twice its deadline is begun again with the
+        devices that are there then, and has twice the time.
+        """
+        least, times = min(self._policy.min_updates, len(devices)), 1
+        startup = STARTUP if self._mailbox.configuration == 0 else 0.0
+        while True:
+            chosen = self._choose(number, await self.present(devices, least))
+            await self._open()
+            self._began_at = self._device.now()
+            async with Tasks() as tasks:
+                serving: dict[str, asyncio.Task[None]] = {}
+                if serve is not None:
+                    self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})  # noqa: B023
+                for name in chosen:
+                    self._mailbox.post(name, invite(name, self._mailbox.configuration))
+                await self._collect(chosen, least, startup, times)
+                updates = [self._updates[name] for name in chosen if name in self._updates]
+                await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
+                self._serve = lambda begun: None  # one that begins now is too late for this round
+            there = {update.sender for update in updates}
+            self._miss(number, [name for name in chosen if name not in there])
+            if len(updates) >= least:
+                return updates
+            times *= 2
+
+    async def present(self, devices: Sequence[str], least: int) -> list[str]:
+        """Return the devices that are there as far as is known, as soon as there are at least this many."""
+        while len(found := [name for name in devices if name not in self._absent]) < least:
+            await self._mailbox.changed()
+        return found
+
+    def _choose(self, number: int, present: Sequence[str]) -> list[str]:
+        """Return those that are to train, of the devices that are there, in their order."""
+        if not present:
+            return []
+        draw = random.Random(derive(self._seed, "round", number))
+        chosen = set(self._policy.choose(number, present, draw))
+        return [name for name in present if name in chosen]
+
+    async def _open(self) -> None:
+        """Begin a configuration whose number is above all former ones, also those of a program before a restart."""
+        kept = self._device.saved(CONFIGURATION)
+        former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
+        self._mailbox.open(former + 1)
+        await self._device.save(CONFIGURATION, Message(CONFIGURATION, {"number": former + 1}))
+
+    def _forget(self) -> None:
+        """Begin with nothing of the configuration before."""
+        self._incarnations.clear()
+        self._restarted.clear()
+        self._updates.clear()
+        self._serve = lambda begun: None
+
+    def _allowed(self, chosen: Sequence[str], enough: bool) -> float:
+        """Return the seconds from its begin after which a round ends, ``enough`` updates being there or too few.
+
+        Without a given deadline an update may take three times as long as the slowest device's plan and the largest
+        overhead of any update so far: of a busy host, or of devices that share a channel. Before the first update the
+        overhead is unknown, and all devices may share one channel.
+        """
+        if self._policy.deadline is not None:
+            return self._policy.deadline if enough else 2 * self._policy.deadline
+        planned = self._policy.planned
+        times = [planned.get(name, 0.0) for name in chosen]
+        seconds = max(LEAST_DEADLINE, LATE * (max(times, default=0.0) + (self._overhead or 0.0)))
+        if enough:
+            return seconds
+        return 2 * seconds if self._overhead is not None else max(2 * seconds, LATE * sum(times))
+
+    async def _collect(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
+        """Wait until all have sent an update or lost their round; from the deadline on for enough updates only.
+
+        The deadline has ``startup`` seconds in addition, ``times`` over.
+        """
+        awaited = list(reversed(chosen))
+        while True:
+            while awaited and (awaited[-1] in self._updates or awaited[-1] in self._restarted):
+                awaited.pop()  # neither is taken back within a round
+            if not awaited:
+                return
+            enough = len(self._updates) >= least
+            allowed = times * (self._allowed(chosen, enough) + (startup if enough else 2 * startup))
+            left = self._began_at + allowed - self._device.now()
+            if left <= 0:
+                return
+            await self._mailbox.changed(left)
+
+    def _miss(self, number: int, names: Collection[str]) -> None:
+        """Go on without these, and invite those that have not started again no more until they answer."""
+        if names:
+            self._device.record("missed", round=number, devices=names)
+        for name in names:
+            if name not in self._restarted:
+                self._absent.add(name)
+                # Not through the mailbox: a new configuration would take it back.
+                self._mailbox.start(self._device.send(name, encode(Ping())))
+
+    def _greeted(self, hello: Hello) -> None:
+        self._absent.discard(hello.sender)
+        if self._incarnations.get(hello.sender, hello.incarnation) != hello.incarnation:
+            self._restarted.add(hello.sender)
+
+    def _began(self, begun: Begun) -> None:
+        self._incarnations[begun.sender] = begun.incarnation
+        self._serve(begun)
+
+    def _updated(self, update: Update) -> None:
+        self._updates[update.sender] = update
+        taken = self._device.now() - self._began_at
+        self._overhead = max(self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0))

@@ -1,0 +1,281 @@
+"""Who casts what to whom, what is done so that it is not lost, and what of it has arrived when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.ml.models.slices import Channels, elements, pick
+from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.missing import Arrived, SenderPart, share_without
+
+
+@dataclass(frozen=True)
+class Values(Typed, key=("batch", "layer", "sender")):
+    """What a device casts of one batch. Batches are numbered in the order in which they are fed, those of tests too."""
+
+    batch: int
+    layer: int
+    tensor: torch.Tensor | None = None
+    """(samples, values); None: the sender has nothing of this batch."""
+    note: dict[str, Any] | None = None
+    """What a method adds, as JSON."""
+
+
+class Outputs(Values, kind="outputs"):
+    """The outputs of a device's neurons of a layer; of the output layer, the results that it shares."""
+
+
+class Losses(Values, kind="losses"):
+    """The paper's losses: what a device's neurons of a layer add to the gradient of all values of the layer before."""
+
+
+@dataclass(frozen=True)
+class Heard(Typed, kind="heard"):
+    """Acknowledgement of a cast: the kind of message, its batch and layer."""
+
+    what: str
+    batch: int
+    layer: int
+
+
+CASTS = (Outputs, Losses, Heard)
+Sent = TypeVar("Sent", bound=Values)
+
+
+class Transmit(Protocol):
+    """A way to cast to several devices."""
+
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+        """Cast before an instant, in seconds; return when no more is done about it."""
+
+    def heard(self, message: Values) -> None:
+        """Answer a cast of another device, each time that it arrives."""
+
+
+class Repeated:
+    """The paper's r-TX: the same cast several times, whoever has heard it. Once is no recovery."""
+
+    def __init__(self, mailbox: Mailbox, times: int = 1) -> None:
+        self._mailbox = mailbox
+        self._times = times
+
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+        """Cast to all, all the times."""
+        for _ in range(self._times):
+            await self._mailbox.cast(receivers, message)
+
+    def heard(self, message: Values) -> None:
+        """Answer nothing."""
+
+
+class Acknowledged:
+    """The paper's ACK: casts to those that have not acknowledged, until all have or the timeslot has no time left.
+
+    Acknowledgements are casts, which can be lost as well.
+    """
+
+    def __init__(self, mailbox: Mailbox, wait: float) -> None:
+        """``wait``: how many seconds acknowledgements take after a cast has left."""
+        self._mailbox = mailbox
+        self._wait = wait
+        self._missing: dict[tuple[str, int, int], set[str]] = {}
+        """By what was cast, who has not acknowledged it."""
+        self._complete: asyncio.Future[None] | None = None
+        mailbox.on(Heard, self._acknowledged)
+
+    async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
+        """Cast at least once."""
+        device = self._mailbox.device
+        what = (message.kind, message.batch, message.layer)
+        missing = self._missing[what] = set(receivers)
+        while missing:
+            began = device.now()
+            await self._mailbox.cast(sorted(missing), message)
+            round_trip = device.now() - began + self._wait
+            if device.now() + round_trip >= until:
+                break
+            await self._answers(missing)
+        del self._missing[what]
+
+    async def _answers(self, missing: set[str]) -> None:
+        """Wait until none is missing, at most as long as acknowledgements take."""
+        if missing:
+            self._complete = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(self._wait):
+                    await self._complete
+            except TimeoutError:
+                pass
+
+    def heard(self, message: Values) -> None:
+        """Acknowledge; what was acknowledged before is so again, since that may have been lost."""
+        answer = Heard(message.kind, message.batch, message.layer)
+        self._mailbox.start(self._mailbox.cast([message.sender], answer))
+
+    def _acknowledged(self, answer: Heard) -> None:
+        missing = self._missing.get((answer.what, answer.batch, answer.layer))
+        if missing is None:
+            return  # of a cast that is over: its slot had no time left
+        missing.discard(answer.sender)
+        if not missing and self._complete is not None and not self._complete.done():
+            self._complete.set_result(None)
+
+
+class Notes(Protocol):
+    """Hook: what a method adds to its casts, and learns from those that arrive or do not."""
+
+    def annotated(self, message: Sent) -> Sent:
+        """Return a message with its note."""
+
+    def heard(self, message: Values) -> Channels | None:
+        """Take the note of a message that has arrived in time; return the sender's neurons in the message's layer.
+
+        None: the message does not count.
+        """
+
+    def missed(self, sender: str) -> None:
+        """Learn that a message of a device has not arrived in time."""
+
+
+@dataclass
+class Tally:
+    """Parts that were due, and those that had arrived."""
+
+    due: int = 0
+    came: float = 0
+    """Share that has arrived, of one that has arrived in part."""
+
+
+class CastExchange:
+    """The casts of one device, and those that it hears."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        arrangement: Callable[[], Arrangement],
+        transmit: Transmit,
+        under_way: int,
+        values: Sequence[int],
+        notes: Notes | None = None,
+    ) -> None:
+        """``arrangement`` returns the present one.
+
+        ``under_way``: how many batches there are at most between the first layer's forward and its backward.
+        ``values``: by layer, those that each neuron makes of a sample.
+        """
+        self.until = math.inf
+        """When the present slot ends, and nothing more is cast; seconds."""
+        self._mailbox = mailbox
+        self._arrangement = arrangement
+        self._transmit = transmit
+        self._under_way = under_way
+        self._values = values
+        self._notes = notes
+        self._name = mailbox.device.name
+        self._arrived: dict[tuple[type[Values], int, int], dict[str, Values]] = {}
+        """By kind, batch and layer: what has come of it, by sender."""
+        self._oldest = {Outputs: 0, Losses: 0}
+        """Batches of which a message still counts."""
+        mailbox.on(Outputs, self._take)
+        mailbox.on(Losses, self._take)
+        self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
+        """How many parts came from other devices in time, by what they were for."""
+
+    def _take(self, message: Values) -> None:
+        kind, batch, sender = type(message), message.batch, message.sender
+        key = kind, batch, message.layer
+        came = self._arrived.get(key)
+        if came is not None and sender in came:
+            message = _filled(came[sender], message)
+        if sender != self._name and not message.missing:
+            self._transmit.heard(message)
+        if batch >= self._oldest[kind]:
+            if came is None:
+                came = self._arrived[key] = {}
+            came[sender] = message
+
+    def _discard_before(self, kind: type[Values], batch: int) -> None:
+        """Drop what was not used of earlier batches, and whatever of them still comes."""
+        if batch > self._oldest[kind]:
+            self._oldest[kind] = batch
+            for old in [key for key in self._arrived if key[0] is kind and key[1] < batch]:
+                del self._arrived[old]
+
+    async def cast(self, layer: int, message: Sent) -> None:
+        """Transmit to all that hold a layer what has this device as sender; what it has for itself costs nothing."""
+        if self._notes is not None:
+            message = self._notes.annotated(message)
+        receivers = self._arrangement().holders(layer)
+        if self._name in receivers:
+            self._take(message)
+        others = [name for name in receivers if name != self._name]
+        if others:
+            await self._transmit(others, message, self.until)
+
+    def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
+        """Return what has arrived of a layer's outputs, once."""
+        arrangement = self._arrangement()
+        parts = self._parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
+        self._discard_before(Outputs, batch - self._under_way - 1)
+        return Arrived(layer, batch, samples, arrangement.sizes[layer], parts, values=self._values[layer])
+
+    def losses(self, layer: int, batch: int, samples: int) -> Arrived:
+        """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it, once.
+
+        What comes later of batches before is dropped.
+        """
+        arrangement = self._arrangement()
+        own = elements(arrangement.of(self._name, layer), self._values[layer])
+        parts = self._parts(Losses, batch, layer + 1, "backward", own)
+        self._discard_before(Losses, batch)
+        return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
+
+    def _parts(
+        self, kind: type[Values], batch: int, layer: int, passing: str, own: Channels | None = None
+    ) -> tuple[SenderPart, ...]:
+        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
+        came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
+        parts: list[SenderPart] = []
+        share: float = 0
+        for sender, neurons in self._arrangement().layers[layer].items():
+            message = came.get(sender)
+            if sender != self._name:
+                tally.due += 1
+                if message is not None:  # also one that does not count for the method was received
+                    share += share_without(message.missing.get("tensor")) if message.missing else 1
+            parts.append(self._part(message, neurons, sender, own))
+        tally.came += share
+        return tuple(parts)
+
+    def _part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
+        neurons: Channels | None = held
+        if self._notes is not None and message is None:
+            self._notes.missed(sender)
+        elif self._notes is not None and message is not None:
+            neurons = self._notes.heard(message)
+        if message is None or neurons is None:
+            return SenderPart(sender, held, None)
+        tensor, missing = message.tensor, message.missing.get("tensor")
+        if own is not None and tensor is not None:
+            tensor, missing = pick(tensor, 1, own), None if missing is None else pick(missing, 1, own)
+        if missing is not None and not missing.any():
+            missing = None
+        return SenderPart(sender, neurons, tensor, message.note, missing)
+
+
+def _filled(first: Values, again: Values) -> Values:
+    """Return what is known after a message has come again: what was missing of it may be there now."""
+    if first is again or not first.missing or first.tensor is None or again.tensor is None:
+        return first
+    gaps = first.missing["tensor"]
+    left = gaps & again.missing["tensor"] if again.missing else torch.zeros_like(gaps)
+    tensor = torch.where(gaps, again.tensor, first.tensor)
+    return replace(first, tensor=tensor, missing={"tensor": left} if left.any() else {})

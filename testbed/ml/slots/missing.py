@@ -1,0 +1,213 @@
+"""What has arrived of a layer, and the hook for what a device does about parts that have not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from testbed.ml.layers.layer_shard import LayerShard
+from testbed.ml.models.slices import Channels, elements
+
+
+class SenderPart(NamedTuple):
+    """What one device had to send."""
+
+    sender: str
+    neurons: Channels
+    """Those of the sender in its layer."""
+    tensor: torch.Tensor | None
+    """(samples, values); None: it has not arrived."""
+    note: dict[str, Any] | None = None
+    """What a method added, see `testbed.ml.slots.casts.Notes`."""
+    missing: torch.Tensor | None = None
+    """Which values have not arrived, and are zeros, where only some have; as ``tensor``."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it has arrived."""
+        return self.tensor is not None and self.missing is None
+
+    @property
+    def share(self) -> float:
+        """How much of it has arrived."""
+        return 0 if self.tensor is None else share_without(self.missing)
+
+
+Heard = tuple[tuple[Channels, bool], ...]
+"""For the neurons of each sender, whether what it sent has arrived."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a device has of one layer's outputs, or of the losses that a layer sends back, for one batch."""
+
+    layer: int
+    """Index of the senders' layer."""
+    batch: int
+    samples: int
+    neurons: int
+    """Neurons of the whole layer."""
+    parts: tuple[SenderPart, ...]
+    """Parts of all devices with neurons of the layer, in their order."""
+    values: int = 1
+    """Values of each neuron for a sample: the pixels of a filter's map."""
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether nothing is missing."""
+        return all(part.whole for part in self.parts)
+
+    @property
+    def rate(self) -> float:
+        """The layer-to-layer success rate: the share of the devices from which it has arrived."""
+        return sum(part.share for part in self.parts) / len(self.parts)
+
+    @cached_property
+    def heard(self) -> Heard | None:
+        """The neurons of each part, and whether it has arrived; None where only some values of one have."""
+        if any(part.missing is not None for part in self.parts):
+            return None
+        return tuple([(part.neurons, part.tensor is not None) for part in self.parts])
+
+    def gaps(self) -> torch.Tensor | None:
+        """Return which outputs of the whole layer are missing, (samples or 1, values); None where none is.
+
+        Of one row where they are the same of all samples, since whole messages are missing. It is not to be changed.
+        """
+        if self.complete:
+            return None
+        if self.heard is not None:
+            return _gaps(self.heard, self.neurons, self.values)
+        found = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
+        for part in self.parts:
+            if not part.whole:
+                missing = torch.ones((), dtype=torch.bool) if part.missing is None else part.missing
+                _put(missing, elements(part.neurons, self.values), found)
+        return found
+
+    def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the outputs of the whole layer, (samples, values), with zeros for what is missing.
+
+        ``into`` is a tensor whose memory they may take; what it holds is lost.
+        """
+        if self._in_order():
+            room = None if into is None else into.resize_(0)
+            return torch.cat([self._sent(part) for part in self.parts], dim=1, out=room)
+        found = self.nothing()
+        for part in self.parts:
+            if part.tensor is not None:
+                _put(part.tensor, elements(part.neurons, self.values), found)
+        return found
+
+    def nothing(self) -> torch.Tensor:
+        """Return zeros where all is missing, (samples, values of all neurons)."""
+        return torch.zeros(self.samples, self.neurons * self.values)
+
+    def _sent(self, part: SenderPart) -> torch.Tensor:
+        return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
+
+    def _in_order(self) -> bool:
+        """Say whether the parts, one behind the other, are the layer."""
+        end = 0
+        for part in self.parts:
+            if not isinstance(part.neurons, range) or part.neurons.start != end:
+                return False
+            end = part.neurons.stop
+        return end == self.neurons
+
+    def added(self) -> torch.Tensor:
+        """Return the sum of the losses that have arrived, (samples, own values). Raises ValueError where none has."""
+        heard = [part.tensor for part in self.parts if part.tensor is not None]
+        if not heard:
+            raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
+        return torch.stack(heard).sum(dim=0)
+
+
+def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
+    """Set some of the values of a layer, both (samples, values)."""
+    if isinstance(where, range):
+        whole.narrow(1, where.start, len(where)).copy_(values)
+    else:
+        whole[:, list(where)] = values
+
+
+@lru_cache(256)
+def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
+    """Return which values of a layer, (1, values), are of parts that have not arrived."""
+    found = torch.zeros(1, neurons * values, dtype=torch.bool)
+    for part, came in heard:
+        if not came:
+            _put(torch.ones((), dtype=torch.bool), elements(part, values), found)
+    return found
+
+
+def share_without(missing: torch.Tensor | None) -> float:
+    """Return the share that is there of values of which some are missing, a mask of any shape; None: none is."""
+    return 1 if missing is None else 1 - float(missing.float().mean())
+
+
+class Usable(NamedTuple):
+    """What a device makes of the losses, or of the shared results, of one batch."""
+
+    values: torch.Tensor | None
+    """For losses the gradient of the own outputs, (samples, own values); for results all of them, (samples, classes).
+
+    None: there is nothing to compute with.
+    """
+    learns: Literal["new", "saved", "nothing"]
+    """From what the layer learns: from this batch, from gradients saved of an earlier one, or not at all."""
+
+
+Work = Callable[[], torch.Tensor | None]
+"""Learns, and returns the gradient of the inputs, to be cast to the layer before; None: nothing is cast."""
+
+
+class OnMissing(Protocol):
+    """Hook: what a method does with what has arrived of a batch, and about what has not."""
+
+    announces: bool
+    """Whether a device with nothing to send says so, by a cast without values."""
+    masks: bool
+    """Whether outputs that had not arrived get no losses for that batch."""
+
+    def inputs(self, arrived: Arrived) -> torch.Tensor | None:
+        """Make the inputs of a layer, (samples, values), of the outputs of the layer before.
+
+        None: the batch goes no further on this device.
+        """
+
+    def tested(self, arrived: Arrived) -> Arrived | None:
+        """Return what a layer's inputs are made of in tests, or of shared results the result; None: no further.
+
+        That is what has arrived itself, unless something else takes the place of what is missing.
+        """
+
+    async def results(self, arrived: Arrived) -> Usable:
+        """Say what the shared results of a batch are good for."""
+
+    async def losses(self, arrived: Arrived) -> Usable:
+        """Say what the losses of a batch, which the layer behind has sent, are good for."""
+
+    def learn(
+        self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
+    ) -> Work | None:
+        """Return the work of a backward; None: nothing is learnt.
+
+        ``gradient`` is that of the own outputs, (samples, own values); None where there is none, or where the batch was
+        not forwarded on this device.
+        """
+
+    def observe(self, step: int, loss: float) -> None:
+        """Learn the loss of a step with usable results, on the device that leads."""
+
+
+def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Add to the gradients; return that of the inputs, (samples, values); None: the first layer's are the samples."""
+    if layer > 1:
+        return shard.backward(batch, gradient)
+    shard.learn(batch, gradient)
+    return None

@@ -1,0 +1,137 @@
+"""The neurons of one device under training, and what its work on them costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
+
+from testbed.device import Device, Span
+from testbed.method import Problem
+from testbed.ml.layers.layer_shard import LayerShard
+from testbed.ml.layers.shard import State
+from testbed.ml.models.sliced import cut_copies, draw
+from testbed.ml.models.slices import Channels
+from testbed.ml.slots.missing import Arrived, Work
+from testbed.ml.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
+
+Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
+"""From a layer and the gradient of its outputs to the work of a backward, as `OnMissing.learn` returns it."""
+
+MOST_KEPT = 1 << 24
+"""Bytes of outputs in tests that are kept, about, since they may be wanted again."""
+
+
+class Neurons:
+    """Some neurons of each of some layers, from 1 on; all work takes time on the device."""
+
+    def __init__(self, device: Device, problem: Problem[SlotOptions], given: State | None = None) -> None:
+        """``given``: first weights of the whole network; None: those drawn from the seed."""
+        self._given = given
+        self._device = device
+        self._problem = problem
+        self._layers = layers_of(problem)
+        self._forwarded: dict[tuple[int, int], torch.Tensor | None] = {}
+        """Layers and batches that wait for their losses, with the outputs of the layer before that are to get none."""
+        self._known_costs: dict[tuple[int, int, int], LayerCosts] = {}
+        """By layer, number of own neurons, and samples."""
+        self._inferred: dict[Hashable, torch.Tensor] = {}
+        """Outputs in tests, by what their inputs are made of, while the weights are the same."""
+        self._room = torch.empty(0)
+        """Memory for the inputs of tests: as large as these are, new one each time would leave gaps in the heap."""
+        self.shards: dict[int, LayerShard] = {}
+
+    async def forward(
+        self, layer: int, batch: int, inputs: torch.Tensor, unheard: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs, (samples, own values), and keep what `backward` needs.
+
+        ``unheard`` marks inputs, (samples or 1, values), that had not arrived: their gradient is zero.
+        """
+        self._inferred.clear()
+        shard, cost = self.shards[layer], self._costs(layer, inputs.shape[0]).forward
+        outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
+        self._forwarded[layer, batch] = unheard
+        return outputs
+
+    async def infer(self, layer: int, batch: int, entering: Arrived, alike: Hashable = None) -> torch.Tensor:
+        """Return the outputs of a test, (samples, own values).
+
+        Of all with the same ``alike``, unless that is None, they are the same, and computed once.
+        """
+
+        def work() -> torch.Tensor:
+            found = self._inferred.get((layer, alike))
+            if found is None:
+                found = shard.infer(entering.together(self._room))
+                if alike is not None and (len(self._inferred) + 1) * found.nbytes <= MOST_KEPT:
+                    self._inferred[layer, alike] = found
+            return found
+
+        shard, cost = self.shards[layer], self._costs(layer, entering.samples).forward
+        return await self._device.compute(work, cost, Span("evaluate", batch))
+
+    async def backward(
+        self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None, learn: Learn
+    ) -> torch.Tensor | None:
+        """Learn from the gradient of the own outputs; return that of the inputs, or None: nothing is to be cast.
+
+        Gradients are (samples, values).
+
+        Where there is no gradient, what is learnt all the same is charged as an update.
+        """
+        self._inferred.clear()
+        if (layer, batch) not in self._forwarded:
+            gradient = None
+        before = None
+        work = learn(self.shards[layer], gradient)
+        if work is not None:
+            costs = self._costs(layer, samples)
+            cost = costs.update if gradient is None else costs.backward + costs.update
+            before = await self._device.compute(work, cost, Span("backward", batch))
+        unheard = self._forwarded.pop((layer, batch), None)
+        if before is not None and unheard is not None:
+            before.masked_fill_(unheard, 0.0)
+        self.shards[layer].forget(batch)
+        return before
+
+    def forget_before(self, layer: int, batch: int) -> None:
+        """Drop what waits for the losses of batches before one: they will not come."""
+        for old in [old for at, old in self._forwarded if at == layer and old < batch]:
+            del self._forwarded[layer, old]
+            self.shards[layer].forget(old)
+
+    def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
+        """Part with some neurons of a layer, or all: return their state. Batches under way are forgotten there."""
+        self._forget(layer)
+        shard = self.shards[layer]
+        if len(neurons) < len(shard.part.rows):
+            return shard.give(neurons)
+        return self.shards.pop(layer).state()
+
+    def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
+        """Take in neurons of a layer with their state; None: with first weights."""
+        self._forget(layer)
+        whole = self._layers[layer - 1]
+        part = slice_of(whole, neurons)
+        if state is None and self._given is not None:
+            state = cut_copies([(whole, part)], self._given)
+        elif state is None:
+            state = draw(self._problem.model, [(whole, part)], self._problem.seed)
+        if layer in self.shards:
+            self.shards[layer].take(neurons, state)
+        else:
+            self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
+
+    def _forget(self, layer: int) -> None:
+        """Forget what was computed with other neurons of a layer than it has now."""
+        self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
+        self._inferred.clear()
+
+    def _costs(self, layer: int, samples: int) -> LayerCosts:
+        neurons = self.shards[layer].part.rows
+        key = (layer, len(neurons), samples)
+        if key not in self._known_costs:
+            self._known_costs[key] = layer_costs(self._layers[layer - 1], neurons, samples, self._problem)
+        return self._known_costs[key]

@@ -1,0 +1,402 @@
+"""Which device is which super neuron, and how long a timeslot lasts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import Field
+
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.common.quantities import Duration
+from testbed.device import Cost
+from testbed.method import Method, Options, Problem
+from testbed.ml.layers import costs
+from testbed.ml.models.chain import backward_of, forward_of
+from testbed.ml.models.graph import Graph, GraphLayer, graph_of
+from testbed.ml.models.layers import Dropout
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.ml.models.slices import Channels, Slice
+from testbed.ml.slots import mapping
+from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.timeslots import MARGIN, Timetable, draw, fill_and_drain, learning, timetable
+from testbed.network.broadcast import broadcast_rate
+from testbed.network.link import Pair
+from testbed.plan import Details, Piece, Plan
+from testbed.wire import cast
+
+ANSWER = 0.005
+"""Seconds that a device may take to acknowledge a cast, beside the transmission."""
+
+BYTES_OF_RANGE = 32
+"""About what one device's neurons of a layer take in a message."""
+
+Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
+"""Hook: from the neurons of each layer, the input layer's first, and the devices to one super neuron a device."""
+
+
+class SlotOptions(Options):
+    """Options of every method that trains in timeslots."""
+
+    baseline: str | None = None
+    """What the method is compared with, by its name: the options that this stands for."""
+    layers: int | None = Field(None, ge=1)
+    """M_layers, the most layers of a group, instead of what `allocation` says."""
+    mapping: Literal["genetic", "random", "upper"] = "genetic"
+    """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
+    draw: int = Field(1, ge=1, le=1000)
+    """Which of the random orders, all on the same network, the mapping `random` takes."""
+    pipelined: bool = True
+    """False: a batch begins when the one before it is through (the paper's Model)."""
+    recovery: Literal["none", "r-tx", "ack"] = "none"
+    """Nothing; each message cast `transmissions` times; or until all have acknowledged it or the timeslot is over."""
+    transmissions: int = Field(2, ge=1, le=100)
+    """How often each message is cast with `r-tx`, all in one timeslot."""
+    test_runs: int = Field(1, ge=1, le=1000)
+    """How often all test samples pass at an evaluation, each time over the links as they are."""
+    test_batch: int | None = Field(None, ge=1)
+    """Samples of a test batch; None: those of `batch_size`. With all test samples in one, a test run is one pass."""
+    test_results: Literal["cast", "gathered"] = "cast"
+    """Which results of tests are scored: as the device that leads heard their casts, with zeros for those that it did
+    not, as where a model is deployed; or gathered there without loss after the tests. Gathered, both are figures."""
+    final_weights: bool = False
+    """Whether devices send their weights to the one that leads after the last slot, so that results have them."""
+    evaluate_every: int | None = Field(None, ge=1)
+    """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
+    slot: Duration | None = Field(None, gt=0)
+    """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
+    time: Duration | None = Field(None, gt=0)
+    """Train the steps whose timeslots fit into this, without those of tests; the workload's are the most."""
+    margin: Duration = MARGIN
+    """Seconds that a timeslot has beyond both."""
+
+
+class SlotDetails(Details):
+    """What such a method's plan says beyond its pieces."""
+
+    groups: tuple[tuple[int, int], ...]
+    """First layer of each group, and the one behind its last; layer 0 is the input layer."""
+    devices: tuple[str, ...]
+    """By super neuron, group after group."""
+    coordinator: str
+    """The device with the highest closeness centrality on expected transmissions; it would plan."""
+    score: float
+    """Sum of the Hadamard product of connectivity and reception ratios."""
+    reception: float
+    """Mean reception ratio of all directed links."""
+    pipelined: bool
+    micro_batches: int
+    slot: float
+    """Seconds."""
+    test_slot: float
+    """Seconds of a timeslot of tests, whose batches may be larger."""
+    forward: tuple[float, ...]
+    """By layer, the seconds of a batch's forward on the device that takes longest."""
+    backward: tuple[float, ...]
+    """The same of its backward and update."""
+    begin: float | None = None
+    """Seconds at which the first slot begins where weights or the arrangement are handed out before; None: at once."""
+    answered: tuple[float, ...]
+    """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
+
+
+def timetable_of(details: SlotDetails) -> Timetable:
+    """Return when each layer of a plan works on each batch."""
+    groups = [range(first, stop) for first, stop in details.groups]
+    return _table(groups, details.pipelined, details.micro_batches)
+
+
+def _table(groups: Sequence[range], pipelined: bool, micro_batches: int) -> Timetable:
+    return fill_and_drain(groups, micro_batches) if micro_batches > 1 else timetable(groups, pipelined)
+
+
+def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
+    """Return the neurons of each layer, the input layer's first. Raises `InputError`."""
+    layers = layers_of(problem)
+    return (layers[0].inputs, *(layer.output_channels for layer in layers))
+
+
+def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
+    """Return the layers with weights, dense or of filters, each with the pools behind it: the l-th of them is layer l.
+
+    Raises `InputError` where there is anything else.
+    """
+    graph: Graph = graph_of(problem.model)
+    found: list[GraphLayer] = []
+    for index, layer in enumerate(graph.layers):
+        follows = layer.sources == (index - 1,)
+        if found and follows and layer.by_channel and not layer.parameters:
+            found[-1] = found[-1].with_pool(layer)
+        elif follows and layer.splits and not any(isinstance(each, Dropout) for each in layer.sequence):
+            found.append(layer)
+        else:
+            text = f"'{layer.name}' of {graph.name} is no convolution, pooling or dense layer behind the one before, "
+            raise InputError(text + "or drops values at random: use mlp or cnn", ("model", "name"))
+    return tuple(found)
+
+
+def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:
+    """Return by layer how many values a neuron makes of a sample: one, a filter the pixels of its map."""
+    return (1, *(layer.pixels for layer in layers_of(problem)))
+
+
+def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
+    """Return some neurons of a layer, with all weights that enter them."""
+    return Slice(neurons, range(layer.input_channels), neurons)
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What some neurons of a layer cost for a batch."""
+
+    forward: Cost
+    backward: Cost
+    update: Cost
+
+
+def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
+    """Return what some neurons of a layer cost for a batch."""
+    one = layer.cost(layer.inputs, len(neurons))
+    update = Cost(problem.training.update_flops * _parameters(layer, neurons))
+    return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
+
+
+def plan(
+    method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1, informs: bool = False
+) -> Plan[SlotDetails]:
+    """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`.
+
+    ``informs``: whether the coordinator informs the others of the arrangement before the first slot.
+    """
+    neurons, names = neurons_of(problem), [device.name for device in problem.devices]
+    ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
+    order, reached = _mapped(problem, divide(neurons, names), mapping.matrix(names, ratios))
+    held = divide(neurons, [names[index] for index in order])
+    _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
+    _check_micro_batches(problem, held, micro_batches)
+    table = _table(held.groups, problem.options.pipelined, micro_batches)
+    slot = _slot(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
+    times = [_computation(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
+    lead, coordinator = held.holders(held.output)[0], mapping.coordinator(names, ratios)
+    weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
+    handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
+    handed_out += [(coordinator, BYTES_OF_RANGE * sum(map(len, held.layers)))] if informs else []
+    return Plan(
+        method=method,
+        lead=lead,
+        pieces=tuple(_piece(problem, table, held, name) for name in held.devices),
+        step_time=table.period * slot,
+        steps=_steps(problem, table, slot),
+        details=SlotDetails(
+            groups=tuple((group.start, group.stop) for group in held.groups),
+            devices=held.devices,
+            coordinator=coordinator,
+            score=reached,
+            reception=fmean(ratios.values()) if ratios else 1.0,
+            pipelined=problem.options.pipelined,
+            micro_batches=micro_batches,
+            slot=slot,
+            test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
+            forward=tuple(forward for forward, _ in times),
+            backward=tuple(backward for _, backward in times),
+            begin=sum(_handed_out(problem, *each) for each in handed_out) or None,
+            answered=tuple(_answering_time(problem, name) for name in held.devices),
+        ),
+    )
+
+
+def _check_micro_batches(problem: Problem[SlotOptions], held: Arrangement, count: int) -> None:
+    text = None
+    if count > 1 and any(len(group) > 1 for group in held.groups):
+        text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
+    elif count > (size := problem.workload.batch_size):
+        text = f"cuts a batch of {size} samples into more parts than it has: take {size} at most"
+    if text is not None:
+        raise InputError(text, ("method", "micro_batches"))
+
+
+def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Matrix) -> tuple[mapping.Order, float]:
+    wanted, count = mapping.connectivity(held), len(problem.devices)
+    if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
+        text = f"{count} devices have too many orders to try: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
+        raise InputError(text, ("method", "mapping"))
+    if problem.options.mapping == "upper":
+        order = mapping.exhaustive(wanted, ratios)
+    elif problem.options.mapping == "random":
+        order = mapping.by_chance(count, problem.seed, problem.options.draw)
+    else:
+        order = mapping.genetic(wanted, ratios, problem.seed)
+    return order, mapping.score(wanted, ratios, order)
+
+
+def _check_links(held: Arrangement, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
+    """Raise `InputError` where super neurons that transmit to each other never hear each other, or never the answer."""
+    for b in held.devices:
+        for a in held.senders(b):
+            if acknowledged and ratios.get((b, a), 0) <= 0:
+                text = f"ack needs a way back, and {a} receives nothing of {b}: use r-tx, or a link"
+                raise InputError(text, ("method", "recovery"))
+            if (a, b) not in ratios:
+                text = f"no link leads from {a} to {b}, which have to hear each other: use mesh"
+                raise InputError(text, ("network", "topology"))
+            if ratios[a, b] <= 0:
+                text = f"{b} receives none of the casts of {a}, which it needs: put them closer, or "
+                raise InputError(text + "lower the message_loss of that link", ("network",))
+
+
+def test_batch(problem: Problem[SlotOptions]) -> int:
+    """Return the most samples of a test batch."""
+    return problem.options.test_batch or problem.workload.batch_size
+
+
+def _slot(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> float:
+    """Return the seconds of a timeslot, as given or by equation (4). Raises `InputError` for one that is too short."""
+    computing, transmitting = _needed(problem, held, samples)
+    needed = computing + transmitting
+    given = problem.options.slot
+    if given is None:
+        return needed + problem.options.margin
+    if given < needed:
+        text = f"{formats.seconds(given)} is too short: computing takes up to {formats.seconds(computing)}, "
+        text += f"transmitting {formats.seconds(transmitting)}"
+        raise InputError(text, ("method", "slot"))
+    return given
+
+
+def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
+    """Return how many steps fit into the time for training. Raises `InputError` where not one does."""
+    time = problem.options.time
+    if time is None:
+        return None
+    steps = table.steps(math.floor(time / slot + 1e-9))
+    if steps < 1:
+        least = formats.seconds(table.slots(table.micro) * slot)
+        raise InputError(f"{formats.seconds(time)} is too short: one step takes {least}", ("method", "time"))
+    return steps
+
+
+def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
+    """Return the seconds until every device has so many bytes of one, such as the weights to begin with.
+
+    Twice what they take to all others, one after the other, and some round trips. Raises `InputError` where it has no
+    link to one of them.
+    """
+    others = [device.name for device in problem.devices if device.name != sender]
+    unlinked = [name for name in others if (sender, name) not in problem.links]
+    if unlinked:
+        text = f"no link leads from {sender}, which has what all others need to begin, to {unlinked[0]}: use mesh"
+        raise InputError(text, ("network", "topology"))
+    rate, delay = _leaving(problem, sender)
+    return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin
+
+
+def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> tuple[float, float]:
+    """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
+    return (
+        max(max(_computation(problem, held, layer, samples)) for layer in range(len(held.sizes))),
+        max(_longest_transmission(problem, held, name, samples) for name in held.devices),
+    )
+
+
+def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, samples: int) -> tuple[float, float]:
+    """Return the seconds of a layer's forward, and of its backward with the update, where they take longest."""
+    if layer == 0:
+        return 0.0, 0.0
+    whole = layers_of(problem)[layer - 1]
+    forward = backward = 0.0
+    for name, neurons in held.layers[layer].items():
+        cost = layer_costs(whole, neurons, samples, problem)
+        device = problem.device(name)
+        forward = max(forward, device.seconds(cost.forward))
+        backward = max(backward, device.seconds(cost.backward + cost.update))
+    return forward, backward
+
+
+def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name: str, samples: int) -> float:
+    """Return the seconds until a device's longest message has arrived everywhere, as often as it is cast.
+
+    With ``ack`` until it was acknowledged once.
+    """
+    rate, delay = _leaving(problem, name)
+    values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
+    size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
+    answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
+    return delay + answered + (0.0 if rate is None else 8 * size / rate)
+
+
+def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
+    """Return the seconds after a cast of a device has left, until all have acknowledged it one after the other."""
+    _, there = _leaving(problem, name)
+    others = [device.name for device in problem.devices if device.name != name]
+    back = [_leaving(problem, other) for other in others]
+    casting = sum(8 * cast.size_around(0) / rate for rate, _ in back if rate is not None)
+    return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
+
+
+def _leaving(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
+    """Return the bit/s of a device's casts, None without a limit, and the seconds until all have heard one."""
+    links = [link for pair, link in problem.links.items() if pair[0] == name]
+    return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
+
+
+def _parameters(layer: GraphLayer, neurons: Channels) -> int:
+    return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
+
+
+def _piece(problem: Problem[SlotOptions], table: Timetable, held: Arrangement, name: str) -> Piece:
+    layers, samples = layers_of(problem), problem.workload.batch_size
+    group = next(index for index in range(len(held.groups)) if name in held.members(index))
+    members, own = held.members(group), held.groups[group]
+    parameters, values, cost = 0, 0, Cost()
+    for layer in learning(own):
+        whole, neurons = layers[layer - 1], held.of(name, layer)
+        weights = _parameters(whole, neurons)
+        kept = table.staleness(layer)  # of one batch, however it is cut
+        parameters += weights
+        cost += layer_costs(whole, neurons, samples, problem).forward
+        # The newest weights, a gradient, and for each batch under way the weights, inputs and outputs of its forward.
+        made = len(neurons) * math.prod(whole.summed[1:])
+        values += weights * (2 + kept) + samples * kept * (whole.inputs + made)
+    memory = float(BYTES_PER_VALUE * values)
+    costs.check_memory(problem.device(name), memory)
+    return Piece(
+        device=name,
+        first=max(0, own.start - 1),
+        last=own.stop - 1,
+        memory=memory,
+        part=f"share {members.index(name) + 1} of {len(members)}",
+        parameters=parameters,
+        flops=cost.of().flops / samples,
+        seconds=problem.device(name).seconds(cost),
+    )
+
+
+Given = TypeVar("Given", bound=SlotOptions)
+Planned = TypeVar("Planned", bound=SlotDetails)
+
+
+class SlotMethod(Method[Given, Planned]):
+    """A method whose devices are super neurons that go by the clock of timeslots.
+
+    Every device has all samples, of which those of the input layer read their own values, and the output layer the
+    labels.
+    """
+
+    samples_everywhere = True
+    takes_weights = True
+    refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),
+        "its neurons are updated by plain descent on cross-entropy",
+    )
+
+    def draw(self, plan: Plan[Planned]) -> str | None:
+        """Draw the first timeslots, a line a group of layers."""
+        return draw(timetable_of(plan.details))
+
+    def spans(self, plan: Plan, device: str) -> frozenset[str]:
+        """Return the spans of a super neuron; other devices begin none."""
+        return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

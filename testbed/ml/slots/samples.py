@@ -1,0 +1,175 @@
+"""What is fed into the network: micro-batches of training, and batches of tests with what came out of them.
+
+Results of tests can be gathered without loss: what devices of the output layer computed and heard is sent to the lead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.dataset import Dataset
+from testbed.ml.layers.feed import Requests, Score, Training
+from testbed.ml.models.slices import Channels, pick
+
+PATIENCE = 10
+"""Slots of tests after their end in which the device that leads waits for results: a device that is off sends none."""
+
+
+class MicroBatches:
+    """Each step's batch in as many parts, as even as can be, numbered through all steps; one, where it is not GPipe."""
+
+    def __init__(self, training: Training, parts: int) -> None:
+        self.parts = parts
+        self.steps = training.steps
+        self.whole = training.samples
+        """Samples of a batch."""
+        self._training = training
+        self._cuts = micro_batches(training.samples, parts)
+
+    def samples(self, number: int) -> int:
+        """Return how many samples a micro-batch has."""
+        cut = self._cuts[number % self.parts]
+        return int(cut.stop - cut.start)
+
+    def images(self, number: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of its samples, (samples, own values)."""
+        step, cut = number // self.parts, self._cuts[number % self.parts]
+        if isinstance(own, range):
+            return self._training.images(step, slice(own.start, own.stop))[cut]
+        return pick(self._training.images(step)[cut].flatten(1), 1, own)
+
+    def labels(self, number: int) -> torch.Tensor:
+        """Return the labels of its samples, (samples,)."""
+        return self._training.labels(number // self.parts)[self._cuts[number % self.parts]]
+
+
+class TestRuns:
+    """All test samples pass ``runs`` times, each time over the links as they are then; batches numbered from 0."""
+
+    def __init__(self, dataset: Dataset, batch_size: int, runs: int) -> None:
+        self._requests = Requests(dataset, batch_size)
+        self._scores = [Score() for _ in range(runs)]
+        self._scored = 0
+        self._images: dict[int, torch.Tensor] = {}
+        """What was read, by the place of its batch in a run: each run reads the same."""
+        self._own: Channels | None = None
+        """Which of the values that is."""
+
+    def __len__(self) -> int:
+        return len(self._scores) * len(self._requests)
+
+    def place(self, test: int) -> int:
+        """Return which batch of its run a test batch is, from 0."""
+        return test % len(self._requests)
+
+    def images(self, test: int, own: Channels) -> torch.Tensor:
+        """Return these of the values of the samples of a test batch, (samples, own values)."""
+        if self._own != own:
+            self._own, self._images = own, {}
+        place = self.place(test)
+        if place not in self._images:
+            self._images[place] = pick(self._requests.images(place).flatten(1), 1, own).contiguous()
+        return self._images[place]
+
+    def samples(self, test: int) -> int:
+        """Return how many samples a test batch has."""
+        return len(self._requests.samples(self.place(test)))
+
+    def labels(self, test: int) -> npt.NDArray[Any]:
+        """Return the labels of a test batch, (samples,)."""
+        return self._requests.labels(self.place(test))
+
+    def unscored(self, before: int) -> range:
+        """Return the test batches below a number that were not scored yet."""
+        return range(self._scored, before)
+
+    def score(self, test: int, results: torch.Tensor) -> None:
+        """Count the results of a test batch, (samples, classes); tests are scored in their order."""
+        self._scores[test // len(self._requests)].add(results, self.labels(test))
+        self._scored = test + 1
+
+    def finish(self) -> dict[str, Any]:
+        """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and begin again."""
+        accuracies = [run.accuracy or 0.0 for run in self._scores]
+        loss = fmean(run.loss or 0.0 for run in self._scores)
+        self._scores, self._scored = [Score() for _ in self._scores], 0
+        return {"accuracy": fmean(accuracies), "loss": loss, "deviation": pstdev(accuracies), "runs": accuracies}
+
+
+@dataclass(frozen=True)
+class Tested(Typed, kind="tested", key=("step", "test", "sender")):
+    """To the device that leads: what came out of one test batch on another device of the output layer."""
+
+    step: int
+    """Steps that were trained before."""
+    test: int
+    results: torch.Tensor
+    """Outputs of its own neurons, (samples, classes), and zeros for the others'."""
+    right: torch.Tensor
+    """Which samples, (samples,), are right by the results that it heard itself."""
+
+
+class Gathering:
+    """One device's side of it, and on the device that leads what is made of all."""
+
+    def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
+        """``scores`` counts what was gathered; of a test batch it is told once all of it is there."""
+        self._mailbox = mailbox
+        self._lead = lead
+        self._scores = scores
+        self._computed: dict[int, tuple[Channels, torch.Tensor]] = {}
+        """By test batch: the own neurons and their outputs."""
+        self._own: dict[int, Tested] = {}
+        """On the device that leads: what it would send to itself."""
+        self._sent: list[asyncio.Future[None]] = []
+
+    def computed(self, test: int, own: Channels, outputs: torch.Tensor) -> None:
+        """Keep the outputs, (samples, own neurons), of a test batch."""
+        self._computed[test] = own, outputs
+
+    def heard(self, step: int, test: int, results: torch.Tensor) -> None:
+        """Send on what was computed of a test batch, now that its results, (samples, classes), were heard here."""
+        right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
+        computed = torch.zeros_like(results)
+        if test in self._computed:
+            own, outputs = self._computed.pop(test)
+            computed[:, list(own)] = outputs
+        message = Tested(step, test, computed, right)
+        if self._mailbox.device.name == self._lead:
+            self._own[test] = message
+        else:
+            self._sent.append(self._mailbox.post(self._lead, message))
+
+    async def sent(self, until: float) -> None:
+        """Return when all that was sent has arrived, or an instant, in seconds, has come."""
+        if self._sent:
+            await asyncio.wait(self._sent, timeout=max(0.0, until - self._mailbox.device.now()))
+
+    async def finish(self, step: int, devices: Collection[str], until: float) -> dict[str, Any]:
+        """Return what the tests after a step come to: accuracy, loss and more as `TestRuns.finish`, gathered.
+
+        And ``any``, the share of the samples that at least one device has right by the results that it heard. What has
+        not come until an instant, in seconds, counts as zeros.
+        """
+        right = []
+        for test, own in sorted(self._own.items()):
+            others = [
+                await self._mailbox.take(Tested, (step, test, name), deadline=until)
+                for name in devices
+                if name != self._lead
+            ]
+            there: Sequence[Tested] = [own, *(each for each in others if each is not None)]
+            self._scores.score(test, torch.stack([each.results for each in there]).sum(dim=0))
+            right += torch.stack([each.right for each in there]).any(dim=0).tolist()
+        self._own.clear()
+        return {**self._scores.finish(), "any": fmean(right)}

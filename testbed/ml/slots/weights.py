@@ -1,0 +1,102 @@
+"""Weights that a run begins with, handed out before the first timeslot, and those that it leaves, gathered at its end.
+
+The device that leads has, or collects, all of them. Both travel reliably, and no timeslot waits for them: a plan that
+begins with given weights leaves time before its first slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.method import Job
+from testbed.ml.layers.shard import State, weights_of
+from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.neurons import Neurons
+from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
+
+
+@dataclass(frozen=True)
+class Needs(Typed):
+    """To the device that has what all others need before the first slot: the sender has started, and lacks it."""
+
+    started: float
+    """Seconds on its clock."""
+
+
+class NeedsWeights(Needs, kind="needs_weights"):
+    """To the device that leads."""
+
+
+@dataclass(frozen=True)
+class GivenWeights(Typed, kind="given_weights"):
+    """From the device that leads: the weights of the whole network."""
+
+    state: State
+
+
+@dataclass(frozen=True)
+class FinalWeights(Typed, kind="final_weights", key=("sender",)):
+    """To the device that leads: what a device holds after the last slot."""
+
+    neurons: dict[str, list[int]]
+    """By layer, from 1 on."""
+    state: State
+
+
+K = TypeVar("K", bound=Typed)
+KINDS = (NeedsWeights, GivenWeights, FinalWeights)
+
+
+async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K], have: Callable[[], K]) -> K:
+    """Return what one device has, and hands to all others that ask for it."""
+    if mailbox.device.name != holder:
+        mailbox.post(holder, need(mailbox.device.now()))
+        return await mailbox.take(answer)
+    own = have()
+
+    def give(message: Needs) -> None:
+        mailbox.post(message.sender, own)
+
+    mailbox.on(need, give)
+    return own
+
+
+async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) -> State | None:
+    """Return the weights of the whole network to begin with; None where they are drawn from the seed."""
+    if job.problem.workload.model.weights is None:
+        return None
+    given = await ask(mailbox, job.plan.lead, NeedsWeights, GivenWeights, lambda: GivenWeights(dict(job.weights or {})))
+    return given.state
+
+
+async def leave_weights(
+    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails], neurons: Neurons, held: Arrangement, until: float
+) -> None:
+    """Send the own weights to the device that leads, and there expose all that have come until an instant, in seconds.
+
+    Those of a device that is off are the first weights.
+    """
+    device, lead = mailbox.device, job.plan.lead
+    rows = {str(layer): list(shard.part.rows) for layer, shard in neurons.shards.items()}
+    own = {name: tensor for shard in neurons.shards.values() for name, tensor in weights_of(shard.state()).items()}
+    if device.name != lead:
+        await asyncio.wait([mailbox.post(lead, FinalWeights(rows, own))], timeout=max(0.0, until - device.now()))
+        return
+    problem = job.problem
+    whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
+    others = [name for name in held.devices if name != lead]
+    found = [await mailbox.take(FinalWeights, name, deadline=until) for name in others]
+    for part in (FinalWeights(rows, own), *(each for each in found if each is not None)):
+        for layer, indices in part.neurons.items():
+            prefixes = tuple(f"{name}." for name in layers_of(problem)[int(layer) - 1].names)
+            for name, tensor in part.state.items():
+                if name.startswith(prefixes):
+                    whole[name][torch.tensor(indices)] = tensor
+    device.expose(lambda: whole)

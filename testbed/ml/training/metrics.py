@@ -1,0 +1,94 @@
+"""What outputs are worth beside their loss: metrics of torchmetrics by name, or functions of a user's file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import need, torch
+from testbed.common.usercode import Code
+from testbed.ml.training import named
+from testbed.ml.training.schema import MetricPart
+
+KEY = ("training", "metrics")
+
+
+class Metric(Protocol):
+    """Takes in outputs and labels piece by piece, as torchmetrics does."""
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take in outputs, (samples, ...), and labels, (samples, ...)."""
+
+    def compute(self) -> Any:
+        """Return the value over all that was taken in."""
+
+
+class _OfFile:
+    """A function of all outputs and labels together."""
+
+    def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
+        self._function = function
+        self._options = options
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep them."""
+        self._seen.append((outputs, labels))
+
+    def compute(self) -> Any:
+        """Call the function."""
+        outputs, labels = (torch.cat(each) for each in zip(*self._seen, strict=True))
+        return self._function(outputs, labels, **self._options)
+
+
+def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return outputs as torch's losses want them for labels, (samples, ...), of whole numbers or of others.
+
+    Of several classes for each token, (samples, length, classes), the classes come second; one number for each sample,
+    (samples, 1), has no axis of its own where its label has none.
+    """
+    if outputs.ndim != labels.ndim + 1:
+        return outputs
+    if labels.is_floating_point():
+        return outputs.squeeze(-1)
+    return outputs if outputs.ndim == 2 else outputs.movedim(-1, 1)
+
+
+def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -> Metric:
+    """Return a new metric; raises `InputError` for an unknown one, or where torchmetrics is not installed.
+
+    ``classes`` are the model's outputs. Whether they are of classes or of several labels follows from the name of the
+    loss where the part does not say ``task``.
+    """
+    if part.file is not None:
+        return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
+    torchmetrics = need("torchmetrics", "metrics", f"the metric '{part.name}'", KEY)
+    found = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
+    several = "multilabel" if classes > 1 else "binary"
+    task = several if loss.lower().startswith(("bce", "multi-label", "multilabel")) else "multiclass"
+    offered = {"task": task, "num_classes": classes, "num_labels": classes}
+    taken = inspect.signature(found).parameters
+    options = {key: value for key, value in offered.items() if key in taken} | part.options()
+    if options.get("task") == "multilabel":
+        options.pop("num_classes", None)
+    made: Metric = named.make(found, part, KEY, **options)
+    return made
+
+
+def update(metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Let a metric take in outputs and labels, both (samples, ...); raises `InputError` where it does not want them.
+
+    Classes of tokens stay behind for the perplexity, which wants them so, and come second for all others; labels that
+    are yes or no for several classes become whole numbers.
+    """
+    try:
+        yes_or_no = type(metric).__name__.startswith(("Multilabel", "Binary"))
+        if not isinstance(metric, _OfFile) and not type(metric).__name__.endswith("Perplexity"):
+            outputs = aligned(outputs, labels.float() if yes_or_no else labels)
+        labels = labels.long() if yes_or_no else labels
+        metric.update(outputs, labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"'{name}' does not take outputs {tuple(outputs.shape)} and labels {tuple(labels.shape)}: {error}"
+        raise InputError(text, KEY) from error

@@ -1,0 +1,91 @@
+"""The learning rate as a function of the step: torch's schedulers, run ahead on an optimizer that updates nothing."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import torch
+from testbed.common.usercode import Code
+from testbed.ml.training import named
+from testbed.ml.training.schema import SchedulePart
+
+_KEY = ("training", "schedule")
+_WITHOUT = ("ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "LambdaLR", "MultiplicativeLR")
+"""The first is no function of the step, but of what was measured; the others are made of others, or of functions."""
+_LENGTHS = ("T_max", "total_steps")
+"""Arguments that are the workload's steps by default."""
+
+
+class Schedule:
+    """What the parameters of an optimizer are at every step; nothing depends on which steps were asked for before."""
+
+    def __init__(
+        self,
+        parts: Sequence[SchedulePart],
+        codes: Mapping[str, Code],
+        steps: int | None,
+        optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        """``steps``: of the workload, None where they are not known. Raises `InputError`."""
+        if missing := [part.title for part in parts[:-1] if part.steps is None]:
+            raise InputError(f"{missing[0]}: write with 'steps' how long it lasts until the next one takes over", _KEY)
+        self._every = parts[0].every
+        for part in parts:
+            if "every" in part.model_fields_set and part.every != self._every:
+                raise InputError(f"{part.title}: 'every' is that of the first one for all: write it there alone", _KEY)
+            if part.steps is not None and part.steps < self._every:
+                text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {self._every}"
+                raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
+        self._last = None if steps is None else (steps - 1) // self._every
+        self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+        ends = [*accumulate((part.steps or 0) // self._every for part in parts[:-1])]
+        total = None if steps is None else -(-steps // self._every) - (ends[-1] if ends else 0)
+        made = [
+            _scheduler(part, codes, (part.steps and part.steps // self._every) or total, self._optimizer)
+            for part in parts
+        ]
+        sequence = torch.optim.lr_scheduler.SequentialLR
+        self._scheduler = made[0] if len(made) == 1 else sequence(self._optimizer, made, ends)
+        self._known = [self._now()]
+
+    def at(self, step: int) -> Mapping[str, Any]:
+        """Return the settings of a step, counted from 0, such as ``lr``; beyond the last those of the last."""
+        wanted = min(step // self._every, step if self._last is None else self._last)
+        while len(self._known) <= wanted:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that no optimizer took a step, and that SequentialLR names steps
+                try:
+                    self._scheduler.step()
+                except ValueError:  # one cycle knows no more steps than it was made for
+                    return self._known[-1]
+            self._known.append(self._now())
+        return self._known[wanted]
+
+    def _now(self) -> Mapping[str, Any]:
+        (group,) = self._optimizer.param_groups
+        return {
+            key: float(group[key]) if key == "lr" else group[key] for key in ("lr", "momentum", "betas") if key in group
+        }
+
+
+def _scheduler(
+    part: SchedulePart, codes: Mapping[str, Code], steps: int | None, optimizer: torch.optim.Optimizer
+) -> Any:
+    from torch.optim import lr_scheduler
+
+    found = named.find(part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT)
+    if part.file is not None:
+        return named.make(lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=found)
+    options = part.options()
+    wanted = [name for name in _LENGTHS if name in inspect.signature(found).parameters and name not in options]
+    if wanted and "epochs" not in options:
+        if steps is None:
+            text = f"{part.title}: write '{wanted[0]}', since how many steps there are is only known with the data"
+            raise InputError(text, _KEY)
+        options[wanted[0]] = steps
+    return named.make(found, part, _KEY, optimizer, **options)

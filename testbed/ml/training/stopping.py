@@ -1,0 +1,55 @@
+"""What evaluations decide: when training is over before its last step, and which weights it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from testbed.common.lazy import torch
+from testbed.ml.training.recipe import Recipe
+
+State = Mapping[str, "torch.Tensor"]
+
+
+class Stopping:
+    """Judges one evaluation after the other, on the device that makes them."""
+
+    def __init__(self, training: Recipe) -> None:
+        part = training.part
+        self.reason = ""
+        """Why training is over; empty as long as it goes on."""
+        self._watched = part.best or "test_loss"
+        self._lower = self._watched == "test_loss"
+        if self._watched.startswith("metrics."):
+            metric = training.metrics()[self._watched.removeprefix("metrics.")]
+            self._lower = getattr(metric, "higher_is_better", True) is False
+        self._until = part.conditions()
+        self._patience = part.patience
+        self._keeps = part.best is not None
+        self._best: tuple[float, State | None] | None = None
+        self._worse = 0
+        """Evaluations in a row that were no better than the best."""
+        self._judged = -1
+
+    def judge(self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]) -> None:
+        """Take in an evaluation, once for each step; ``weights`` returns what it was made with."""
+        if step <= self._judged:
+            return
+        self._judged = step
+        figures = {"accuracy": fields.get("accuracy"), "test_loss": fields.get("loss")}
+        figures |= {f"metrics.{name}": value for name, value in fields.get("metrics", {}).items()}
+        value = figures[self._watched]
+        if value is not None:
+            rank = -value if self._lower else value
+            better = self._best is None or rank > self._best[0]
+            self._worse = 0 if better else self._worse + 1
+            if better:
+                self._best = (rank, weights() if self._keeps else None)
+        if self._until and all(condition.holds(figures[name]) for name, condition in self._until.items()):
+            self.reason = "what `until` asks for holds"
+        elif self._patience is not None and self._worse >= self._patience:
+            self.reason = f"{self._worse} evaluations in a row were no better"
+
+    def result(self, newest: State) -> State:
+        """Return what the run leaves: the best weights where they are kept, else the newest."""
+        return newest if self._best is None or self._best[1] is None else self._best[1]

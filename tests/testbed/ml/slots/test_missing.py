@@ -1,0 +1,61 @@
+"""What EdgePipe does about what has not arrived."""
+
+import asyncio
+
+import pytest
+import torch
+
+from testbed.ml.layers.layer_shard import LayerShard
+from testbed.ml.methods.edgepipe.program import TreatedAsNull
+from testbed.ml.models import create
+from testbed.ml.models.graph import graph_of
+from testbed.ml.models.sliced import cut
+from testbed.ml.models.slices import Slice
+from testbed.ml.slots.missing import Arrived, SenderPart, Usable
+from testbed.ml.training.schema import OptimizerPart
+
+NEW, NOTHING = Usable(None, "new"), Usable(None, "nothing")
+
+
+def arrived(*parts, neurons=5):
+    return Arrived(1, 7, 2, neurons, tuple(SenderPart(f"d{number}", *each) for number, each in enumerate(parts)))
+
+
+def test_missing_outputs_are_zeros_wherever_the_neurons_lie():
+    found = arrived((range(1, 3), torch.ones(2, 2)), ((0, 3), torch.full((2, 2), 2.0)), (range(4, 5), None))
+    assert found.together().tolist() == [[2, 1, 1, 2, 0]] * 2
+    assert not found.complete
+    assert found.rate == pytest.approx(2 / 3)
+
+
+def test_losses_add_up_and_count_only_if_all_are_there():
+    whole = arrived((range(2), torch.ones(2, 3)), (range(2, 5), torch.full((2, 3), 2.0)))
+    usable = asyncio.run(TreatedAsNull().losses(whole))
+    assert usable.values.tolist() == [[3, 3, 3]] * 2
+    assert usable.learns == "new"
+    lacking = arrived((range(2), torch.ones(2, 3)), (range(2, 5), None))
+    assert asyncio.run(TreatedAsNull().losses(lacking)) == (None, "nothing")
+    with pytest.raises(ValueError, match="nothing of layer 1 has arrived for batch 7"):
+        arrived((range(5), None)).added()
+
+
+def test_learning_is_an_update_at_once_or_nothing():
+    model = create("mlp", {"hidden": [3]}, (1, 2, 2), 2)
+    layer = graph_of(model).layers[0]
+    part = Slice(range(1, 3), range(4), range(1, 3))
+    state = cut(layer, part, model.build(0, len(model.units), 1).state_dict())
+    shard = LayerShard(layer, part, state, OptimizerPart(learning_rate=0.5))
+    learn, outputs = TreatedAsNull().learn, shard.forward(7, torch.ones(1, 4))
+    before = shard.state()
+    assert learn(shard, 2, 7, None, NOTHING) is None
+    learning = learn(shard, 2, 7, torch.ones_like(outputs), NEW)
+    inputs = learning()
+    assert inputs.shape == (1, 4)
+    active = (outputs[0] > 0).float()
+    for name, tensor in shard.state().items():
+        lowered = 0.5 * active if tensor.dim() == 1 else 0.5 * active[:, None].expand(2, 4)
+        assert torch.equal(tensor, before[name] - lowered)
+    shard.forward(8, torch.ones(1, 4))
+    learning = learn(shard, 1, 8, torch.ones_like(outputs), NEW)
+    assert learning is not None
+    assert learning() is None, "the first layer's inputs are the samples, to which nobody passes a loss"
