@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self
@@ -62,6 +62,10 @@ ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covar
 """The same where they are only read: a problem with a pipeline's options is a problem with options."""
 MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
 """What a method's plans say beyond their pieces."""
+
+
+PlannedMessage = tuple[str, str, float]
+"""Sender, receiver and bytes of a message that a plan foresees."""
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,13 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
         """Return how many samples of a batch pass through the model together; pure."""
         return problem.workload.batch_size
+
+    def largest_messages(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
+        """Return the largest messages of a run without faults; pure.
+
+        A plan is refused whose devices cannot hold one of them. None, unless a method knows some.
+        """
+        return ()
 
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""

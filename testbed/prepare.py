@@ -5,7 +5,7 @@ Imports no torch and reads no data, so that `testbed validate` and `plan` answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from testbed.experiment import Experiment
 from testbed.faults import parts as fault_parts
 from testbed.faults.conditions import FaultSetting
 from testbed.faults.script import traced_links
+from testbed.hardware import check_message
 from testbed.method import Method, Problem
 from testbed.methods.external import code_of
 from testbed.ml.data import catalog as data
@@ -40,6 +41,7 @@ from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import events_of
 from testbed.validation import find_method
+from testbed.wire.message import ENVELOPE
 from testbed.workload import SplitPart, WorkloadPart
 
 MOST_BYTES = 20_000_000
@@ -137,7 +139,7 @@ def prepare(trial: Trial) -> Prepared:
     except InputError as error:
         raise scenario.source.error([Diagnostic(("workload", "model", "weights"), error.text)]) from None
     problems = [
-        *_memory_problems(trial, plan),
+        *(_memory_problems(trial, plan) or _message_problems(trial, method, problem, plan)),
         *_fault_problems(trial, method, plan),
     ]
     if problems:
@@ -404,16 +406,33 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     return found
 
 
-def _memory_problems(trial: Trial, plan: Plan) -> Iterator[Diagnostic]:
+def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
+    found = []
     devices = {device.name: device for device in trial.experiment.devices}
     for name in plan.devices:
         device = devices[name]
         if plan.memory(name) > device.memory:
-            yield Diagnostic(
-                _device_key(name, trial.scenario),
+            text = (
                 f"'{name}' has {formats.size(device.memory)} of memory, its part of the plan needs "
-                f"{formats.size(plan.memory(name))}: use more or larger devices, a smaller model or batch_size",
+                f"{formats.size(plan.memory(name))}: use more or larger devices, a smaller model or batch_size"
             )
+            found.append(Diagnostic(_device_key(name, trial.scenario), text))
+    return found
+
+
+def _message_problems(trial: Trial, method: Method, problem: Problem, plan: Plan) -> list[Diagnostic]:
+    """Return the first message that would be refused while the run goes on, in the same words."""
+    devices = {device.name: device for device in problem.devices}
+    for sender, receiver, size in method.largest_messages(problem, plan):
+        ends = devices[sender], devices[receiver]
+        if sender == receiver:
+            continue
+        try:
+            check_message(int(size + ENVELOPE), *ends)
+        except TestbedError as error:
+            smaller = min(ends, key=lambda device: device.memory)
+            return [Diagnostic(_device_key(smaller.name, trial.scenario), str(error))]
+    return []
 
 
 def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic]:

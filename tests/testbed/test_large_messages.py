@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,21 @@ import torch
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.hardware import DeviceSpec, check_message, largest_message
+from testbed.ml.data import load
 from testbed.ml.layers.shard import State
+from testbed.ml.models.weights import read as weights_of
 from testbed.ml.pipeline.checkpointing import Collector
 from testbed.network.link import Link
-from testbed.prepare import prepare
+from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed.simulation import simulate
 from testbed.simulation.world import ProgramError
+from testbed.trace.outcome import Outcome
 from testbed.wire import tensors
 from testbed.wire.message import Message
 from tests.helpers import recorded
-from tests.helpers.runs import run, scenario
+from tests.helpers.runs import problem_of, run, scenario
 from tests.helpers.worlds import world
 
 
@@ -48,6 +53,67 @@ def test_a_message_that_the_plan_knows_to_be_too_large_is_refused_before_the_run
     prepare(trials(exchange("390MB"))[0])
     with pytest.raises(InputError, match="'left' has 800 MB of memory, its part of the plan needs 820 MB"):
         prepare(trials(exchange("410MB"))[0])
+
+
+def test_gathered_weights_that_a_stage_cannot_send_are_refused_before_the_run() -> None:
+    devices = {"source": {"speed": "1gflops"}, "worker": {"speed": "1gflops", "memory": "15MB"}}
+    method = {"name": "pipeline", "partition": "even"}
+    workload = {"model": {"name": "mlp", "hidden": [64, 1000, 1000]}}
+    refused = scenario(workload=workload, method=method, devices=devices)
+    with pytest.raises(InputError, match=r"devices.worker.memory: a message of 8.0\d MB from worker to source is too"):
+        prepare(trials(refused)[0])
+    devices["worker"]["memory"] = "17MB"
+    assert (
+        simulated(prepare(trials(scenario(workload=workload, method=method, devices=devices))[0])).status == "finished"
+    )
+
+
+MODEL = {"model": {"name": "mlp", "hidden": [120, 100, 80, 80]}}
+INFERENCE = {**MODEL, "task": "infer", "requests": 4}
+OWN_DATA = {**MODEL, "data": {"name": "digits", "train": 96, "test": 40, "split": "iid"}}
+MESH = {"link": {"rate": "20mbit", "delay": "2ms"}, "topology": "mesh"}
+
+
+def simulated(prepared: Prepared) -> Outcome:
+    file = prepared.scenario.weights_file
+    weights = None if file is None else weights_of(file, prepared.problem.model)
+    return simulate(prepared, load(prepared.scenario.workload.data), weights=weights)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["seed", "weights"])
+@pytest.mark.parametrize(
+    ("workload", "method", "network"),
+    [
+        (MODEL, {"name": "pipeline"}, {}),
+        (MODEL, {"name": "pipedream", "chain_every": 4, "global_every": 5}, {}),
+        (INFERENCE, {"name": "sequential"}, {}),
+        (INFERENCE, {"name": "distributed"}, {"network": MESH}),
+        (OWN_DATA, {"name": "federated"}, {}),
+        (OWN_DATA, {"name": "split-federated", "split": 2}, {}),
+    ],
+    ids=lambda keys: keys.get("name", ""),
+)
+def test_a_plan_knows_the_largest_messages_of_its_run(
+    tmp_path: Path, workload: dict[str, Any], method: dict[str, Any], network: dict[str, Any], given: bool
+) -> None:
+    if given:
+        model = problem_of(scenario(workload=MODEL))[0].model
+        file = tmp_path / "weights.safetensors"
+        module = model.build(0, len(model.units), 1)
+        file.write_bytes(b"".join(tensors.write(tensors.from_torch(module.state_dict()))))
+        workload = {**workload, "model": {**workload["model"], "weights": str(file)}}
+    prepared = prepare(trials(scenario(workload=workload, method=method, **network))[0])
+    planned: dict[tuple[str, str], float] = {}
+    for sender, receiver, size in prepared.method.largest_messages(prepared.problem, prepared.plan):
+        planned[sender, receiver] = max(size, planned.get((sender, receiver), 0.0))
+    sent: dict[tuple[str, str], float] = {}
+    for event in simulated(prepared).events.of("send"):
+        pair = (event.device, event.fields["peer"])
+        sent[pair] = max(event.fields["bytes"], sent.get(pair, 0.0))
+    forward = {pair: size for pair, size in sent.items() if size > 10_000}  # gradients are no larger than activations
+    assert forward.keys() <= planned.keys()
+    for pair, size in forward.items():
+        assert planned[pair] == pytest.approx(size, abs=2000), pair
 
 
 @pytest.mark.parametrize("cast", [False, True])

@@ -43,8 +43,13 @@ def update(units: Sequence[Unit], training: Recipe) -> Cost:
 
 def copy(units: Sequence[Unit], training: Recipe) -> Cost:
     """Return the cost of copying the weights that travel and the optimizer's state."""
+    return Cost(training.state_values * parameters(units) + weight_bytes(units, training) / BYTES_PER_VALUE)
+
+
+def weight_bytes(units: Sequence[Unit], training: Recipe) -> float:
+    """Return the bytes of the weights that travel."""
     fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
-    return Cost((1.0 + training.state_values) * parameters(units) + fixed)
+    return BYTES_PER_VALUE * (parameters(units) + fixed)
 
 
 def state_bytes(units: Sequence[Unit], training: Recipe) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
-from testbed.method import Job, Method, Problem
+from testbed.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition import Chain, Cuts
-from testbed.ml.pipeline.planning import StagesOptions, all_devices, devices_among, stage_pieces
+from testbed.ml.pipeline.planning import StagesOptions, all_devices, devices_among, stage_messages, stage_pieces
 from testbed.plan import Details, Piece, Plan
 from testbed.wire.message import size_around
 
@@ -85,6 +85,12 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
             step_time=max(bottleneck, latency / options.in_flight),
             details=SequentialDetails(partition=options.partition, latency=latency, bottleneck=bottleneck),
         )
+
+    def largest_messages(
+        self, problem: Problem[SequentialOptions], plan: Plan[SequentialDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return activations and given weights."""
+        return stage_messages(problem, plan)
 
     async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
         """Send requests on the first device; be a stage there and elsewhere."""

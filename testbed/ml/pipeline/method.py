@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from testbed.device import Device
-from testbed.method import Job, Method, Problem
+from testbed.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition.asynchronous import divisible_limit
 from testbed.ml.pipeline.figures import DECLARED
 from testbed.ml.pipeline.planning import (
@@ -21,6 +21,8 @@ from testbed.ml.pipeline.planning import (
     as_given,
     devices_among,
     momentum_advice,
+    replica_messages,
+    stage_messages,
     stage_pieces,
     synchronous_cut,
 )
@@ -62,6 +64,12 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
                 bottleneck=pipeline.bottleneck(cuts),
             ),
         )
+
+    def largest_messages(
+        self, problem: Problem[SynchronousOptions], plan: Plan[PipelineDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return activations, gathered units and given weights."""
+        return stage_messages(problem, plan)
 
     def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
         """Return the size of the smallest micro-batch."""
@@ -127,6 +135,13 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         from testbed.ml.pipeline.program import run_asynchronous
 
         await run_asynchronous(device, job, self.Partitioner(job.problem))
+
+    def largest_messages(
+        self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return activations, given weights and replicas."""
+        yield from stage_messages(problem, plan, by_unit=True)
+        yield from replica_messages(problem, plan)
 
     def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
         """Return what momentum does to gradients that are some batches old."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, Literal
@@ -14,7 +14,7 @@ from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
 from testbed.messaging.transfer import CrossingPart, share
-from testbed.method import Options, Problem, StepsOrTime
+from testbed.method import Options, PlannedMessage, Problem, StepsOrTime
 from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
 from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
@@ -22,7 +22,7 @@ from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, c
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
 from testbed.network.link import Pair
-from testbed.plan import Details, Piece
+from testbed.plan import Details, Piece, Plan
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 """What ``micro_batches`` is where it is not given."""
@@ -181,6 +181,39 @@ class AsynchronousOptions(StagesOptions):
         """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
         following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
         return following if len(following) == self.copies or stage == 0 else [*following, 0]
+
+
+def stage_messages(problem: Problem[StagesOptions], plan: Plan, by_unit: bool = False) -> Iterator[PlannedMessage]:
+    """Yield the activations of whole batches, and the weights that the lead gives and gathers.
+
+    ``by_unit``: given weights travel unit by unit, as gathered ones always do.
+    """
+    model, lead = problem.model, plan.lead
+    samples, share = problem.workload.batch_size, problem.options.shares[0]
+    before = lead
+    for piece in plan.pieces:
+        yield before, piece.device, samples * share * model.cut_bytes(piece.first)
+        before = piece.device
+        if problem.workload.task == "train":
+            yield piece.device, lead, largest_unit(problem, piece)
+        if problem.workload.model.weights is not None:
+            units = model.units[piece.first : piece.last]
+            parts = [[unit] for unit in units] if by_unit else [units]
+            yield lead, piece.device, max(costs.weight_bytes(part, problem.training) for part in parts)
+    yield before, lead, samples * model.cut_bytes(len(model.units))
+
+
+def replica_messages(problem: Problem[AsynchronousOptions], plan: Plan) -> Iterator[PlannedMessage]:
+    """Yield the replicas that stages send one another."""
+    if problem.options.chain_every:
+        for stage, piece in enumerate(plan.pieces):
+            for keeper in problem.options.keepers(stage, len(plan.pieces)):
+                yield piece.device, plan.pieces[keeper].device, largest_unit(problem, piece)
+
+
+def largest_unit(problem: Problem[StagesOptions], piece: Piece) -> float:
+    """Return the bytes of the largest state of a piece's units, which are sent one by one."""
+    return max(costs.state_bytes([unit], problem.training) for unit in problem.model.units[piece.first : piece.last])
 
 
 Known = TypeVar("Known", bound=AsynchronousOptions, default=AsynchronousOptions)

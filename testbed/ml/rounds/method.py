@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -11,7 +12,7 @@ from typing_extensions import TypeVar
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.transfer import Codec, codec, codecs
-from testbed.method import Job, Method, Problem
+from testbed.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.data.batches import left_out
 from testbed.ml.layers.feed import record_left_out
 from testbed.ml.rounds import planner, stacked
@@ -87,6 +88,10 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
         if problem.workload.numerics == "stacked":
             stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
         return planner.whole_plan(self.name, Participants(problem))
+
+    def largest_messages(self, problem: Problem[O], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
+        """Return weights and updates, and what crosses a split."""
+        return planner.round_messages(problem, plan)
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Be the server on the first device, a client on the others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Self
@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
-from testbed.method import Problem
+from testbed.messaging.transfer import share
+from testbed.method import PlannedMessage, Problem
 from testbed.ml.layers import costs
 from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.rounds.estimate import (
@@ -21,6 +22,7 @@ from testbed.ml.rounds.estimate import (
     aggregation_time,
     iterations,
     layer_times,
+    mini_batch,
     profile,
     shortest_epoch,
 )
@@ -281,3 +283,15 @@ def plan(
     for device in problem.devices:
         costs.check_memory(device, found.memory(device.name))
     return found
+
+
+def round_messages(problem: Problem[RoundOptions], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
+    """Yield the largest messages between the server and each device with data."""
+    model, training, how = problem.model, problem.training, transfer_of(problem.options)
+    for name, portion in plan.details.portions.items():
+        state = costs.weight_bytes(model.units[: portion.split], training)
+        yield plan.lead, name, state * share(how.weights)
+        yield name, plan.lead, state * share(how.updates)
+        if portion.split < len(model.units):
+            samples = mini_batch(problem.workload.batch_size, portion.parallel)
+            yield name, plan.lead, samples * model.cut_bytes(portion.split) * share(how.activations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,22 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import MEMBERSHIP_KINDS, RoleHolder
 from testbed.messaging.supervision import Supervisor, Timeouts, run_with_recovery
-from testbed.method import Alternative, Job, Method, Problem
+from testbed.method import Alternative, Job, Method, PlannedMessage, Problem
 from testbed.ml.layers.shard import State
 from testbed.ml.methods.distributed.dataflow import layers_stored
 from testbed.ml.methods.distributed.member import InferenceMember
 from testbed.ml.methods.distributed.messages import MEMBER_KINDS, ConfigureMember, TileInput, TileOutput, TileOverlap
 from testbed.ml.methods.distributed.options import DistributedOptions
 from testbed.ml.methods.distributed.plan import DistributedPlan
-from testbed.ml.methods.distributed.planner import DistributedDetails, alternatives, distributed, flow_of, over, plan
+from testbed.ml.methods.distributed.planner import (
+    DistributedDetails,
+    alternatives,
+    distributed,
+    flow_of,
+    over,
+    part_messages,
+    plan,
+)
 from testbed.ml.methods.distributed.request_work import SPAN
 from testbed.ml.models.sliced import cut_copies
 from testbed.ml.pipeline.checkpointing import FromCheckpoint
@@ -99,6 +107,12 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
         """Divide every layer. Raises `InputError` where that cannot be."""
         return plan(self.name, problem)
+
+    def largest_messages(
+        self, problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return parts of layers' outputs, and given weights."""
+        return part_messages(problem, plan)
 
     def alternatives(self, problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
         """Return every scheme over the same devices."""

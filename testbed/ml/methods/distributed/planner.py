@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from itertools import permutations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, nearest
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.method import Alternative, Problem
+from testbed.method import Alternative, PlannedMessage, Problem
 from testbed.ml.methods.distributed.candidates import Candidate, candidate, fitting_plan
 from testbed.ml.methods.distributed.communication import elements, interval, of_tiles, phases, transfers
 from testbed.ml.methods.distributed.dataflow import Dataflow, dataflow
@@ -273,3 +273,14 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
                 f"{other}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
+
+
+def part_messages(problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]) -> Iterator[PlannedMessage]:
+    """Yield each part of an output that is sent, and the given weights of each device."""
+    decided, value_bytes = plan.details.distributed, BYTES_PER_VALUE * problem.workload.batch_size
+    for each in transfers(flow_of(problem, decided)):
+        elements = max(each.messages, default=0)
+        yield decided.devices[each.sender], decided.devices[each.receiver], value_bytes * elements
+    if problem.workload.model.weights is not None:
+        for piece in plan.pieces:
+            yield plan.lead, piece.device, BYTES_PER_VALUE * (piece.parameters or 0)
