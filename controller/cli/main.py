@@ -17,7 +17,8 @@ import click
 from controller.cli.options import CommandGroup, sentence
 from controller.lab.paths import abandoned
 from testbed import __version__
-from testbed.common.errors import HostError, TestbedError
+from testbed.common import plugins
+from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.formats import visible
 
 COMMANDS = {
@@ -49,17 +50,26 @@ COMMANDS = {
     "doctor": "controller.cli.machine:doctor",
     "hosts": "controller.cli.machine:hosts",
 }
+GROUP = "testbed.commands"
+"""Entry points under which an installed package registers its commands: ``name = "module:command"``, by click."""
+
+
+def _command_of(found: object) -> click.Command:
+    if not isinstance(found, click.Command):
+        raise TypeError(f"{found!r} must be a click.Command")
+    return found
 
 
 class _LazyGroup(CommandGroup):
     """A group whose subcommands live in modules that are imported on use; their list is read off the source text."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list({**COMMANDS, **plugins.installed(GROUP)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            point = plugins.installed(GROUP).get(cmd_name)
+            return None if point is None else plugins.load(point, (), _command_of)
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
@@ -67,6 +77,11 @@ class _LazyGroup(CommandGroup):
 
     def describe(self, ctx: click.Context, name: str) -> str:
         """Return the first sentence of a command's docstring, without importing what the command needs."""
+        if name not in COMMANDS:
+            try:
+                return super().describe(ctx, name)
+            except InputError as error:  # a broken package must not cost the user the other commands
+                return str(error)
         module, _, function = COMMANDS[name].partition(":")
         text = (Path(__file__).parent / f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
         docstring = re.search(rf'^def {function}\(.*?"""(.*?)"""', text, re.DOTALL | re.MULTILINE)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from testbed.common import plugins
 from testbed.common.errors import InputError, nearest
 from testbed.method import Method
 from testbed.methods import external
 from testbed.workload import MethodPart
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 _CLASSES = {
     "single": "testbed.ml.methods.single:Single",
@@ -40,17 +44,11 @@ def _load(name: str) -> Method:
         module, _, attribute = _CLASSES[name].partition(":")
         method: Method = getattr(importlib.import_module(module), attribute)()
         return method
-    try:
-        installed: Method = _installed()[name].load()()
-    except Exception as error:
-        text = f"the package that brings '{name}' cannot be used: {type(error).__name__}: {error}"
-        raise InputError(text, ("method", "name")) from error
-    return installed
+    return plugins.load(_installed()[name], ("method", "name"), lambda found: found())
 
 
-@cache
-def _installed() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=external.GROUP) if each.name not in _CLASSES}
+def _installed() -> Mapping[str, EntryPoint]:
+    return plugins.installed(external.GROUP)
 
 
 class _Registry(Mapping[str, "Method"]):
@@ -62,10 +60,10 @@ class _Registry(Mapping[str, "Method"]):
         return _load(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*_CLASSES, *_installed()])
+        return iter({**_CLASSES, **_installed()})
 
     def __len__(self) -> int:
-        return len(_CLASSES) + len(_installed())
+        return len({**_CLASSES, **_installed()})
 
 
 METHODS: Mapping[str, Method] = _Registry()

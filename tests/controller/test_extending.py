@@ -1,0 +1,85 @@
+"""The package of docs/extending.md, built as a wheel: each extension point is used as by its reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+MAIN = "from controller.cli.main import main; main()"
+SCENARIO = """
+name: extended
+seed: 1
+devices: {worker: {profile: raspberry-pi-4b, count: 2}}
+network: {link: {rate: 50mbit, delay: 5ms}}
+workload:
+  task: infer
+  model: {name: mlp}
+  data: {name: digits}
+  method: {name: idle}
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the content of the wheel, and a package whose module is missing."""
+    folder = tmp_path_factory.mktemp("extending")
+    page = (ROOT / "docs" / "extending.md").read_text()
+    for name, text in re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE):
+        file = folder / "source" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--wheel-dir", folder, folder / "source"], check=True, stdin=subprocess.DEVNULL)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "packages")
+    info = folder / "packages" / "torn-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torn\nVersion: 1\n")
+    groups = set(re.findall(r'^\[project.entry-points."([\w.]+)"\]', page, re.MULTILINE))
+    (info / "entry_points.txt").write_text("".join(f"[{group}]\ntorn = nowhere:thing\n" for group in sorted(groups)))
+    return folder / "packages"
+
+
+def run(packages: Path, here: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}"}
+    command = [sys.executable, "-c", MAIN, *arguments]
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def simulate(packages: Path, here: Path, *settings: str) -> dict[str, object]:
+    """Simulate the scenario and return the metrics."""
+    (here / "extended.yaml").write_text(SCENARIO)
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    arguments = ["run", "extended.yaml", "--runtime", "simulate", "--json", *overrides]
+    done = run(packages, here, *arguments)
+    assert done.returncode == 0, done.stderr
+    metrics: dict[str, object] = json.loads(done.stdout)["metrics"]
+    return metrics
+
+
+def test_a_command_of_a_package_is_listed_and_runs(packages: Path, tmp_path: Path) -> None:
+    assert re.search(r"^ +greet +Greet a device.$", run(packages, tmp_path, "--help").stdout, re.MULTILINE)
+    assert run(packages, tmp_path, "greet", "pi").stdout == "hello pi\n"
+
+
+def test_a_broken_command_is_reported_by_its_package_and_the_others_are_listed(packages: Path, tmp_path: Path) -> None:
+    listed = run(packages, tmp_path, "--help")
+    assert listed.returncode == 0
+    assert {"run", "greet", "torn"} <= set(re.findall(r"^  (\w+) ", listed.stdout, re.MULTILINE))
+    called = run(packages, tmp_path, "torn")
+    assert called.returncode == 2
+    assert re.fullmatch(r"testbed: the package 'torn' .*No module named 'nowhere'\n", called.stderr)
+
+
+def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:
+    assert simulate(packages, tmp_path)["requests"] == 1
