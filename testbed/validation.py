@@ -143,9 +143,9 @@ def batch_problems(workload: WorkloadPart, there: int) -> Iterator[Diagnostic]:
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     """Look for the data's files. Not a part of `build_problem`: devices are sent their data and have no such folder."""
     part = scenario.workload.data
-    if data.is_own(part):
-        return
-    with suppress(InputError):  # a name that there is not is `_data_problems`' to say
+    with suppress(InputError):  # `_data_problems` reports unknown names and broken packages
+        if data.is_own(part):
+            return
         for key, text in data.problems(part, scenario.data_folder):
             yield Diagnostic(("workload", "data", *key), text)
 

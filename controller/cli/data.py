@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from testbed.ml.data.catalog import DataSource
     from testbed.ml.data.dataset import Dataset
     from testbed.workload import DataPart
 
@@ -45,9 +44,9 @@ def list_(as_json: bool) -> None:
       workload:
         data: {name: mnist, train: 6000}
     """
-    from testbed.ml.data.catalog import DATASETS
+    from testbed.ml.data.catalog import list_names
 
-    rows = [_describe(source) for source in DATASETS.values()]
+    rows = [_describe(name) for name in list_names()]
     if as_json:
         dump(rows)
         return
@@ -55,15 +54,21 @@ def list_(as_json: bool) -> None:
     for row in rows:
         needed = "its path" if row["from_path"] else "none needed"
         files = needed if row["folder"] is None else row["folder"] if row["complete"] else "not here"
-        shown.append((row["name"], "x".join(map(str, row["shape"])), str(row["classes"] or "-"), files, row["summary"]))
+        shape = "x".join(map(str, row["shape"])) or "-"
+        shown.append((row["name"], shape, str(row["classes"] or "-"), files, row["summary"]))
     columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
     print_section(make_console(), columns, shown)
 
 
-def _describe(source: DataSource) -> dict[str, Any]:
+def _describe(name: str) -> dict[str, Any]:
+    from testbed.ml.data.catalog import DataSource, describe
     from testbed.ml.data.files import find
     from testbed.scenario.schema import data_place
 
+    try:
+        source = describe(name)
+    except InputError as error:  # a broken package must not cost the user the other data sets
+        source = DataSource(name, error.text, (), 0)
     folder = data_place(source.name)
     return {
         "name": source.name,

@@ -23,6 +23,12 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
     return {each.name: each for each in entry_points(group=group)}
 
 
+def find(group: str, name: str, key: Key) -> Any:
+    """Import the object of that name in a group; None without one. Raises `InputError` as `load` does."""
+    point = installed(group).get(name)
+    return None if point is None else load(point, key, lambda found: found)
+
+
 def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loaded:
     """Import an entry point and convert the object; raises `InputError` naming the package where either fails."""
     try:

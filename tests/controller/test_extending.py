@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,14 +57,14 @@ def run(packages: Path, here: Path, *arguments: str) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def simulate(packages: Path, here: Path, *settings: str) -> dict[str, object]:
+def simulate(packages: Path, here: Path, *settings: str) -> dict[str, Any]:
     """Simulate the scenario and return the metrics."""
     (here / "extended.yaml").write_text(SCENARIO)
     overrides = [word for setting in settings for word in ("--set", setting)]
     arguments = ["run", "extended.yaml", "--runtime", "simulate", "--json", *overrides]
     done = run(packages, here, *arguments)
     assert done.returncode == 0, done.stderr
-    metrics: dict[str, object] = json.loads(done.stdout)["metrics"]
+    metrics: dict[str, Any] = json.loads(done.stdout)["metrics"]
     return metrics
 
 
@@ -79,6 +80,29 @@ def test_a_broken_command_is_reported_by_its_package_and_the_others_are_listed(p
     called = run(packages, tmp_path, "torn")
     assert called.returncode == 2
     assert re.fullmatch(r"testbed: the package 'torn' .*No module named 'nowhere'\n", called.stderr)
+
+
+TRAINED = ("workload.task=train", "workload.method={name: single}", "workload.model={name: mlp}", "workload.epochs=2")
+
+
+def test_data_of_a_package_are_listed_and_trained_on(packages: Path, tmp_path: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "data", "list", "--json").stdout)}
+    assert rows["waves"]["summary"].startswith("1,000 sines")
+    assert "the package 'torn'" in rows["torn"]["summary"]
+    assert simulate(packages, tmp_path, *TRAINED, "workload.data={name: waves}")["accuracy"] > 0.9
+
+
+def test_broken_data_are_reported_at_their_key(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.yaml").write_text(SCENARIO.replace("digits", "torn"))
+    refused = run(packages, tmp_path, "validate", "broken.yaml")
+    assert refused.returncode == 2
+    assert re.search(r"workload.data.name: the package 'torn' .*nowhere", refused.stdout + refused.stderr)
+
+
+def test_an_unknown_name_lists_the_data_of_packages(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "unknown.yaml").write_text(SCENARIO.replace("digits", "waived"))
+    refused = run(packages, tmp_path, "validate", "unknown.yaml")
+    assert "there is no data set 'waived': did you mean 'waves'?" in refused.stdout + refused.stderr
 
 
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ Nothing here downloads; `testbed.ml.data.fetch` does, when its command is called
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from testbed.common import plugins
 from testbed.common.errors import InputError, Key, nearest
 from testbed.common.fields import Entering, Fields
 from testbed.common.lazy import np, npt
@@ -263,7 +265,19 @@ def describe(name: str) -> DataSource:
     if name.startswith("synthetic"):
         shape, classes = synthetic.parse(name)
         return DataSource(name, DATASETS["synthetic"].summary, shape, classes)
-    raise InputError(f"there is no data set '{name}': {nearest(name, DATASETS)}", ("data", "name"))
+    packaged = plugins.find(own.GROUP, name, ("data", "name"))
+    if isinstance(packaged, DataSource):
+        return replace(packaged, name=name)
+    if callable(packaged):
+        return DataSource(name, inspect.getdoc(packaged) or "", (), 0)
+    if packaged is not None:
+        raise InputError(f"the package's data set '{name}' must be a DataSource or a function", ("data", "name"))
+    raise InputError(f"there is no data set '{name}': {nearest(name, list_names())}", ("data", "name"))
+
+
+def list_names() -> list[str]:
+    """Return the names of all data sets, those of installed packages last."""
+    return list({**DATASETS, **plugins.installed(own.GROUP)})
 
 
 def part_of(text: str) -> DataPart:
@@ -277,10 +291,14 @@ def part_of(text: str) -> DataPart:
 
 
 def is_own(part: DataPart) -> bool:
-    """Say whether the samples are the user's own, and none of the catalogue's."""
-    return part.file is not None or (
-        part.path is not None and part.name not in DATASETS and not pictures.is_picture(part.name)
-    )
+    """Return whether the samples are the user's own or of a package's function, and none of the catalogue's."""
+    if part.file is not None:
+        return True
+    if part.name in DATASETS or pictures.is_picture(part.name):
+        return False
+    if part.path is not None:
+        return True
+    return not part.name.startswith("synthetic") and own.is_packaged(part)
 
 
 def describe_part(part: DataPart, place: Path) -> DataSource:

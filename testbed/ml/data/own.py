@@ -1,4 +1,4 @@
-"""The user's own data: what a function in a Python file returns, ``.npz``, ``.safetensors``, tables, pictures.
+"""The user's own data: of a function in a file or an installed package, ``.npz``, ``.safetensors``, tables, pictures.
 
 Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
 ``x_test`` and ``y_test``; those of several inputs ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
-from testbed.common import usercode
+from testbed.common import plugins, usercode
 from testbed.common.errors import InputError, Key
 from testbed.common.fields import Fields, pack
 from testbed.common.lazy import need, np, npt
@@ -30,6 +30,10 @@ Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
 Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
+GROUP = "testbed.data"
+"""Entry points under which an installed package registers data sets: ``name = "module:object"``, where the object is a
+`DataSource` or a function as of a Python file."""
+_NAME: Key = ("data", "name")
 _FILE: Key = ("data", "file")
 _PATH: Key = ("data", "path")
 _NAMES = (
@@ -51,14 +55,27 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
     Bytes are scaled to [0, 1], other values taken as they are: whole numbers stay whole (int64). ``test_share`` is kept
     for the test part where the data have none. What was read last is kept, until the file changes.
     """
-    try:
-        changed = sum(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
-    except OSError as error:
-        key = _PATH if part.file is None else _FILE
-        raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
+    if is_packaged(part):
+        place = Path(part.name)
+        changed = 0
+    else:
+        changed = _time_of_change(part, place)
     group = part.split.column if isinstance(part.split, SplitPart) else None
     kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
     return _load(kept.model_dump_json(), place, changed, test_share, group)
+
+
+def is_packaged(part: DataPart) -> bool:
+    """Return whether the samples come from a function of an installed package."""
+    return part.file is None and part.path is None and callable(plugins.find(GROUP, part.name, _NAME))
+
+
+def _time_of_change(part: DataPart, place: Path) -> int:
+    try:
+        return sum(each.stat().st_mtime_ns for each in (place, *(place.rglob("*") if place.is_dir() else ())))
+    except OSError as error:
+        key = _PATH if part.file is None else _FILE
+        raise InputError(f"{place} cannot be read: {error.strerror}: paths are relative to the scenario", key) from None
 
 
 @lru_cache(maxsize=2)
@@ -101,14 +118,14 @@ def _read(
     """Return training and test samples as they lie in a file or folder, and which values split the former."""
     if part.size is not None and not place.is_dir():
         raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
-    if part.file is None and place.suffix in tables.SUFFIXES:
+    if part.path is not None and place.suffix in tables.SUFFIXES:
         table = tables.read(place, part.label, part.columns, group)
         return (table.samples, table.labels), None, table.groups
-    if part.file is None and any((place / name).is_file() for name in _HUGGING_FACE):
+    if part.path is not None and any((place / name).is_file() for name in _HUGGING_FACE):
         return *_from_hugging_face(part, place), None
     if part.label or part.columns:
         raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
-    if part.file is not None:
+    if part.path is None:
         return *_from_function(part, place), None
     pictures_only = place.is_dir() and not [*place.glob("*.npy")]
     return *(_from_folders(place, part.size) if pictures_only else _from_arrays(place)), None
@@ -196,8 +213,10 @@ def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
     """Call the user's function: it returns train and test, each a pair of arrays or a torch data set; None: no test."""
-    code = usercode.read(place, part.name, _FILE)
-    found = usercode.call(code, _FILE)
+    if part.file is None:
+        found = plugins.load(plugins.installed(GROUP)[part.name], _NAME, lambda function: function())
+    else:
+        found = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise InputError(f"{place}: {part.name} returned {type(found).__name__}: return (train, test)", _FILE)
     train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in found)
