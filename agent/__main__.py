@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -10,15 +11,19 @@ from agent.control import ControlApplication
 from agent.receiving import DataServer
 from agent.runner import Runner
 from agent.settings import Settings
+from testbed.common.logs import log_to_stderr
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import Lease
 
 CONTROL_THREADS = 8
 
+_LOG = logging.getLogger("agent")
+
 
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
     settings = Settings.from_environment(os.environ)
+    log_to_stderr(os.environ)
     over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
@@ -26,7 +31,9 @@ def main() -> None:
     runner = Runner(settings, DataServer(settings))
     server = PatientServer(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
     threading.Thread(target=server.serve, name="serve", daemon=True).start()
+    _LOG.info("device %s of run %s is on", settings.device, settings.run)
     over.wait()
+    _LOG.info("switched off by a signal, or since nobody renewed the lease")
     # A device that is switched off does not tidy up first.
     os._exit(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
+import logging
 import threading
 import time
 import traceback
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from agent.loop import Loop
     from testbed.ml.data.dataset import Dataset
     from testbed.wire.message import Message
+
+_LOG = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
 """Between two records of what the host kept a device waiting for."""
@@ -110,6 +112,7 @@ class Runner:
             self.device = self._data.inbox = None
             self.log.reopen()
             self.state = "ready"
+            _LOG.info("deployed: %s, peers %s", self._deployment.method.name, ", ".join(self._deployment.peers))
 
     def put_data(self, body: bytearray) -> None:
         """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
@@ -121,6 +124,7 @@ class Runner:
             raise Refused(400, str(error)) from error
         with self._lock:
             self.needs_ready("data")
+            _LOG.info("received %d bytes of training and test samples", len(body))
             self._dataset = dataset
 
     def put_shard(self, body: bytearray) -> None:
@@ -131,6 +135,7 @@ class Runner:
             raise Refused(400, str(error)) from error
         with self._lock:
             self.needs_ready("a shard")
+            _LOG.info("received %d bytes of initial weights", len(body))
             self._weights = weights
 
     def set_links(self, body: bytearray) -> None:
@@ -184,6 +189,7 @@ class Runner:
             assert self._deployment is not None
             self.state = "running"
             self._over.clear()
+            _LOG.info("the program starts %.3f s after the origin of the run", time.monotonic() - origin)
             self._loop().call_soon_threadsafe(self._begin, self._deployment, origin)
 
     def stop(self) -> None:
@@ -191,6 +197,7 @@ class Runner:
         with self._lock:
             if self.state in ("idle", "ready"):
                 raise Refused(409, f"no program runs: this device is {self.state}")
+            _LOG.info("asked to stop, while the program is %s", self.state)
             self._loop().call_soon_threadsafe(self._cancel)
         if not self._over.wait(STOP_SECONDS):
             raise Refused(409, "the program ignores its cancellation; kill the device")
@@ -198,6 +205,7 @@ class Runner:
     def leave(self) -> None:
         """Notify the program that the device leaves; the controller switches it off once the program has returned."""
         with self._lock:
+            _LOG.info("asked to leave")
             if self.device is not None:
                 self.device.leaving = True
 
@@ -236,10 +244,10 @@ class Runner:
             from testbed.common.usercode import located
 
             error = located(failure) or "".join(traceback.format_exception(failure))
-            print(error, file=sys.stderr, flush=True)
         # For the device: what it computed last may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()
         self._record(origin + now, origin, state, error)
+        _LOG.log(logging.ERROR if failure else logging.INFO, "the program is %s", state, exc_info=failure)
         with self._lock:
             self.state, self.error, self._task = state, error, None
         self.log.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import struct
 import time
@@ -21,6 +22,8 @@ from dataclasses import dataclass, field
 
 from agent.settings import Address
 from testbed.wire.framing import WINDOW
+
+_LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.5
 CONNECT_SECONDS_MOST = 3.0
@@ -295,6 +298,8 @@ class Lane:
         self._broken_off = False
         """Whether a message was withdrawn of which the connection has a part."""
         self._backoff = BACKOFF_SECONDS
+        self._problem = "not connected yet"
+        """Why the connection broke last; empty since an acknowledgement."""
         self._sending: asyncio.Task[None] | None = None
 
     @property
@@ -358,15 +363,23 @@ class Lane:
                     await self._connection.open()
                     await self._converse()
                 except ConnectionLost as lost:
+                    self._log_problem(str(lost))
                     self._start_over()
                     if not lost.stale:
                         await asyncio.sleep(self._backoff)
                         self._backoff = min(2 * self._backoff, BACKOFF_SECONDS_MOST)
         except Exception as error:
+            _LOG.exception("sending to %s ended", self.peer)
             for each in self._messages:
                 if not each.delivered.done():
                     each.delivered.set_exception(error)
             raise
+
+    def _log_problem(self, problem: str) -> None:
+        """Log why the connection broke, once for attempts in a row that fail alike."""
+        if problem != self._problem:
+            _LOG.info("%s: %s; trying again", self.peer, problem)
+        self._problem = problem
 
     async def _converse(self) -> None:
         """Write and read answers until nothing is left; raise `ConnectionLost` where that cannot go on."""
@@ -442,6 +455,7 @@ class Lane:
         status, text = answer
         if status >= 300 and self._messages and status != _COME_BACK:
             rejected = self._messages.popleft()
+            _LOG.warning("%s refused a message: %s", self.peer, _reason(status, text))
             if not rejected.delivered.done():
                 rejected.delivered.set_exception(Rejected(f"{self.peer} refused a message: {_reason(status, text)}"))
         if status >= 300 or not self._written:
@@ -451,6 +465,9 @@ class Lane:
         self._written -= 1
         self._unacknowledged -= len(acknowledged.body)
         self._backoff = BACKOFF_SECONDS
+        if self._problem:
+            _LOG.info("%s: connected", self.peer)
+            self._problem = ""
         if not acknowledged.delivered.done():
             acknowledged.delivered.set_result(Delivery(acknowledged.begun, time.monotonic()))
 

@@ -158,7 +158,7 @@ def ps(as_json: bool) -> None:
 @run_option
 @click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
 def logs(device: str, run_id: str | None, follow: bool) -> None:
-    """Print what the program of DEVICE has written (`shaper` for the one that shapes the links)."""
+    """Print the log of DEVICE and the output of its program (`shaper` for the one that shapes the links)."""
     from controller.hosts.lab import engine_of
     from controller.lab.containers import container_logs
 

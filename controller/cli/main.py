@@ -6,6 +6,7 @@ import atexit
 import errno
 import gc
 import importlib
+import logging
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from testbed import __version__
 from testbed.common import plugins
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.formats import visible
+from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
 
 COMMANDS = {
     "init": "controller.cli.validate:init",
@@ -90,8 +92,38 @@ class _LazyGroup(CommandGroup):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="testbed")
-def testbed() -> None:
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    default="warning",
+    show_default=True,
+    envvar=LEVEL,
+    show_envvar=True,
+    help="Log to standard error from this level on. Logs in results folders begin at info, or with debug at debug.",
+)
+def testbed(log_level: str) -> None:
     """Emulate edge devices and their links on one machine and run split neural networks on them."""
+    log_to_terminal(log_level)
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to standard error as it is by then: a run that is shown in place redirects it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo("\n".join(map(visible, self.format(record).splitlines())), err=True)
+
+
+_TERMINAL = _TerminalHandler()
+
+
+def log_to_terminal(level: str) -> None:
+    """Log to the terminal from a level on; the loggers let pass from info on, for the files of a run."""
+    _TERMINAL.setLevel(level.upper())
+    _TERMINAL.setFormatter(LineFormatter())
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(min(_TERMINAL.level, logging.INFO))
+        logger.addHandler(_TERMINAL)
 
 
 def _say_what_was_left() -> None:

@@ -175,6 +175,16 @@ class HostsLab(RunLab):
             found[name] |= {"clock": channel.clock.facts()}
         return {**next(iter(found.values())), "hosts": found}
 
+    def container_logs(self) -> dict[str, Iterator[bytes]]:
+        """Return what each container of the run has written; the shaper of a host is ``shaper.HOST``."""
+        logs: dict[str, Iterator[bytes]] = {}
+        for host, part in self.parts.items():
+            if host not in self.lost:
+                found = part.container_logs()
+                logs[f"{SHAPER}.{host}"] = found.pop(SHAPER)
+                logs |= found
+        return logs
+
     def agent(self, name: str) -> Agent:
         """Return the client of a device's agent."""
         return self._part(name).agent(name)

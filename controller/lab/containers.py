@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from controller.lab.networks import network_name
 from controller.lab.removal import ADDRESS, DEVICE, ROLE, RUN, labelled_runs
 from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError
+from testbed.common.logs import LEVEL
 from testbed.hardware import DeviceSpec
 from testbed.network.checks import SHAPER
 from testbed.wire.ports import CONTROL_PORT
@@ -36,6 +38,7 @@ _SYSCTLS = {
 
 _LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-file": "2"})
 
+_LOG = logging.getLogger(__name__)
 
 ControlUrl = Callable[[str, Mapping[str, Any]], str]
 """Takes the name of a device or the shaper and its container as inspected, and returns where its control port is
@@ -190,6 +193,7 @@ def container_settings(
         "environment": {
             "TESTBED_RUN": state.run,
             **({} if state.lease is None else {LEASE: f"{state.lease:g}"}),
+            **({LEVEL: "debug"} if _LOG.isEnabledFor(logging.DEBUG) else {}),
             **environment,
         },
         "host_config": HostConfig(

@@ -26,6 +26,7 @@ from controller.lab.clocks import Clock, EngineClock
 from controller.lab.containers import (
     ControlUrl,
     DeviceContainer,
+    container_logs,
     container_name,
     device_settings,
     device_url,
@@ -251,6 +252,11 @@ class Lab(RunLab):
         images = {str(each["Image"]): str(each["ImageID"]) for each in found}
         found = {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
         return found | ({"clock": self._clock.clock.facts()} if isinstance(self._clock, EngineClock) else {})
+
+    def container_logs(self) -> dict[str, Iterator[bytes]]:
+        """Return what each container of the run has written, by device, and by ``shaper``; read as it is iterated."""
+        names = [*self._here, SHAPER]
+        return {name: container_logs(self._client, self.run_id, name) for name in names}
 
     # Talking
 

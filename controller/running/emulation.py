@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -13,6 +14,7 @@ from controller.lab import capability
 from controller.lab.lab import LinkBackend
 from controller.running.execution import Execution
 from controller.running.fidelity import since, verified
+from controller.running.logs import controller_log, save_container_logs
 from testbed.common.errors import HostError
 from testbed.common.lazy import torch
 from testbed.prepare import Prepared
@@ -21,6 +23,8 @@ from testbed.trace.outcome import Outcome
 
 if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
+
+_LOG = logging.getLogger(__name__)
 
 
 def emulate(
@@ -49,23 +53,33 @@ def emulate(
     began = time.monotonic()
     if not accept_links and standing is None and not hosts:
         capability.check(prepared.experiment, links)
+
+    def stage(text: str) -> None:
+        _LOG.info("%s", text)
+        on_stage(text)
+
     with ExitStack() as stack:
+        if results is not None:
+            stack.enter_context(controller_log(results))
         if standing is not None:
             lab = standing
             if results is not None:
                 lab.note_results(results)
         else:
             lab = create_lab(
-                prepared.trial, hosts, place or {}, links=links, progress=on_stage, results=results, keep=keep
+                prepared.trial, hosts, place or {}, links=links, progress=stage, results=results, keep=keep
             )
             if not keep:
-                stack.callback(_remove, lab, on_stage)
-        on_stage("measuring the links")
+                stack.callback(_remove, lab, stage)
+        if results is not None:
+            stack.callback(save_container_logs, lab, results)
+        stage("measuring the links")
         measured = verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
-        on_stage("handing out the work")
+        stage("handing out the work")
         # Asked for before the run: what it has found must not be lost if nothing answers after it.
         facts, before = lab.facts(), lab.shaper.statistics(reset=True)
-        outcome = Execution(lab, prepared, dataset, weights, on_event).run(on_stage)
+        outcome = Execution(lab, prepared, dataset, weights, on_event).run(stage)
+        _LOG.info("the run is %s%s", outcome.status, f": {outcome.error}" if outcome.error else "")
         outcome.links = measured
         outcome.host |= facts
         with suppress(HostError):
@@ -73,7 +87,7 @@ def emulate(
         engines = [each["engine"] for each in facts.get("hosts", {"": facts}).values()]
         outcome.fidelity["unlimited"] = sorted({name for engine in engines for name in engine["unlimited"]})
         if keep or standing is not None:
-            on_stage(f"the lab stays up: testbed down {lab.run_id}")
+            stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
     return outcome
 

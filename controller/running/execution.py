@@ -9,6 +9,7 @@ to deal with; without the shaper, or without a lead that may come back, there is
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -38,6 +39,8 @@ from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended, without_le
 if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
 
+
+_LOG = logging.getLogger(__name__)
 
 START_SECONDS, START_SECONDS_EACH = 0.2, 0.01
 """Between the first request to start and the common origin, and for each device: by then every agent has heard of it,
@@ -185,6 +188,7 @@ class Execution:
         try:
             return act()
         except AgentGone as error:
+            _LOG.info("%s does not answer before the start: %s", name, error)
             ending = self._lab.ending(name, DEATH_SECONDS)
             if ending is not None and ending.starved:
                 raise TestbedError(f"{name} {ending.text}") from error
@@ -206,11 +210,13 @@ class Execution:
         given = self._weights if name == self._lead else self._frozen
         if given:
             agent.put_shard(given)
+        _LOG.info("deployed %s", name)
         return after
 
     def _start(self, name: str, after: int) -> None:
         pid = self._lab.devices[name].pid
         self._lab.agent(name).start(self._origin)
+        _LOG.info("started the program of %s", name)
         listener = threading.Thread(target=self._listen, args=(name, pid, after), name=f"events-{name}", daemon=True)
         self._reports[name] = pid, listener
         listener.start()
@@ -228,12 +234,17 @@ class Execution:
 
     def _listen(self, name: str, pid: int, seen: int) -> None:
         """Pass on what a device records after ``seen`` events, until its program ends or it has started again."""
+        problem = ""
         while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
-            with suppress(TestbedError):  # killed, paused or gone: a state of the device, not an error of the run
+            try:
                 for event in self._lab.agent(name).events(seen):
                     seen += 1
                     self._news.put(event)
                 return
+            except TestbedError as error:  # killed, paused or gone: a state of the device, not an error of the run
+                if str(error) != problem:
+                    problem = str(error)
+                    _LOG.info("the events of %s are interrupted after %d: %s", name, seen, problem)
             self._over.wait(0.1)
 
     def _observe(self, containers: Iterable[DeviceContainer]) -> None:
@@ -242,11 +253,13 @@ class Execution:
             for found in containers:
                 self._news.put(partial(self._compare, found))
         except Exception as error:  # noqa: BLE001 - without the engine's word nothing more is known of the run
+            _LOG.info("the containers can no longer be followed", exc_info=True)
             lost: End = "failed", str(error)
             self._news.put(lambda: lost)
 
     def _note_return(self, seconds: float) -> None:
         """Record that the engine gave no events for so long."""
+        _LOG.info("the engine gave no events for %.1f s", seconds)
         self._away = f" while the container engine was away for {seconds:.1f} s"
         self._say(self._away.removeprefix(" while "))
 
@@ -291,6 +304,7 @@ class Execution:
 
     def _compare(self, found: DeviceContainer) -> None:
         """Act where what a container does is not what the run needs of it."""
+        _LOG.info("the container of %s is %s", found.name, found.state)
         if found.state in ("exited", "dead", "gone", "lost"):
             self._pool.submit(self._explain, found.name)
         elif found.state == "running" and found.name != SHAPER and not self._is_reporting(found):
@@ -309,6 +323,7 @@ class Execution:
         try:
             self._admit(name)
         except Exception as error:  # noqa: BLE001 - a device that was ended meanwhile, or an engine that is ending
+            _LOG.info("%s cannot join", name, exc_info=True)
             self._say(f"{name} started but cannot join: {error}")
 
     def _note_end(self, name: str, ending: Ending) -> End | None:
@@ -335,6 +350,7 @@ class Execution:
     def _end(self, event: Event) -> End | None:
         if event.event != "state":
             return None
+        _LOG.info("%s at %.3f s: %s", event.device, event.time, ", ".join(map(str, event.fields.values())))
         if event.fields["state"] == "failed":
             return "failed", f"{event.device}: {event.fields.get('error', 'its program failed')}"
         if event.fields["state"] == "finished" and event.device == self._lead:
@@ -351,6 +367,7 @@ class Execution:
         try:
             changed = carry_out(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
+            _LOG.info("%s failed", step, exc_info=True)
             error = failure
         self._news.put(partial(self._settle, step, began, self._now(), changed, error))
 
@@ -362,6 +379,7 @@ class Execution:
             return "failed", f"{step} failed: {error}"
         own: dict[str, Any] = {}
         if isinstance(step, FaultOperation):
+            _LOG.info("%s, applied from %.3f to %.3f s", step, began, actual)
             self._script.done(step, actual)
             own = {"began": began} if step.action.waits else {}
         for event, fields in events_of(step, changed, self._speeds):

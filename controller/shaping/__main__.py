@@ -11,6 +11,7 @@ from controller.shaping import server
 from controller.shaping.confinement import confine
 from controller.shaping.shaper import Shaping
 from testbed.common.errors import TestbedError
+from testbed.common.logs import log_to_stderr
 from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.token import Lease
 
@@ -21,6 +22,7 @@ def main() -> int:
     if not token:
         print("shaper: TESTBED_TOKEN is not set: give the token of the run", file=sys.stderr)
         return 2
+    log_to_stderr(os.environ)
     confine()  # before there are threads, each of which would have to do so itself
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Ahead of the devices' own work, so that probes measure links and not how busy the host is.

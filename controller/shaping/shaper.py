@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import select
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
@@ -47,6 +48,8 @@ from testbed.network.checks import problems
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
 from testbed.wire.framing import CONGESTION_CONTROL
+
+_LOG = logging.getLogger(__name__)
 
 INTERFACE = "eth0"
 """What a device's interface on the data network is called, the only one it has."""
@@ -109,6 +112,9 @@ class Shaping:
         self.seed = seed
         """Seed of the choices which packets are lost."""
         self._backend, self._refused = choose(links, lambda: self.seed)
+        _LOG.info(
+            "links are shaped by %s%s", self._backend.name, f"; refused: {self._refused}" if self._refused else ""
+        )
         self._lock = threading.RLock()
         self._devices: dict[str, Attached] = {}
         self._numbers: dict[str, int] = {}
@@ -162,6 +168,7 @@ class Shaping:
             if cells is not None:
                 self._cells = tuple(cells)
             given = list(endpoints)
+            _LOG.info("attaching %s", ", ".join(each.name for each in given))
             fresh = [each for each in given if each.pid]
             self.release_the_dead()  # before others have their addresses
             if self._bridge is None and any(each.network for each in fresh):
@@ -225,6 +232,7 @@ class Shaping:
         """Bring the interfaces of these devices in line with the links; devices that are gone are let go."""
         alive = [self._devices[name] for name in sorted(names) if name in self._devices and self._exists(name)]
         before, self._links = self._links, {**self._links, **links}
+        self._log_changes(before, links)
         self._have_gate()
         for attached in alive:
             wanted = self._plan(attached)
@@ -235,7 +243,20 @@ class Shaping:
         outcomes = [self._pool.submit(self._apply_one, attached) for attached in alive]
         errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
         for error in errors:
-            raise error
+            _LOG.error("links cannot be changed", exc_info=error)
+        if errors:
+            raise errors[0]
+
+    def _log_changes(self, before: Mapping[Pair, Link], links: Mapping[Pair, Link]) -> None:
+        """Log each link that is not as it was before; those of a new lab only together, as they may be thousands."""
+        if not before:
+            _LOG.info("shaping %d links", len(links))
+            return
+        for pair, link in links.items():
+            old, new = asdict(before.get(pair, Link())), asdict(link)
+            changed = ", ".join(f"{key} {new[key]}" for key in new if new[key] != old[key])
+            if changed:
+                _LOG.info("link %s -> %s: %s", *pair, changed)
 
     def _exists(self, name: str) -> bool:
         """Say whether a device still runs; let go of it if not, so that its namespace can end."""
@@ -245,6 +266,7 @@ class Shaping:
         return False
 
     def _forget(self, name: str) -> None:
+        _LOG.info("%s has ended: its links are released", name)
         attached = self._devices.pop(name)
         if attached.port and self._bridge is not None:
             with contextlib.suppress(HostError):  # its other end is gone, and it with that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import secrets
 import socket
@@ -26,8 +27,8 @@ TOKEN = "a-token-of-the-tests"
 class Receiver:
     """An agent's data server whose program takes in what comes, a little later."""
 
-    def __init__(self, limit: int = 1 << 26, holds: float = 0.0) -> None:
-        settings = Settings("run", "b", TOKEN, data=("127.0.0.1", 0))
+    def __init__(self, limit: int = 1 << 26, holds: float = 0.0, port: int = 0) -> None:
+        settings = Settings("run", "b", TOKEN, data=("127.0.0.1", port))
         self.numbers: list[int] = []
         self._holds = holds
         server = DataServer(settings)
@@ -238,6 +239,25 @@ def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> N
         wait_for(lambda: "a" in receiver.inbox.arriving)
         link.sendall(body[50_000:])
         wait_for(lambda: receiver.numbers == [0] and not receiver.inbox.arriving)
+
+
+def test_a_peer_out_of_reach_is_logged_once_however_often_it_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agent.sending")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+    async def scenario() -> None:
+        lane = Lane("b", ("127.0.0.1", port), TOKEN)
+        delivery = asyncio.create_task(lane.deliver(numbered(0)))
+        await asyncio.sleep(0.2)
+        with contextlib.closing(Receiver(port=port)):
+            await delivery
+        lane.close()
+
+    asyncio.run(scenario())
+    first, *later = caplog.messages
+    assert first.startswith("b: cannot connect")
+    assert later == ["b: connected"]
 
 
 def test_nothing_leaves_too_early(receiver: Receiver) -> None:

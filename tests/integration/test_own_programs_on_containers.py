@@ -49,6 +49,8 @@ def test_a_server_and_a_client_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     outcome = run.run.outcome
     assert outcome.status == "failed"
     assert "python3 client.py ended with status 3: on purpose" in (outcome.error or "")
+    assert "on purpose" in Path("out", "logs", "client.log").read_text()
+    assert "attaching" in Path("out", "logs", "shaper.log").read_text()
     said = [row["text"] for row in run.rows("events") if row["event"] == "output" and row["device"] == "client"]
     subnet = {address.rpartition(".")[0] for address in said[0].split()}
     assert len(subnet) == 1  # both on the data network, and on the way to anywhere else
