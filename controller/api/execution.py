@@ -34,6 +34,8 @@ from testbed.wire import tensors
 if TYPE_CHECKING:
     from queue import Queue
 
+    import torch
+
     from controller.hosts.placement import LabPart
     from controller.results.recorder import Recorder
     from controller.results.streams import Callback, Following
@@ -94,13 +96,21 @@ def run_recorded(
 
 def _with_own_names(outcome: Outcome, prepared: Prepared) -> Outcome:
     """Return an outcome whose weights have the names of the user's own network, where there is one."""
-    from testbed.ml.models.weights import exported
+    from testbed.ml.models.weights import exported, plain_name
 
     problem = prepared.problem
-    if problem.model.builder is None or outcome.weights is None:
+    if problem.model.builder is None:
         return outcome
-    left = exported(outcome.weights, problem.model, problem.seed)
-    return replace(outcome, weights_file=b"".join(tensors.write(tensors.from_torch(left))))
+    parts = {}
+    for device, part in outcome.parts.items():
+        held = tensors.to_torch(tensors.read(bytearray(part))[0])
+        parts[device] = _file({plain_name(name): tensor for name, tensor in held.items()})
+    whole = None if outcome.weights is None else _file(exported(outcome.weights, problem.model, problem.seed))
+    return replace(outcome, weights_file=whole, parts=parts)
+
+
+def _file(weights: Mapping[str, torch.Tensor]) -> bytes:
+    return b"".join(tensors.write(tensors.from_torch(weights)))
 
 
 @contextmanager

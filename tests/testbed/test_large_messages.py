@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from controller.api.execution import _with_own_names
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.hardware import DeviceSpec, check_message, largest_message
@@ -116,11 +118,11 @@ def test_a_plan_knows_the_largest_messages_of_its_run(
         assert planned[pair] == pytest.approx(size, abs=2000), pair
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_the_simulation_refuses_a_message_that_a_container_would_refuse(cast: bool) -> None:
+@pytest.mark.parametrize("casts", [False, True])
+def test_the_simulation_refuses_a_message_that_a_container_would_refuse(casts: bool) -> None:
     async def lead(device: Device) -> None:
         message = Message("m", padding=500_000_001)
-        await (device.cast(["b"], message) if cast else device.send("b", message))
+        await (device.cast(["b"], message) if casts else device.send("b", message))
 
     async def idle(device: Device) -> None:
         await device.receive()
@@ -168,3 +170,11 @@ def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() ->
     outcome = run(scenario(method={"name": "pipedream", "global_every": 0}, time_limit="0.05s"))
     assert outcome.status == "timed out"
     assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
+
+
+def test_the_parts_of_a_users_own_network_have_its_names() -> None:
+    part = b"".join(tensors.write(tensors.from_torch({"3.head.weight": torch.ones(2)})))
+    own = SimpleNamespace(problem=SimpleNamespace(model=SimpleNamespace(builder=object()), seed=0))
+    left = _with_own_names(recorded.outcome(parts={"a": part}), cast(Prepared, own))
+    assert [*tensors.to_torch(tensors.read(bytearray(left.parts["a"]))[0])] == ["head.weight"]
+    assert left.weights_file is None

@@ -69,12 +69,12 @@ def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
     assert model.builder is not None
     network = model.builder.network(seed)
     own = network.state_dict().keys()
-    network.load_state_dict({_plain(name): tensor for name, tensor in state.items()}, strict=False)
-    added = {name: tensor for name, tensor in state.items() if _plain(name) not in own}
+    network.load_state_dict({plain_name(name): tensor for name, tensor in state.items()}, strict=False)
+    added = {name: tensor for name, tensor in state.items() if plain_name(name) not in own}
     return network.state_dict() | added
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a name without the index of its unit."""
     return name.partition(".")[2]
 
@@ -120,7 +120,7 @@ def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
 def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` where they are not its own."""
     wanted = _unvalued(lambda: model.build(0, len(model.units), 0))
-    names = {name: name if model.builder is None else _plain(name) for name in wanted}
+    names = {name: name if model.builder is None else plain_name(name) for name in wanted}
     known = set(names.values())
     if model.builder is not None:
         known |= _unvalued(lambda: model.builder.network(0)).keys()
