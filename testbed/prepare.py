@@ -30,6 +30,7 @@ from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import class_counts, is_class
 from testbed.ml.data.split import split as shared
+from testbed.ml.models import catalog as models
 from testbed.ml.models import weights
 from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY as MODEL_FILE
@@ -267,9 +268,11 @@ def _planned(method: Method, problem: Problem) -> Plan:
 
 
 def model_code(scenario: Scenario) -> Code | None:
-    """Return the text of the model's file; None where the model is one of the catalogue. Raises `InputError`."""
+    """Return the text of the model's file or package; None for a model of the catalogue. Raises `InputError`."""
     part = scenario.workload.model
-    return None if part.file is None else usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
+    if part.file is None:
+        return models.code_of(part.name)
+    return usercode.read(scenario.source.folder / part.file, part.name, MODEL_FILE)
 
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:

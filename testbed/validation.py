@@ -75,8 +75,12 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
     key: Key = ("workload", "model")
-    if part.file is not None:
-        return  # it is made, or refused, with the problem
+    try:
+        if part.file is not None or models.code_of(part.name) is not None:
+            return  # it is made, or refused, with the problem
+    except InputError as error:
+        yield _located(error)
+        return
     if part.units is not None:
         yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
     try:

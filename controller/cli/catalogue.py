@@ -104,13 +104,13 @@ def models(
       testbed models my_net.py build --data synthetic-3x32x32
       testbed models my_net.py build --data my_data.py:load
     """
-    from testbed.ml.models.catalog import CATALOG, describe
+    from testbed.ml.models.catalog import CATALOG, describe, list_names, summary_of
 
     if name is None:
-        entries = [
-            {"name": entry.name, "summary": entry.summary, "options": options(entry.Options)}
-            for entry in CATALOG.values()
-        ]
+        entries = []
+        for each in list_names():
+            chosen = options(CATALOG[each].Options) if each in CATALOG else []
+            entries.append({"name": each, "summary": summary_of(each), "options": chosen})
         if as_json:
             dump(entries)
         else:
@@ -133,18 +133,17 @@ def models(
 
 def _model(name: str, function: str | None, data: str) -> Model:
     """Return the model of that name, or that a function in the file of that name returns, for a data set."""
-    from testbed.ml.data.catalog import describe_part, part_of
-    from testbed.ml.models.catalog import create
-
-    part = part_of(data)
-    source = describe_part(part, Path(part.path or part.file or ""))
-    if not name.endswith(".py"):
-        return create(name, {}, source.shape, source.classes)
     from testbed.common import usercode
+    from testbed.ml.data.catalog import describe_part, part_of
+    from testbed.ml.models.catalog import code_of, create
     from testbed.ml.models.making import KEY
     from testbed.ml.models.own import create_own
 
-    code = usercode.read(Path(name), function or "", KEY)
+    part = part_of(data)
+    source = describe_part(part, Path(part.path or part.file or ""))
+    code = usercode.read(Path(name), function or "", KEY) if name.endswith(".py") else code_of(name)
+    if code is None:
+        return create(name, {}, source.shape, source.classes)
     return create_own(code, {}, source.shape, source.classes, None, source.integers, source.fields)
 
 

@@ -15,6 +15,7 @@ import builtins
 import hashlib
 import importlib
 import importlib.util
+import pkgutil
 import re
 import sys
 import traceback
@@ -298,6 +299,35 @@ def code_of_module(name: str, module: str) -> Code | None:
     files = {each: _IMPORTER.files[each] for each in sources}
     imports = {root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports}
     return Code(name=name, module=module, sources=sources, files=files, imports=imports)
+
+
+def code_of_package(name: str, module: str, key: Key) -> Code:
+    """Return an object that a module of an installed package defines, with the text of the whole package.
+
+    Raises `InputError` for a package without text, or with too much of it.
+    """
+    sources = {each: _installed_text(each, key) for each in _modules(_root(module))}
+    if sum(map(len, sources.values())) > MOST_CHARACTERS:
+        text = f"the package of '{name}' has more than {MOST_CHARACTERS:,} characters: move '{name}' to a smaller one"
+        raise InputError(text, key)
+    return Code(name=name, module=module, sources=sources)
+
+
+def _modules(package: str) -> list[str]:
+    """Return a package and all modules in it, or a module that is no package."""
+    found = importlib.import_module(package)
+    paths = getattr(found, "__path__", None)
+    inner = pkgutil.walk_packages(paths, f"{package}.") if paths is not None else ()
+    return [package, *(each.name for each in inner)]
+
+
+def _installed_text(module: str, key: Key) -> str:
+    spec = importlib.util.find_spec(module)
+    loader = spec.loader if spec else None
+    text = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+    if text is None:
+        raise InputError(f"{module} has no source text to send to the devices: install the package from source", key)
+    return text
 
 
 def clear_cache() -> None:

@@ -5,18 +5,14 @@ Devices are sent their source text (`testbed.common.usercode`): they have neithe
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import pkgutil
 from collections.abc import Mapping
-from importlib.abc import InspectLoader
 from pathlib import Path
 from types import ModuleType
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.usercode import MOST_CHARACTERS, Code
+from testbed.common.usercode import Code
 from testbed.method import Method
 from testbed.trace.registry import figures_of
 
@@ -69,28 +65,4 @@ def code_of(method: Method) -> Code | None:
         return None
     if (code := usercode.code_of_module(method.name, module)) is not None:
         return code
-    sources = {name: _source(name) for name in _modules(module.partition(".")[0])}
-    if sum(map(len, sources.values())) > MOST_CHARACTERS:
-        raise InputError(
-            f"the package of '{method.name}' has more than {MOST_CHARACTERS:,} characters: put the method into one of "
-            "its own",
-            ("method", "name"),
-        )
-    return Code(name=method.name, module=module, sources=sources)
-
-
-def _modules(package: str) -> list[str]:
-    """Return a package and all modules in it, or a module that is no package."""
-    found = importlib.import_module(package)
-    paths = getattr(found, "__path__", None)
-    inner = pkgutil.walk_packages(paths, f"{package}.") if paths is not None else ()
-    return [package, *(each.name for each in inner)]
-
-
-def _source(module: str) -> str:
-    spec = importlib.util.find_spec(module)
-    loader = spec.loader if spec else None
-    text = loader.get_source(module) if isinstance(loader, InspectLoader) else None
-    if text is None:
-        raise InputError(f"{module} has no source text, which is what devices are sent", ("method", "name"))
-    return text
+    return usercode.code_of_package(method.name, module, ("method", "name"))

@@ -105,5 +105,42 @@ def test_an_unknown_name_lists_the_data_of_packages(packages: Path, tmp_path: Pa
     assert "there is no data set 'waived': did you mean 'waves'?" in refused.stdout + refused.stderr
 
 
+def test_a_model_of_a_package_is_listed_and_trained(packages: Path, tmp_path: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "models", "--json").stdout)}
+    assert rows["narrow"]["summary"] == "A perceptron with two narrow layers."
+    assert "the package 'torn'" in rows["torn"]["summary"]
+    assert json.loads(run(packages, tmp_path, "models", "narrow", "--json").stdout)["parameters"] == 682
+    flops = []
+    for width in (8, 32):
+        metrics = simulate(packages, tmp_path, *TRAINED, f"workload.model={{name: narrow, width: {width}}}")
+        flops.append(metrics["devices"]["worker1"]["flops"])
+    assert 0 < 3 * flops[0] < flops[1]
+
+
+def test_the_text_of_a_model_travels_to_devices_without_the_package(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "extended.yaml").write_text(SCENARIO.replace("mlp", "narrow"))
+    write = (
+        "from pathlib import Path\n"
+        "from testbed.prepare import prepare\n"
+        "from testbed.scenario.expand import trials\n"
+        "from testbed.scenario.loading import load\n"
+        "from tests.helpers.deployed import bodies\n"
+        "body = next(iter(bodies(prepare(trials(load('extended.yaml'))[0])).values()))\n"
+        "Path('body').write_bytes(body)\n"
+    )
+    read = (
+        "from pathlib import Path\n"
+        "from testbed.deployment import read\n"
+        "method, problem = read(Path('body').read_bytes()).problem()\n"
+        "print(method.name, problem.model.parameters)\n"
+    )
+    for program, path in ((write, f"{packages}:{ROOT}"), (read, str(ROOT))):
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "idle 682\n"
+
+
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:
     assert simulate(packages, tmp_path)["requests"] == 1

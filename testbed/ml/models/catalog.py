@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.common.errors import InputError, nearest
+from testbed.common import plugins, usercode
+from testbed.common.errors import InputError, Key, nearest
 from testbed.common.part import Part
+from testbed.common.usercode import Code
 from testbed.ml.models import classifiers, yolov2
 from testbed.ml.models.chain import Model
 from testbed.ml.models.shapes import Shape
@@ -80,12 +83,41 @@ _ENTRIES = (
     ),
 )
 CATALOG = {entry.name: entry for entry in _ENTRIES}
+GROUP = "testbed.models"
+"""Entry points under which an installed package registers models: ``name = "module:function"``, as of a Python file."""
+_NAME: Key = ("model", "name")
+
+
+def code_of(name: str) -> Code | None:
+    """Return the text of a package's model; None for other names. Raises `InputError` for a broken package."""
+    function = None if name in CATALOG else plugins.find(GROUP, name, _NAME)
+    if function is None:
+        return None
+    if not callable(function):
+        raise InputError(f"the package's model '{name}' must be a function that returns a torch.nn.Module", _NAME)
+    point = plugins.installed(GROUP)[name]
+    return usercode.code_of_package(point.attr, point.module, _NAME)
+
+
+def list_names() -> list[str]:
+    """Return the names of all models, those of installed packages last."""
+    return list({**CATALOG, **plugins.installed(GROUP)})
+
+
+def summary_of(name: str) -> str:
+    """Return one line about a model; of a broken package, the error."""
+    if name in CATALOG:
+        return CATALOG[name].summary
+    try:
+        return inspect.getdoc(plugins.find(GROUP, name, _NAME)) or ""
+    except InputError as error:
+        return error.text
 
 
 def find(name: str) -> Entry:
     """Return a model of the catalogue; raises `InputError` for an unknown name."""
     if name not in CATALOG:
-        raise InputError(f"there is no model '{name}': {nearest(name, CATALOG)}", ("model", "name"))
+        raise InputError(f"there is no model '{name}': {nearest(name, list_names())}", _NAME)
     return CATALOG[name]
 
 
