@@ -7,6 +7,7 @@ once on few processors, and what they are waited for is their health.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from werkzeug.exceptions import HTTPException
 
     from agent.runner import Runner
+
+_LOG = logging.getLogger(__name__)
 
 JSON_LIMIT = 48 << 20
 """Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
@@ -128,7 +131,7 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
         ("POST", "/stop", runner.stop),
         ("POST", "/lease", renew),
         ("POST", "/leave", runner.leave),
-        ("PUT", "/speed", lambda: runner.pace.set(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
+        ("PUT", "/speed", lambda: runner.set_speed(_number(_body(_SMALL), "factor", 1e-6, 1e6))),
         ("PUT", "/links", lambda: runner.set_links(_body(JSON_LIMIT))),
     ):
         app.add_url_rule(path, path, partial(_done, runner, act), methods=[method])
@@ -139,7 +142,7 @@ def application(runner: Runner, renew: Callable[[], None]) -> Flask:
         ("/metrics", lambda: _metrics(runner), "text/plain"),
     ):
         app.add_url_rule(path, path, partial(_read, content, kind))
-    app.register_error_handler(Refused, lambda error: _answer(error.status, {"error": str(error)}))
+    app.register_error_handler(Refused, _refused)
     app.register_error_handler(HTTPException, _unknown)
     app.register_error_handler(Exception, _broken)
     return app
@@ -191,6 +194,11 @@ def _answer(status: int, document: object) -> Response:
     from flask import Response
 
     return Response(json.dumps(document) + "\n", status, mimetype="application/json")
+
+
+def _refused(error: Refused) -> Response:
+    _LOG.info("a request was refused: %s", error)
+    return _answer(error.status, {"error": str(error)})
 
 
 def _unknown(error: HTTPException) -> Response:

@@ -148,10 +148,16 @@ class Runner:
             if self._deployment is None:
                 raise Refused(409, "links come after a deployment")
             found = _link_changes(body, self._deployment.peers)
+            _LOG.info("links have changed: %s", found)
             self._message_loss = {**self._message_loss, **found["message_loss"]}
             self._follow_links(found["slowness"])
             if self.device is not None:
                 self.device.set_slowness(found["slowness"])
+
+    def set_speed(self, factor: float) -> None:
+        """Let the device compute at this share of its own speed from now on."""
+        _LOG.info("computing at %g of the speed", factor)
+        self.pace.set(factor)
 
     def _follow_links(self, slowness: Mapping[str, float]) -> None:
         self._slowness = {**self._slowness, **slowness}

@@ -468,6 +468,8 @@ class Lane:
         if self._problem:
             _LOG.info("%s: connected", self.peer)
             self._problem = ""
+        if _LOG.isEnabledFor(logging.DEBUG):
+            _LOG.debug("%s: acknowledged %d bytes", self.peer, len(acknowledged.body))
         if not acknowledged.delivered.done():
             acknowledged.delivered.set_result(Delivery(acknowledged.begun, time.monotonic()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from controller.running.inputs import InitialWeights, load_data
 from controller.running.live import SHOWN, LiveProgress
 from controller.watch.feed import INTERVAL
 from testbed.common import formats
+from testbed.common.logs import PACKAGES
 from testbed.prepare import Prepared, batches, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -233,8 +235,11 @@ def emulate_side_by_side(
 def _side_by_side(
     jobs: int, run_one: Callable[[int, Path], Path], todo: Mapping[int, Path], console: Console, done: Done
 ) -> None:
+    level = logging.getLogger("controller").level
     # Spawned, since torch's threads do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=_prepare_child, initargs=(level,)
+    ) as pool:
         try:
             submit = lambda number: pool.submit(run_one, number, todo[number])  # noqa: E731
             take_in(todo, submit, lambda _number, ended: ended.result(), console, done)
@@ -243,8 +248,10 @@ def _side_by_side(
             raise
 
 
-def _end_with_parent() -> None:
-    """Let this process end at once when the one that made it has: it would finish its run, and then wait for ever."""
+def _prepare_child(level: int) -> None:
+    """Log from the parent's level on, and end this process with it: it would finish its run, and then wait for ever."""
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(level)
     parent = parent_process()
     assert parent is not None
 

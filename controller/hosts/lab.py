@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -43,6 +44,7 @@ from testbed.network.link import Link, Pair
 from testbed.scenario.schema import Trial
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 
 GOSSIP_SECONDS = 6.0
 """Within which the hosts of a swarm have heard from each other of new containers."""
@@ -369,6 +371,7 @@ class _Changes:
                     longest[host] = silent
                     if host not in self._lab.lost:
                         self._lab.lost.add(host)
+                        _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
                         self._note(host, lambda found: replace(found, state="lost", control_url=""))
                 elif host in self._lab.lost:
                     self._welcome(host, longest[host])
@@ -386,6 +389,7 @@ class _Changes:
             if part.ending(SHAPER) is None:
                 part.refresh()
                 self._lab.lost.discard(host)
+                _LOG.info("the host %s answers again after %.1f s", host, silent)
                 self._on_return(silent)
                 self._note(host, lambda found: found)
 

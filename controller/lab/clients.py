@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
@@ -22,6 +23,8 @@ from testbed.wire import tensors
 if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
 
+
+_LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
@@ -44,7 +47,9 @@ class Client:
             session = self._local.session = requests.Session()
             session.trust_env = False  # no proxy stands between us and our own containers
             session.headers["Authorization"] = f"Bearer {self._token}"
-        return session.request(method, self.url + path, **options)
+        response = session.request(method, self.url + path, **options)
+        _LOG.debug("%s %s%s: %d", method, self.url, path, response.status_code)
+        return response
 
 
 def refusal(response: requests.Response) -> str:

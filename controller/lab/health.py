@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from controller.lab.removal import RUN
 from testbed.common.errors import HostError
 from testbed.common.quantities import format_size
 
+_LOG = logging.getLogger(__name__)
+
 PATIENCE = 60.0
 """Seconds for a container to answer; many starting at once on few processors take their time."""
 INTERVAL = 0.04
@@ -35,6 +38,8 @@ TERMINATED = (0, 143)
 """The statuses of agents and shapers after SIGTERM."""
 STOP_SECONDS = 12.0
 """Seconds within which an engine that stops has ended all containers: it kills those that take 10 s."""
+LOGGED_LINES = 40
+"""Lines of a container's log that the controller logs where it gives the container up."""
 KILL_NOTED = 0.5
 """Seconds within which the engine's events have a kill."""
 
@@ -161,6 +166,7 @@ class Health:
 
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(container_logs(self._client, self._run, name)).decode(errors="replace").strip().splitlines()
+        _LOG.info("the log of %s ends with:\n%s", name, "\n".join(log[-LOGGED_LINES:]))
         raise HostError(f"{name} {why}; the last it said: {log[-1] if log else 'nothing'}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 
+_LOG = logging.getLogger(__name__)
+
 _LARGEST_REQUEST = 16 << 20
 
 
@@ -36,6 +39,7 @@ def application(shaping: Shaping, token: str, renew: Callable[[], None] = lambda
 
     @app.errorhandler(TestbedError)
     def refused(error: TestbedError) -> Any:
+        _LOG.error("a request failed", exc_info=error)
         return {"error": refusal(str(error))}, 400 if isinstance(error, InputError) else 500
 
     @app.errorhandler(ArithmeticError)

@@ -243,9 +243,7 @@ class Shaping:
         outcomes = [self._pool.submit(self._apply_one, attached) for attached in alive]
         errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
         for error in errors:
-            _LOG.error("links cannot be changed", exc_info=error)
-        if errors:
-            raise errors[0]
+            raise error
 
     def _log_changes(self, before: Mapping[Pair, Link], links: Mapping[Pair, Link]) -> None:
         """Log each link that is not as it was before; those of a new lab only together, as they may be thousands."""
@@ -467,6 +465,7 @@ class Shaping:
             with contextlib.ExitStack() as stack:
                 sites = {name: self._site(name, stack) for name in {name for pair in pairs for name in pair}}
                 held = stack.pop_all()
+        _LOG.info("measuring %d links", len(links))
         with held:
             return measure(links, sites, media) if links else []
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 LEVEL = "TESTBED_LOG_LEVEL"
 """Variable with the level of agents and shaper, debug or info, and with the default of ``--log-level``."""
 LEVELS = ("debug", "info", "warning")
-PACKAGES = ("controller", "testbed")
-"""Packages whose loggers make up the controller's log."""
+PACKAGES = ("agent", "controller", "testbed")
+"""Packages whose loggers have the level that was asked for."""
 
 
 class LineFormatter(logging.Formatter):
@@ -22,9 +22,12 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(environment: Mapping[str, str]) -> None:
-    """Write all records of this process to standard error, from the level on that its environment names."""
+    """Write records of this process to standard error, at debug where its environment names that, else from info on."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
-    # Users' methods log by loggers of their own, so the level is that of the root.
-    level = "DEBUG" if environment.get(LEVEL) == "debug" else "INFO"
-    logging.basicConfig(level=level, handlers=[handler])
+    # Users' methods log by loggers of their own, so the root logs, too.
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    if environment.get(LEVEL) == "debug":
+        # At debug other libraries (pyroute2, asyncio) write hundreds of lines for each change of a link.
+        for name in PACKAGES:
+            logging.getLogger(name).setLevel(logging.DEBUG)

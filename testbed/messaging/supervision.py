@@ -13,6 +13,7 @@ neither: it takes its messages with a deadline, and asks `Membership` who is the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -26,6 +27,8 @@ from testbed.plan import Piece
 from testbed.wire.message import size_around
 
 K = TypeVar("K", bound=Typed)
+
+_LOG = logging.getLogger(__name__)
 
 MOST_ARRIVING = 8.0
 """How many times longer a message that is arriving may take than is allowed for: a busy host delivers it late, but a
@@ -240,12 +243,14 @@ async def run_with_recovery(
         try:
             await recovery.establish()
             if recovering:
+                _LOG.info("recovered: resuming at %d with %s", work.start, supervisor.stages)
                 record("recovery", phase="resumed", step=work.start, partition=supervisor.stages)
                 recovering = False
             await work.run()
             return
         except Lost as lost:
             recovering = True
+            _LOG.info("lost: %s; recovering from %d", lost, work.start)
             fruitless = 0 if supervisor.progress > before else fruitless + 1
             if fruitless == MAX_RETRIES:
                 raise TestbedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
 
@@ -11,6 +12,8 @@ from _operator import _compare_digest as compare_digest
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
+
+_LOG = logging.getLogger(__name__)
 
 
 def authorised(environ: Mapping[str, Any], token: str) -> bool:
@@ -69,5 +72,5 @@ class Lease:
         while self._left > 0:
             time.sleep(tick)
             self._left -= tick
-        print(f"nobody has renewed the lease of {self._seconds:g} s: this container ends", flush=True)
+        _LOG.warning("nobody has renewed the lease of %g s: this container ends", self._seconds)
         self._end()

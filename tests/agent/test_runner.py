@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import socket
 import threading
 import time
@@ -113,6 +114,18 @@ def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner, do: str)
     assert "Traceback" in made.error
     deployed(made, "nothing").start(time.monotonic())
     assert (ended(made).state, made.error) == ("finished", None)
+
+
+@pytest.mark.parametrize(("do", "level"), [("fail", "ERROR"), ("nothing", "INFO")])
+def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
+    made: Runner, do: str, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "agent.runner")
+    deployed(made, do).start(time.monotonic())
+    ended(made)
+    last = caplog.records[-1]
+    assert (last.levelname, last.getMessage()) == (level, f"the program is {made.state}")
+    assert bool(last.exc_info) == (made.state == "failed")
 
 
 def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(made: Runner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -27,12 +28,14 @@ def test_many_that_come_up_one_after_the_other_are_waited_for(clock: list[float]
     assert clock[0] == 450.0
 
 
-def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch) -> None:
+def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
+    caplog.set_level(logging.INFO, "controller.lab.health")
     monkeypatch.setattr(health, "healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])
     with pytest.raises(HostError, match="silent does not answer within 60 s; the last it said: I am here"):
         health.Health(Mock(), "run", {}).wait_for({"other": "there", "silent": "not there"})
     assert clock[0] <= 80.0
+    assert caplog.messages == ["the log of silent ends with:\nI am here"]
 
 
 def ended(code: int, running: list[int]) -> health.Health:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -215,6 +216,12 @@ def test_work_goes_on_after_a_loss():
     plan.run_with_recovery()
     assert plan.calls == ["establish", ("recover", ["one"], 5), "establish", "resumed"]
     assert not plan.excluded
+
+
+def test_losses_and_recoveries_are_logged(caplog):
+    caplog.set_level(logging.INFO, "testbed.messaging.supervision")
+    Plan(Lost(["one"])).run_with_recovery()
+    assert caplog.messages == ["lost: one; recovering from 5", "recovered: resuming at 5 with []"]
 
 
 def test_devices_cut_off_are_left_out():
