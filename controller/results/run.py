@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from testbed.common.errors import InputError
 from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
@@ -46,8 +47,12 @@ class Run:
 
     @property
     def expectations(self) -> list[Expectation]:
-        """What the scenario expects, and whether it came about."""
-        return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
+        """What the scenario expects, and whether it came about; raises `InputError` for a figure of a package that is missing."""
+        try:
+            return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
+        except KeyError as error:
+            text = f"{self.path}: unknown figure {error} in `expect`: install the package that the run was made with"
+            raise InputError(text) from None
 
     def alone(self) -> Run:
         """Return it without its events: of a sweep, memory holds the figures alone."""

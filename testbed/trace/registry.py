@@ -1,13 +1,20 @@
-"""All figures there are of a run: those of every run, declared in this room, and those that its method declares."""
+"""All figures of a run: of every run, declared in this room, of its method, and of installed packages."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
+from testbed.common import plugins
+from testbed.common.errors import InputError
 from testbed.common.formats import FigureKind
 from testbed.trace import course, devices, host, learning, pace, phases, recovery, requests, traffic
 from testbed.trace.figures import Figure, Reporting, Row, Table, by_name
+from testbed.trace.record import Record
 
 COMMON: Mapping[str, Figure] = by_name(
     [
@@ -23,13 +30,52 @@ COMMON: Mapping[str, Figure] = by_name(
 )
 """The figures that every run may have."""
 
+_LOG = logging.getLogger(__name__)
+GROUP = "testbed.metrics"
+"""Entry points under which an installed package adds figures to every run: ``name = "module:FIGURES"``."""
+
 OF_DEVICES: Mapping[str, FigureKind] = devices.OF_DEVICES
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
 def figures_of(declared: Reporting) -> dict[str, Figure]:
-    """Return the figures of runs whose method declares that; raises ValueError where two have one name."""
-    return by_name([*COMMON.values(), *declared.figures])
+    """Return the figures of runs whose method declares that; raises ValueError where two have one name.
+
+    Figures of packages come last, without those whose name the testbed or the method uses.
+    """
+    figures = by_name([*COMMON.values(), *declared.figures])
+    for name, figure in _packaged().items():
+        figures.setdefault(name, figure)
+    return figures
+
+
+@cache
+def _packaged() -> Mapping[str, Figure]:
+    """Return the figures of installed packages; a broken package is logged, since every run asks for all figures."""
+    found: dict[str, Figure] = {}
+    for point in plugins.installed(GROUP).values():
+        try:
+            for figure in plugins.load(point, (), _figures):
+                found.setdefault(figure.name, replace(figure, compute=partial(_compute, figure)))
+        except InputError as error:
+            _LOG.warning("%s", error)
+    return found
+
+
+def _compute(figure: Figure, record: Record) -> Any:
+    """Compute a package's figure; None where this fails, since the run has not chosen the package."""
+    try:
+        return figure.compute(record)
+    except Exception as error:  # noqa: BLE001 - a package may raise anything
+        _LOG.warning("the metric '%s' of a package is left out: %s: %s", figure.name, type(error).__name__, error)
+        return None
+
+
+def _figures(declared: Any) -> tuple[Figure, ...]:
+    figures = tuple(declared) if isinstance(declared, Iterable) else (declared,)
+    if not all(isinstance(each, Figure) for each in figures):
+        raise TypeError(f"{declared!r} must be a Figure or a tuple of Figures")
+    return figures
 
 
 def rows_of(declared: Reporting) -> tuple[Row, ...]:

@@ -31,7 +31,7 @@ workload:
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the content of the wheel, and a package whose module is missing."""
+    """Return a folder with the content of the wheel, and a package whose entries cannot be used."""
     folder = tmp_path_factory.mktemp("extending")
     page = (ROOT / "docs" / "extending.md").read_text()
     for name, text in re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE):
@@ -47,7 +47,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torn\nVersion: 1\n")
     groups = set(re.findall(r'^\[project.entry-points."([\w.]+)"\]', page, re.MULTILINE))
-    (info / "entry_points.txt").write_text("".join(f"[{group}]\ntorn = nowhere:thing\n" for group in sorted(groups)))
+    entries = [f"[{group}]\ntorn = nowhere:thing\n" for group in sorted(groups)]
+    (info / "entry_points.txt").write_text("".join([*entries, "[testbed.metrics]\nwrong = torn:WRONG\n"]))
+    figure = "Figure('wrong', 'number', 'a wrong figure', lambda run: 1 / 0)"
+    (folder / "packages" / "torn.py").write_text(f"from testbed.trace.figures import Figure\nWRONG = {figure}\n")
     return folder / "packages"
 
 
@@ -140,6 +143,23 @@ def test_the_text_of_a_model_travels_to_devices_without_the_package(packages: Pa
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert done.stdout == "idle 682\n"
+
+
+def test_metrics_of_a_package_are_computed_and_expected(packages: Path, tmp_path: Path) -> None:
+    assert simulate(packages, tmp_path, "expect.event_count='> 0'")["event_count"] > 0
+    (results,) = (tmp_path / "results").iterdir()
+    command = [sys.executable, "-c", MAIN, "report", str(results)]
+    without_package = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert without_package.returncode == 2
+    assert "unknown figure 'event_count' in `expect`: install the package" in without_package.stderr
+
+
+def test_broken_metrics_are_logged_once_and_the_run_ends(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "extended.yaml").write_text(SCENARIO)
+    done = run(packages, tmp_path, "run", "extended.yaml", "--runtime", "simulate")
+    assert done.returncode == 0
+    assert done.stderr.count("the package 'torn'") == 1
+    assert done.stderr.count("the metric 'wrong' of a package is left out: ZeroDivisionError") == 1
 
 
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:
