@@ -47,7 +47,7 @@ class Run:
 
     @property
     def expectations(self) -> list[Expectation]:
-        """What the scenario expects, and whether it came about; raises `InputError` for a figure of a package that is missing."""
+        """Return the conditions of `expect` with their results; raises `InputError` for a figure that is unknown."""
         try:
             return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
         except KeyError as error:
