@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from controller.hosts.lab import AnyLab
+from controller.hosts.lab import AnyLab, HostsLab
 from controller.running import logs
 from testbed.common.errors import InputError
 
@@ -56,3 +56,12 @@ def test_the_controllers_log_has_the_traceback_of_the_error_that_ended_the_run(
     assert "InputError: the reason" in text
     assert "Traceback" in text
     assert logger.handlers == before
+
+
+def test_of_several_hosts_each_has_a_shapers_log_and_a_lost_one_has_none() -> None:
+    def part(*names: str) -> Any:
+        return SimpleNamespace(container_logs=lambda: {name: iter([b""]) for name in (*names, "shaper")})
+
+    parts = {"node1": part("source"), "node2": part("worker1"), "node3": part("worker2")}
+    stand_in: Any = SimpleNamespace(parts=parts, lost={"node3"})
+    assert set(HostsLab.container_logs(stand_in)) == {"source", "worker1", "shaper.node1", "shaper.node2"}
