@@ -44,21 +44,28 @@ def methods(name: str | None, as_json: bool) -> None:
 
     if name is not None and name not in METHODS:
         raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}")
-    entries = [
-        {
-            "name": method.name,
-            "summary": method.summary,
-            "tasks": list(method.tasks),
-            "options": options(method.Options),
-            "baselines": method.Options.baselines,
-        }
-        for method in METHODS.values()
-        if name in (None, method.name)
-    ]
+    entries: list[dict[str, Any]] = []
+    for each in METHODS if name is None else [name]:
+        try:
+            method = METHODS[each]
+        except InputError as error:  # a broken package must not cost the user the other methods
+            if name is not None:
+                raise
+            entries.append({"name": each, "summary": error.text, "tasks": [], "options": [], "baselines": {}})
+            continue
+        entries.append(
+            {
+                "name": method.name,
+                "summary": method.summary,
+                "tasks": list(method.tasks),
+                "options": options(method.Options),
+                "baselines": method.Options.baselines,
+            }
+        )
     if as_json:
         dump(entries)
     else:
-        print_catalogue(entries, lambda entry: f"{entry['summary']} ({', '.join(entry['tasks'])})")
+        print_catalogue(entries, lambda entry: f"{entry['summary']} ({', '.join(entry['tasks']) or 'unusable'})")
 
 
 @click.command()

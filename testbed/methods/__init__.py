@@ -44,7 +44,7 @@ def _load(name: str) -> Method:
         module, _, attribute = _CLASSES[name].partition(":")
         method: Method = getattr(importlib.import_module(module), attribute)()
         return method
-    return plugins.load(_installed()[name], ("method", "name"), lambda found: found())
+    return plugins.load(_installed()[name], ("method", "name"), external.make)
 
 
 def _installed() -> Mapping[str, EntryPoint]:

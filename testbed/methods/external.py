@@ -53,6 +53,11 @@ def _instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
         figures_of(found.declared)
     except ValueError as error:
         raise InputError(f"{file}: {found.__name__}: {error}", FILE_KEY) from None
+    return make(found)
+
+
+def make(found: type[Method]) -> Method:
+    """Create a method of a file or a package; its docstring is the summary that it lacks."""
     if not hasattr(found, "summary"):
         found.summary = inspect.getdoc(found) or ""
     return found()

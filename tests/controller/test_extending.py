@@ -162,5 +162,12 @@ def test_broken_metrics_are_logged_once_and_the_run_ends(packages: Path, tmp_pat
     assert done.stderr.count("the metric 'wrong' of a package is left out: ZeroDivisionError") == 1
 
 
+def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "methods", "--json").stdout)}
+    assert {"pipeline", "idle"} <= {*rows}
+    assert "the package 'torn'" in rows["torn"]["summary"]
+    assert run(packages, tmp_path, "methods", "torn").returncode == 2
+
+
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:
     assert simulate(packages, tmp_path)["requests"] == 1
