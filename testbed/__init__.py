@@ -6,31 +6,16 @@
     run.figures["accuracy"], run.frame("steps"), run.plot("Loss")
 
 The functions and classes of `__all__` are the public interface, documented in docs/python.md. They are imported with
-their first use, since they belong to ``controller``, which a device does not have. The packages below ``testbed``
-import neither ``agent`` nor ``controller`` and touch no Docker and no sockets.
+their first use, since they belong to ``controller``, which a device does not have; ``__init__.pyi`` has their types.
+The packages below ``testbed`` import neither ``agent`` nor ``controller`` and touch no Docker and no sockets.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+from typing import Any
 
-if TYPE_CHECKING:
-    from controller.api import (
-        Callback,
-        InputError,
-        Live,
-        Result,
-        Results,
-        TestbedError,
-        build,
-        emulate,
-        live,
-        load,
-        open_results,
-        run,
-        simulate,
-        sweep,
-    )
+from testbed.common.version import VERSION
 
 __all__ = [
     "Callback",
@@ -48,15 +33,13 @@ __all__ = [
     "simulate",
     "sweep",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'testbed' has no attribute '{name}'; available: {', '.join(__all__)}")
-    from controller import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module("controller.api"), name)
 
 
 def __dir__() -> list[str]:

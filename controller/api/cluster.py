@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-import testbed
 from controller.api.execution import Done, simulate_one, take_in
 from controller.lab.paths import ROOT
 from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.common.version import VERSION
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -169,7 +169,7 @@ def version() -> str:
     for piece in _PIECES:
         for path in sorted((ROOT / piece).rglob("*.py")):
             digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
-    return f"{testbed.__version__}-{digest.hexdigest()[:8]}"
+    return f"{VERSION}-{digest.hexdigest()[:8]}"
 
 
 def _check(client: Client) -> None:

@@ -17,11 +17,11 @@ import click
 
 from controller.cli.options import CommandGroup, sentence
 from controller.lab.paths import abandoned
-from testbed import __version__
 from testbed.common import plugins
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.formats import visible
 from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
+from testbed.common.version import VERSION
 
 COMMANDS = {
     "init": "controller.cli.validate:init",
@@ -91,7 +91,7 @@ class _LazyGroup(CommandGroup):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="testbed")
+@click.version_option(VERSION, prog_name="testbed")
 @click.option(
     "--log-level",
     type=click.Choice(LEVELS),

@@ -18,13 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-import testbed
 from controller.lab.paths import ROOT
 from controller.results.declared import declared_by, keep
 from controller.results.run import Run
 from testbed.common import usercode
 from testbed.common.errors import HostError, InputError
 from testbed.common.usercode import Code
+from testbed.common.version import VERSION
 from testbed.common.yamltext import written
 from testbed.plan import Plan
 from testbed.scenario.schema import PaperPart, Scenario, Trial
@@ -60,7 +60,7 @@ def manifest(
         "command": shlex.join(["testbed", *sys.argv[1:]]),
         "revision": revision(),
         "versions": {
-            "testbed": testbed.__version__,
+            "testbed": VERSION,
             "python": platform.python_version(),
             **{name: _version(name) for name in RECORDED_PACKAGES},
         },
