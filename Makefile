@@ -21,7 +21,7 @@ TESTBED := $(VENV)/bin/testbed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help scenario test smoke stress bench corpus papers lint site format compiled plain images environment lock \
+.PHONY: help scenario test smoke stress bench corpus papers lint site format images environment lock \
 	clean distclean
 
 help: ## list these targets
@@ -73,13 +73,6 @@ format: $(READY) ## let ruff set the files right
 	@$(VENV)/bin/ruff check --fix
 	@$(VENV)/bin/ruff format
 
-compiled: $(READY) ## compile the simulator, which is then a third faster; `make plain` undoes it
-	@command -v cc >/dev/null || images/install "compiling" gcc libc6-dev
-	@TESTBED_COMPILE=1 $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-
-plain: ## remove the compiled simulator
-	@rm -f testbed/simulation/*.so testbed_simulation__mypyc*.so
-
 images: $(READY) ## build the container images that the present files ask for
 	@$(TESTBED) images
 
@@ -95,7 +88,6 @@ lock: $(READY) ## write requirements.lock from what is installed in .venv
 
 clean: ## remove your runs, the build folder and caches; environment, images and results stay
 	-@test ! -x $(TESTBED) || $(TESTBED) down --all
-	@$(MAKE) --no-print-directory plain
 	rm -rf .build build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 

@@ -7,25 +7,6 @@ together (`channel`); every fault; traces. What is not: TCP's slow start on link
 set-up, packets that arrive twice, and the time that a device's own software takes.
 """
 
-from pathlib import Path
-
-from testbed.common.errors import InputError
 from testbed.simulation.run import simulate
 
 __all__ = ["simulate"]
-
-
-def check_compiled(folder: Path) -> None:
-    """Raise InputError where a compiled module is older than its source, of which it does not do the like any more."""
-    for compiled in folder.glob("*.so"):
-        source = compiled.with_name(compiled.name.partition(".")[0] + ".py")
-        if source.stat().st_mtime > compiled.stat().st_mtime:
-            raise InputError(
-                f"{source.name} of the simulator has changed since it was compiled: 'make compiled' compiles it again, "
-                "'make plain' removes what is compiled"
-            )
-
-
-_FOLDER = Path(__file__).parent
-if (_FOLDER.parents[1] / "setup.py").is_file():  # a checkout, in which files change; what is installed is of one piece
-    check_compiled(_FOLDER)

@@ -1,7 +1,4 @@
-"""What is to happen when: the event calendar of a simulation, and the virtual clock that it moves.
-
-Apart from `VirtualLoop`, which is what asyncio sees of it, so that what happens for each message can be compiled.
-"""
+"""The event calendar of a simulation, and the virtual clock that it moves; `VirtualLoop` is the part asyncio sees."""
 
 from __future__ import annotations
 

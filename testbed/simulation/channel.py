@@ -118,8 +118,7 @@ class Channel:
     """
 
     def __init__(self, calendar: Calendar, source: Host, target: Host, link: Link, seed: int) -> None:
-        # What each message needs comes first, so that compiled it lies together: fetching that from memory is most of
-        # what a message costs. So the figures of the two links are copied here.
+        # The properties of the two links are copied here, since every message reads them.
         self._calendar = calendar
         self.target = target
         self._rate = math.inf
