@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,9 @@ class Loop:
         self._buffer = bytearray(4096)
         self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
         self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
-        self._passed = self._dropped = self._refused = self._overflows = 0
+        self._dropped: Counter[str] = Counter()
+        """Packets of each device that found a full queue."""
+        self._passed = self._refused = self._overflows = 0
 
     def run(self) -> None:
         """Go on until the server is gone."""
@@ -94,7 +97,7 @@ class Loop:
         address = socket.inet_ntoa(packet[16:20])
         identity = nfqueue.packet_identity(self._buffer)
         if not self._media.offer(device, address, now, size, identity):
-            self._dropped += 1
+            self._dropped[device] += 1
             self._decide(device, self._drop + identity)
 
     def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
@@ -139,7 +142,7 @@ class Loop:
             "lateness": self._lateness.summary(),
             "processor_seconds": usage.user + usage.system,
             "passed": self._passed,
-            "dropped": self._dropped,
+            "dropped": dict(self._dropped),
             "refused": self._refused,
             "overflows": self._overflows,
             "waiting": {device: self._media.waiting(device) for device in self._sockets},

@@ -420,6 +420,9 @@ class Shaping:
                     key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()
                 }
                 figures["processor_seconds"] += gate["processor_seconds"]
+                for name, dropped in gate["dropped"].items():
+                    if name in queues:
+                        queues[name]["sender_drops"] += dropped
             if reset:
                 self._backend.reset()
                 if self._gate is not None:
