@@ -65,9 +65,10 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
     if kind in (("perfetto",) if several else ("latex",)):
         fits = "a run: name one of them" if several else "a sweep"
         raise InputError(f"{folder}: holds {len(runs)} run{'s' * several}, and --{kind} is of {fits}")
-    if metrics and not (several and kind in ("plots", "latex")):
+    is_summarized = several and kind in ("plots", "latex")
+    if metrics and not is_summarized:
         raise InputError("--metric needs --plots or --latex, and the results of a sweep")
-    summary = summary_of(runs) if several else {}
+    summary = summary_of(runs) if is_summarized else {}
     names = sweep.choose_metrics(summary, metrics) if metrics else None
     place = out or folder / "export"
     if kind == "plots":
