@@ -2,9 +2,17 @@
 
 from setuptools import find_packages, setup
 
-BESIDE = {"testbed.scenario.shipped": "scenarios", "controller.lab.recipes": "images"}
+BESIDE = {"testbed.scenario.shipped": "scenarios", "testbed_controller.lab.recipes": "images"}
 
-setup(
-    packages=[*find_packages(include=["testbed*", "agent*", "controller*"]), *BESIDE],
-    package_dir=BESIDE,
-)
+FOLDERS = {
+    "testbed": "testbed",
+    "testbed_agent": "agent/testbed_agent",
+    "testbed_controller": "controller/testbed_controller",
+}
+"""Where each package lies in a checkout. Their names cannot clash with a user's `agent.py` or `controller.py`."""
+
+packages = [*BESIDE]
+for name, folder in FOLDERS.items():
+    packages += [name, *(f"{name}.{below}" for below in find_packages(folder))]
+
+setup(packages=packages, package_dir=FOLDERS | BESIDE)

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import click
 
-from controller.cli.main import COMMANDS, testbed
-from controller.lab.composing import project
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, published_schema
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Figure, Reporting
 from testbed.trace.registry import COMMON, OF_DEVICES
+from testbed_controller.cli.main import COMMANDS, testbed
+from testbed_controller.lab.composing import project
 
 DOCS = Path(__file__).resolve().parent
 WIDTH = 88

@@ -19,18 +19,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from controller.cli.main import COMMANDS
-from controller.cli.printing import options
-from controller.report import paper
-from controller.report.charts import COLOURS
-from controller.report.drawing import inline
-from controller.results import papers
 from testbed.common import formats, yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.expand import swept
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
+from testbed_controller.cli.main import COMMANDS
+from testbed_controller.cli.printing import options
+from testbed_controller.report import paper
+from testbed_controller.report.charts import COLOURS
+from testbed_controller.report.drawing import inline
+from testbed_controller.results import papers
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {

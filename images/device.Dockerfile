@@ -7,4 +7,4 @@ RUN python3 -m compileall -q /opt/testbed/code
 RUN mkdir /state && chown device /state
 USER device
 EXPOSE 8700 8701 8702/udp
-CMD ["python3", "-m", "agent"]
+CMD ["python3", "-m", "testbed_agent"]

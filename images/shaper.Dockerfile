@@ -4,4 +4,4 @@ FROM ${RUNTIME}
 COPY code /opt/testbed/code
 RUN python3 -m compileall -q /opt/testbed/code
 EXPOSE 8700
-CMD ["python3", "-m", "controller.shaping"]
+CMD ["python3", "-m", "testbed_controller.shaping"]

@@ -39,7 +39,7 @@ __version__ = VERSION
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'testbed' has no attribute '{name}'; available: {', '.join(__all__)}")
-    return getattr(importlib.import_module("controller.api"), name)
+    return getattr(importlib.import_module("testbed_controller.api"), name)
 
 
 def __dir__() -> list[str]:

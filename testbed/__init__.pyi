@@ -1,4 +1,4 @@
-from controller.api import (
+from testbed_controller.api import (
     Callback,
     InputError,
     Live,

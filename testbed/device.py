@@ -1,6 +1,6 @@
 """The small interface that a method's program is written against, on whichever clock it runs.
 
-In a container ``agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
+In a container ``testbed_agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
 virtual one. A program is an ``async`` function of a device and a job; it may start tasks of its own, but all
 waiting goes through the device or through asyncio primitives, never through threads or real time.
 """

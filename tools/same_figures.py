@@ -22,7 +22,7 @@ from typing import Any
 
 from testbed.common import yamltext
 
-COMMAND = "from controller.cli.main import main; main()"
+COMMAND = "from testbed_controller.cli.main import main; main()"
 HERE = Path(__file__).resolve().parents[1]
 LONGEST = {"steps": 24, "epochs": 1, "requests": 3}
 """At most this of a paper's workload."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 LEVEL = "TESTBED_LOG_LEVEL"
 """Variable with the level of agents and shaper, debug or info, and with the default of ``--log-level``."""
 LEVELS = ("debug", "info", "warning")
-PACKAGES = ("agent", "controller", "testbed")
+PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
 """Packages whose loggers have the level that was asked for."""
 
 

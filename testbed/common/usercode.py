@@ -38,7 +38,7 @@ MOST_CHARACTERS = 2_000_000
 
 _HOME = Path(__file__).resolve().parents[2]
 """Where the testbed's own packages lie."""
-_PACKAGES = ("testbed", "agent", "controller")
+_PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
 
 
 class Code(BaseModel):

@@ -29,8 +29,8 @@ pace.
 What counts is the damage: lateness of computations and messages that lies on the steps' critical paths
 (``testbed.trace.critical``). That the host was busy is no damage: paced devices leave it little to do most of the
 time, work that is done before it is due is not late, a device that others wait for is not delayed by what happens to
-the others, and the pacing hides a little lateness for good (``agent.pacing``: ``LEAD_SECONDS``, ``CATCH_UP_SECONDS``).
-The host's load only explains.
+the others, and the pacing hides a little lateness for good (``testbed_agent.pacing``:
+``LEAD_SECONDS``, ``CATCH_UP_SECONDS``). The host's load only explains.
 """
 RECOVERY_DEFICIT_SHARE = 0.1
 """The same for what the devices compute between the strike of a fault and the resumption."""

@@ -1,8 +1,8 @@
 """A cast as it travels: a message with as little around it as can be, since at 250 kbit/s 320 bytes take 10 ms.
 
 All devices of a run know the names of all, so a name is a number in their order, and the audience a bitmap. The
-sender's incarnation and the number of the cast stand before each datagram (`agent.casting`) and not again here. In this
-order:
+sender's incarnation and the number of the cast stand before each datagram (`testbed_agent.casting`) and not again here.
+In this order:
 
 ==================  ====================================================================================
 two bytes           number of the sender, little-endian

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 
-from agent.casting import Addresses, Caster, mark
-from agent.receiving import Arrival, Inbox
 from testbed.network.broadcast import heard, received
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message
+from testbed_agent.casting import Addresses, Caster, mark
+from testbed_agent.receiving import Arrival, Inbox
 
 
 def everything(message: Message, header: int, number: int) -> Message:

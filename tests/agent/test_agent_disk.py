@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from agent.disk import Disk
-from agent.settings import Settings
 from testbed.common.errors import HostError
 from testbed.wire.message import Message
+from testbed_agent.disk import Disk
+from testbed_agent.settings import Settings
 
 
 def disk(path, origin=12.5, **keys):

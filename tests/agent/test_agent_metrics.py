@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from agent.device import Totals
-from agent.metrics import exposition
-from controller.lab import runstate
 from testbed.wire.token import authorised
+from testbed_agent.device import Totals
+from testbed_agent.metrics import exposition
+from testbed_controller.lab import runstate
 from tests.helpers import ROOT
 
 

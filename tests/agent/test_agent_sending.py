@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from agent.receiving import Arrival, DataServer, Inbox
-from agent.sending import Connection, Delivery, Lane, Rejected
-from agent.settings import Address, Settings
 from testbed.wire.framing import HTTP_HEADERS, WINDOW
 from testbed.wire.message import Message, encode
+from testbed_agent.receiving import Arrival, DataServer, Inbox
+from testbed_agent.sending import Connection, Delivery, Lane, Rejected
+from testbed_agent.settings import Address, Settings
 from tests.helpers.waiting import wait_for
 
 TOKEN = "a-token-of-the-tests"
@@ -217,7 +217,7 @@ def test_a_full_window_waits_for_acknowledgements() -> None:
 def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
     monkeypatch: pytest.MonkeyPatch, pause: float | None, status: bytes
 ) -> None:
-    monkeypatch.setattr("agent.receiving.STALLED_AFTER", 0.9)
+    monkeypatch.setattr("testbed_agent.receiving.STALLED_AFTER", 0.9)
     body = numbered(0, 1000)
     with contextlib.closing(Receiver()) as receiver, socket.create_connection(receiver.address, timeout=10) as link:
         link.sendall(Connection(receiver.address, "/messages", TOKEN).head(body))
@@ -242,7 +242,7 @@ def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> N
 
 
 def test_a_peer_out_of_reach_is_logged_once_however_often_it_is_tried(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "agent.sending")
+    caplog.set_level(logging.INFO, "testbed_agent.sending")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 

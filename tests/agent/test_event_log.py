@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from agent.events import BLOCK, EventLog
-from agent.http import Refused
+from testbed_agent.events import BLOCK, EventLog
+from testbed_agent.http import Refused
 
 
 def lines(log: EventLog, after: int = 0) -> list[bytes]:
@@ -72,7 +72,7 @@ def test_a_number_beyond_the_end_is_refused() -> None:
 
 
 def test_a_quiet_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.events.HEARTBEAT", 0.01)
+    monkeypatch.setattr("testbed_agent.events.HEARTBEAT", 0.01)
     stream = filled(1).follow(0)
     assert next(stream).startswith(b"event 0")
     assert next(stream) == b"\n"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agent.http import Refused, read_body, respond
 from testbed.wire import serving
 from testbed.wire.serving import PatientServer
+from testbed_agent.http import Refused, read_body, respond
 
 
 def _answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agent import lean
+from testbed_agent import lean
 
 PACKAGE = """
 import heavy
@@ -25,9 +25,9 @@ HOLDERS = """
 import sys
 from types import SimpleNamespace
 
-import agent.__main__
-from agent import lean
-from agent.control import ControlApplication
+import testbed_agent.__main__
+from testbed_agent import lean
+from testbed_agent.control import ControlApplication
 
 runner = SimpleNamespace(
     settings=SimpleNamespace(run="r", device="d", token="t"), state="idle", error=None, device=None,
@@ -38,7 +38,7 @@ asked = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "QUERY_STRING": "toke
 answer = b"".join(ControlApplication(runner)(asked, lambda *_: None))
 assert b'testbed_state{state="idle"} 1.0' in answer, answer
 made = lambda found: getattr(found, "__module__", None) in lean_names or isinstance(found, lean.Placeholder)
-from agent.control import _UNUSED as lean_names
+from testbed_agent.control import _UNUSED as lean_names
 holders = {name.partition(".")[0] for name, module in sys.modules.items() if any(map(made, vars(module).values()))}
 heavy = {"_hashlib", "asyncio", "click", "hashlib", "http.server", "jinja2", "ssl", "urllib.request"} & set(sys.modules)
 print(sorted(holders), sorted(heavy))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from agent import pacing
-from agent.pacing import (
+from testbed_agent import pacing
+from testbed_agent.pacing import (
     CATCH_UP_SECONDS,
     LEAD_SECONDS,
     DeviceTime,

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from agent import runner as runners
-from agent.http import Refused
-from agent.receiving import DataServer
-from agent.runner import Runner
-from agent.settings import Settings
 from testbed import methods
 from testbed.wire.token import data_token
+from testbed_agent import runner as runners
+from testbed_agent.http import Refused
+from testbed_agent.receiving import DataServer
+from testbed_agent.runner import Runner
+from testbed_agent.settings import Settings
 from tests.helpers.agent_programs import Scripted
 from tests.helpers.agents import RUN_TOKEN, LoopbackDevice, deployment
 
@@ -120,7 +120,7 @@ def test_what_a_program_fails_with_is_kept_until_the_next(made: Runner, do: str)
 def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
     made: Runner, do: str, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "agent.runner")
+    caplog.set_level(logging.INFO, "testbed_agent.runner")
     deployed(made, do).start(time.monotonic())
     ended(made)
     last = caplog.records[-1]

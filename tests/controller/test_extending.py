@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-MAIN = "from controller.cli.main import main; main()"
+MAIN = "from testbed_controller.cli.main import main; main()"
 SCENARIO = """
 name: extended
 seed: 1

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.images import names
+from testbed_controller.lab.images import names
 from tests.helpers import copy_sources
 
-MAIN = "from controller.cli.main import main; main()"
+MAIN = "from testbed_controller.cli.main import main; main()"
 """What pip writes into `testbed`."""
 
 
@@ -63,7 +63,7 @@ def test_a_study_of_ones_own_begins_with_what_runs(installed: Path, tmp_path: Pa
 
 
 def test_an_installed_testbed_asks_for_the_images_of_the_checkout(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "-c", "from controller.lab.images import names; print(names())")
+    done = run(installed, tmp_path, "-c", "from testbed_controller.lab.images import names; print(names())")
     assert done.stdout.strip() == str(names()), done.stderr
     doctor = run(installed, tmp_path, "-c", MAIN, "doctor")
     assert "Traceback" not in doctor.stderr

@@ -211,7 +211,7 @@ PROGRAMS: Mapping[str, Any] = {
 
 
 if __name__ == "__main__":
-    from agent.__main__ import main
+    from testbed_agent.__main__ import main
 
     methods._CLASSES["scripted"] = "agent_programs:Scripted"
     sys.modules["agent_programs"] = sys.modules["__main__"]

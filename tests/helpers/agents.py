@@ -15,7 +15,6 @@ from typing import Any
 
 import requests
 
-from controller.lab.clients import Agent
 from testbed.deployment import Deployments
 from testbed.hardware import DeviceSpec
 from testbed.method import Options, Problem
@@ -23,6 +22,7 @@ from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.workload import WorkloadPart
+from testbed_controller.lab.clients import Agent
 from tests.helpers.agent_programs import Scripted
 
 TOKEN = "a-token-of-the-tests"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from controller.cli.main import main
+from testbed_controller.cli.main import main
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """For which the command has handlers of its own."""

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from controller.lab.engine import connect
-from controller.lab.images import ensure_images
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.images import ensure_images
 from tests.helpers.layers import share, unshared
 
 BRIDGE = "tb-engines"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from controller.shaping.hostload import HostMonitor
+from testbed_controller.shaping.hostload import HostMonitor
 
 BUSY = 0.2
 """Share of the processors that others may use while time is measured."""

@@ -11,8 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from controller.hosts.contexts import reach
-from controller.lab.removal import labelled_runs
+from testbed_controller.hosts.contexts import reach
+from testbed_controller.lab.removal import labelled_runs
 
 COMMAND = ["run", "quickstart", "--hosts", "h1,h2", "--accept-links", "--out"]
 CONTAINERS = 8

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from controller.shaping import nfqueue
+from testbed_controller.shaping import nfqueue
 
 HEADER = 16
 CONFIG = 3 << 8 | 2

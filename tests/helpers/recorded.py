@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from controller.results.recorder import Recorder
 from testbed.network.link import Link
 from testbed.plan import Piece, Plan
 from testbed.scenario.expand import trials
@@ -14,6 +13,7 @@ from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 from testbed.trace.record import Record
+from testbed_controller.results.recorder import Recorder
 
 LINK = Link(rate=8e6, delay=0.01)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from controller.lab.clients import AgentGone
 from testbed.common.errors import HostError
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed_controller.lab.clients import AgentGone
 
 
 class RememberedAgent:

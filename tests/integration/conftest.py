@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from controller.shaping.backends import missing_modules
+from testbed_controller.shaping.backends import missing_modules
 
 
 @cache

@@ -24,12 +24,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent.pacing import LEAD_SECONDS
-from controller.lab.clients import AgentError, AgentGone
 from testbed.ml.data.dataset import Dataset
 from testbed.trace.events import Event
 from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token
+from testbed_agent.pacing import LEAD_SECONDS
+from testbed_controller.lab.clients import AgentError, AgentGone
 from tests.helpers.agents import RUN_TOKEN, TOKEN, LoopbackDevice, changed, deployment
 from tests.helpers.waiting import wait_for
 
@@ -662,7 +662,7 @@ def test_ten_thousand_messages_leave_nothing_behind(pair: list[LoopbackDevice]) 
 def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
     late = ["torch", "pydantic", "numpy", "requests", "prometheus_client", "flask"]
     late += ["email", "importlib.metadata", "zipfile", "asyncio", "ssl", "hashlib", "ctypes"]
-    program = f"import sys, agent.__main__; print([name for name in {late} if name in sys.modules])"
+    program = f"import sys, testbed_agent.__main__; print([name for name in {late} if name in sys.modules])"
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert output.strip() == "[]"
 
@@ -678,7 +678,7 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
 def test_an_environment_that_cannot_be_used(environment: dict[str, str], wrong: str) -> None:
     given = {"TESTBED_RUN": "r", "TESTBED_DEVICE": "d", "TESTBED_TOKEN": "t"} | environment
     result = subprocess.run(
-        [sys.executable, "-m", "agent"], env=os.environ | given, check=False, capture_output=True, text=True
+        [sys.executable, "-m", "testbed_agent"], env=os.environ | given, check=False, capture_output=True, text=True
     )
     assert result.returncode == 1
     assert wrong in result.stderr

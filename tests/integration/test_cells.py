@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.shaping.plan import Endpoint
-from controller.shaping.shaper import Shaping
 from testbed.network.link import Cell, Link, Pair
+from testbed_controller.shaping.plan import Endpoint
+from testbed_controller.shaping.shaper import Shaping
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-from controller.lab.engine import connect
-from controller.lab.removal import DEVICE, RUN
-from controller.running.emulation import emulate
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
 from testbed.network.broadcast import heard
@@ -25,6 +22,9 @@ from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.removal import DEVICE, RUN
+from testbed_controller.running.emulation import emulate
 from tests.helpers import owners, rings
 from tests.helpers.commands import command
 from tools.bench.pacing import loaded

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.receiving import Arrival, DataServer, Inbox
-from agent.sending import Delivery, Lane
-from agent.settings import Settings
 from testbed.network.link import Link
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import Message, encode
+from testbed_agent.receiving import Arrival, DataServer, Inbox
+from testbed_agent.sending import Delivery, Lane
+from testbed_agent.settings import Settings
 from tools.bench.conformance import NamespaceLab
 
 pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]

@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 from docker.types import IPAMConfig, IPAMPool
 
-from controller.hosts import survey
-from controller.hosts.contexts import reach
-from controller.hosts.lab import HostsLab, open_lab
-from controller.hosts.provision import bring
-from controller.hosts.removal import remove
-from controller.lab.engine import connect
-from controller.lab.images import exists
-from controller.running.emulation import emulate
-from controller.running.inputs import load_data
 from testbed.common.errors import HostError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
+from testbed_controller.hosts import survey
+from testbed_controller.hosts.contexts import reach
+from testbed_controller.hosts.lab import HostsLab, open_lab
+from testbed_controller.hosts.provision import bring
+from testbed_controller.hosts.removal import remove
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.images import exists
+from testbed_controller.running.emulation import emulate
+from testbed_controller.running.inputs import load_data
 from tests.helpers.engines import engines, heal, lose, missing, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
@@ -61,12 +61,12 @@ PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
 ABANDONED = """
 import sys, time
 from tests.integration.test_hosts import PLACE, TREE
-from controller.hosts.provision import bring
-from controller.hosts.lab import HostsLab
-from controller.lab.engine import connect
-from controller.lab.images import exists
-from controller.running.emulation import emulate
-from controller.running.inputs import load_data
+from testbed_controller.hosts.provision import bring
+from testbed_controller.hosts.lab import HostsLab
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.images import exists
+from testbed_controller.running.emulation import emulate
+from testbed_controller.running.inputs import load_data
 from testbed.common.errors import HostError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

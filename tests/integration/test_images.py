@@ -9,15 +9,15 @@ from pathlib import Path
 import docker
 import pytest
 
-from controller.lab import images
-from controller.lab.containers import container_name, device_settings, make_container
-from controller.lab.engine import connect
-from controller.lab.engineaddress import chosen_engine
-from controller.lab.removal import remove_run
-from controller.lab.runstate import RunState, new_id
 from testbed.common.errors import HostError
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.lab import images
+from testbed_controller.lab.containers import container_name, device_settings, make_container
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.engineaddress import chosen_engine
+from testbed_controller.lab.removal import remove_run
+from testbed_controller.lab.runstate import RunState, new_id
 
 pytestmark = pytest.mark.containers
 

@@ -18,16 +18,16 @@ import pytest
 import requests
 from pyroute2 import IPRoute
 
-from controller.lab import containers, runstate
-from controller.lab.containers import container_name
-from controller.lab.engine import connect
-from controller.lab.lab import Lab
-from controller.lab.removal import RUN
-from controller.lab.runstate import RunState
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
+from testbed_controller.lab import containers, runstate
+from testbed_controller.lab.containers import container_name
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.lab import Lab
+from testbed_controller.lab.removal import RUN
+from testbed_controller.lab.runstate import RunState
 from tests.helpers.commands import command
 from tests.helpers.waiting import wait_for
 
@@ -341,7 +341,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
         changed = {"command": ["python3", "-c", said]} if spec.name == "worker2" else {}
         return whole(state, image, spec, addresses) | changed
 
-    monkeypatch.setattr("controller.lab.lab.device_settings", broken)
+    monkeypatch.setattr("testbed_controller.lab.lab.device_settings", broken)
     with pytest.raises(HostError, match="worker2 ended by itself with exit code 1; the last it said: no power"):
         Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
@@ -351,7 +351,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
 
 CONTROLLER = """
 import json, sys, time
-from controller.lab.lab import Lab
+from testbed_controller.lab.lab import Lab
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 

@@ -16,21 +16,21 @@ from typing import Any
 import docker
 import pytest
 
-from controller.lab import engine, runstate
-from controller.lab import lab as labs
-from controller.lab.containers import container_name
-from controller.lab.engine import connect
-from controller.lab.images import ensure_images
-from controller.lab.lab import Lab
-from controller.lab.removal import RUN
-from controller.running import control
-from controller.running.emulation import emulate
 from testbed.ml.data import load as load_data
 from testbed.network.checks import SHAPER
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
+from testbed_controller.lab import engine, runstate
+from testbed_controller.lab import lab as labs
+from testbed_controller.lab.containers import container_name
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.images import ensure_images
+from testbed_controller.lab.lab import Lab
+from testbed_controller.lab.removal import RUN
+from testbed_controller.running import control
+from testbed_controller.running.emulation import emulate
 from tests.helpers import rings
 from tests.helpers.commands import command
 from tests.helpers.waiting import wait_for

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.api import build, emulate, load
-from controller.lab import images
+from testbed_controller.api import build, emulate, load
+from testbed_controller.lab import images
 from tests.helpers import ROOT
 
 # More than a scenario's own limit of time, for an image whose packages are installed first.

@@ -17,17 +17,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import requests
 
-from controller.lab.clients import Shaper
-from controller.lab.health import healthy
-from controller.shaping.interfaces import interface_names
-from controller.shaping.namespaces import command
-from controller.shaping.plan import Endpoint
-from controller.shaping.shaper import Shaping
-from controller.shaping.trains import HEADERS
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import GilbertElliott, Link
 from testbed.wire.framing import CONGESTION_CONTROL
 from testbed.wire.ports import CONTROL_PORT
+from testbed_controller.lab.clients import Shaper
+from testbed_controller.lab.health import healthy
+from testbed_controller.shaping.interfaces import interface_names
+from testbed_controller.shaping.namespaces import command
+from testbed_controller.shaping.plan import Endpoint
+from testbed_controller.shaping.shaper import Shaping
+from testbed_controller.shaping.trains import HEADERS
 from tools.bench.bare import Network
 from tools.bench.flows import flows, tcp_rates, udp_rates
 
@@ -312,7 +312,7 @@ def served() -> Iterator[str]:
         "TESTBED_PORT": str(port),
         "TESTBED_LINKS": "auto",
     }
-    process = subprocess.Popen([sys.executable, "-m", "controller.shaping"], env=environment)
+    process = subprocess.Popen([sys.executable, "-m", "testbed_controller.shaping"], env=environment)
     url = f"http://127.0.0.1:{port}"
     while not healthy(url):
         assert process.poll() is None

@@ -18,13 +18,13 @@ import requests
 import torch
 from safetensors.torch import load_file, save_file
 
-from controller.lab.engine import connect
-from controller.lab.removal import RUN
 from testbed.common import yamltext
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.removal import RUN
 from tests.helpers import ROOT, own_tokens
 from tests.helpers.browser import CHROMIUM, opened
 from tests.helpers.commands import command

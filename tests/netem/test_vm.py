@@ -19,7 +19,7 @@ _CHOSEN = "netem and (conformance or partition or every_impairment) and not 1000
 _WITHOUT = """for module in sch_netem xt_NFQUEUE nfnetlink_queue; do
     timeout 120 sh -c "until rmmod $module; do sleep 1; done" || exit 1
 done
-! {python} -m controller.shaping.capability"""
+! {python} -m testbed_controller.shaping.capability"""
 _SUITE = ["pytest", "-p", "no:cacheprovider", "-q", "-rA", "--color=no", "--durations=20", "-k", _CHOSEN, *_FILES]
 
 
@@ -51,5 +51,5 @@ def test_netem_in_a_virtual_machine(tmp_path: Path) -> None:
 def test_what_the_guest_runs_needs_nothing_that_it_goes_without() -> None:
     modules = [file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "tests/conftest.py")]
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LEFT_OUT - {'test', 'site-packages'})}))"
-    code += f"; import tests.helpers.hostload, controller.shaping.capability, {', '.join(modules)}"
+    code += f"; import tests.helpers.hostload, testbed_controller.shaping.capability, {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

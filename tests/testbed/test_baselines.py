@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 
-from controller.running.inputs import load_data
 from testbed.ml.data import load as load_set
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.workload import DataPart
+from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT
 from tests.helpers.runs import of
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.main import testbed as command_line
 from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
+from testbed_controller.cli.main import testbed as command_line
 from tests.helpers import owners
 
 SCENARIO = """\

@@ -117,11 +117,11 @@ from pathlib import Path
 for blocked in ("yaml", "testbed.scenario", "testbed.prepare", "testbed.validation", "testbed.simulation"):
     sys.modules[blocked] = None
 
-import agent, testbed.methods, testbed.ml
-from agent.deployment import read
-from agent.settings import Settings
+import testbed_agent, testbed.methods, testbed.ml
+from testbed_agent.deployment import read
+from testbed_agent.settings import Settings
 
-for package in (agent, testbed.methods, testbed.ml):
+for package in (testbed_agent, testbed.methods, testbed.ml):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 files = sorted(Path(sys.argv[1]).iterdir())

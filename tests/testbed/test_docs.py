@@ -11,12 +11,12 @@ import sys
 import jsonschema
 import pytest
 
-from controller.cli.main import COMMANDS
 from testbed.common import yamltext
 from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.cli.main import COMMANDS
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
+from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import scenario
 
 METHODS = {

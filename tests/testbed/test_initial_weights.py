@@ -11,8 +11,6 @@ from click.testing import CliRunner
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from controller.cli.main import testbed as command_line
-from controller.running.inputs import InitialWeights, load_data
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
 from testbed.ml.models import create
@@ -20,6 +18,8 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed_controller.cli.main import testbed as command_line
+from testbed_controller.running.inputs import InitialWeights, load_data
 from tests.helpers.runs import scenario
 
 FIRST = """\

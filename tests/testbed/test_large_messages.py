@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from controller.api.execution import _with_own_names
 from testbed.common.errors import InputError, TestbedError
 from testbed.device import Device
 from testbed.hardware import DeviceSpec, check_message, largest_message
@@ -26,6 +25,7 @@ from testbed.simulation.world import ProgramError
 from testbed.trace.outcome import Outcome
 from testbed.wire import tensors
 from testbed.wire.message import Message
+from testbed_controller.api.execution import _with_own_names
 from tests.helpers import recorded
 from tests.helpers.runs import problem_of, run, scenario
 from tests.helpers.worlds import world

@@ -37,29 +37,35 @@ FLOORS = {
         ("testbed.wire",),
         ("testbed.common",),
     ),
-    "controller": (
-        ("controller.cli",),
-        ("controller.api",),
-        ("controller.profiling", "controller.watch"),
-        ("controller.report", "controller.running"),
-        ("controller.results",),
-        ("controller.hosts",),
-        ("controller.lab",),
-        ("controller.shaping",),
+    "testbed_controller": (
+        ("testbed_controller.cli",),
+        ("testbed_controller.api",),
+        ("testbed_controller.profiling", "testbed_controller.watch"),
+        ("testbed_controller.report", "testbed_controller.running"),
+        ("testbed_controller.results",),
+        ("testbed_controller.hosts",),
+        ("testbed_controller.lab",),
+        ("testbed_controller.shaping",),
     ),
-    "agent": (("agent",),),
+    "testbed_agent": (("testbed_agent",),),
     "tools": (("tools",),),
 }
 """From the top down: a room imports only from rooms below its own floor. Rooms of one floor do not know each other.
 What is in `tools` may import everything; nothing imports it."""
 
+FOLDERS = {
+    "testbed": ROOT / "testbed",
+    "testbed_agent": ROOT / "agent" / "testbed_agent",
+    "testbed_controller": ROOT / "controller" / "testbed_controller",
+    "tools": ROOT / "tools",
+}
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for top in FLOORS
-    for path in sorted((ROOT / top).rglob("*.py"))
+    ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for folder in FOLDERS.values()
+    for path in sorted(folder.rglob("*.py"))
     if path != ROOT / "testbed" / "__init__.py"
 }
-"""All but the public Python interface: `testbed` itself imports `controller.api`, with the first use of a name."""
+"""All but the public Python interface: it imports `testbed_controller.api` with the first use of a name."""
 
 
 @cache
@@ -90,7 +96,7 @@ def test_imports_lead_down() -> None:
         depth, room = floor(module)
         for other in imported(path):
             if other.partition(".")[0] != module.partition(".")[0]:
-                if not other.startswith("testbed") and not module.startswith("tools"):
+                if not other.startswith("testbed.") and not module.startswith("tools"):
                     wrong.append(f"{module} -> {other}")
             elif floor(other)[1] != room and floor(other)[0] <= depth:
                 wrong.append(f"{module} -> {other}")

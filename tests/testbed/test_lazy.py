@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("command", [["validate", "quickstart"], ["plan", "quickstart"]])
 def test_planning_loads_nothing_heavy(command: list[str]) -> None:
     program = (
-        "import sys; from controller.cli.main import testbed\n"
+        "import sys; from testbed_controller.cli.main import testbed\n"
         f"testbed.main({command!r}, standalone_mode=False)\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'matplotlib', 'docker')))"
     )

@@ -2,7 +2,6 @@
 
 import pytest
 
-from controller.profiling.layers import LayerTime, measure, measure_whole, rates
 from testbed.device import Cost, Kind
 from testbed.hardware import DeviceSpec, Rates
 from testbed.ml.data import load
@@ -17,6 +16,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
+from testbed_controller.profiling.layers import LayerTime, measure, measure_whole, rates
 
 WORK = {"model": {"name": "vgg5"}, "data": {"name": "digits", "train": 64, "test": 16}, "batch_size": 16, "steps": 8}
 

@@ -43,7 +43,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def test_modules_load_without_extras_but_those_that_draw() -> None:
-    own = {"testbed", "agent", "controller", *sys.stdlib_module_names}
+    own = {"testbed", "testbed_agent", "testbed_controller", *sys.stdlib_module_names}
     required = packages(PROJECT["dependencies"])
     distributions = metadata.packages_distributions()
     others: dict[str, set[str]] = {}
@@ -52,7 +52,7 @@ def test_modules_load_without_extras_but_those_that_draw() -> None:
             for name in set(imported(ast.parse(path.read_text()))) - own:
                 if required.isdisjoint(map(canonicalize_name, distributions.get(name, [name]))):
                     others.setdefault(name, set()).add(path.relative_to(ROOT).as_posix())
-    drawing = {f"controller/report/{name}.py" for name in ("devices", "drawing", "plots")}
+    drawing = {f"controller/testbed_controller/report/{name}.py" for name in ("devices", "drawing", "plots")}
     assert others == {"matplotlib": drawing}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.cli.main import main
+from testbed_controller.cli.main import main
 from tests.helpers import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from controller.results.recorder import revision
+from testbed_controller.results.recorder import revision
 from tools.bench import kept
 from tools.bench.figure import Measurement
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.api import build
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.trace.events import Event
+from testbed_controller.api import build
 from tools.stress import attack as command
 from tools.stress import files, messages
 from tools.stress.attack import attack

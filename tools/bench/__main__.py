@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from controller.report import tables
-from controller.report.tables import Cell, Column, Section
+from testbed_controller.report import tables
+from testbed_controller.report.tables import Cell, Column, Section
 from tools.bench import kept
 from tools.bench.figure import Measurement
 

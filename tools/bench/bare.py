@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from controller.shaping.namespaces import Namespace
-from controller.shaping.plan import Endpoint
 from testbed.common.errors import HostError
+from testbed_controller.shaping.namespaces import Namespace
+from testbed_controller.shaping.plan import Endpoint
 
 T = TypeVar("T")
 _COUNT = itertools.count()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.running.emulation import emulate
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -12,6 +11,7 @@ from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.simulation.benchmark import messages_per_second
 from testbed.trace.metrics import metrics
+from testbed_controller.running.emulation import emulate
 from tools.bench.figure import Measurement
 
 TOLERANCE = 0.1

@@ -4,8 +4,8 @@
 
 `measure` is a part of ``testbed bench``: each backend at all points, netem in the virtual machine of ``tests/netem``
 where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
-`controller.shaping.tolerance` and, for what is random, the 99 % binomial interval; since one sound measurement in a
-hundred lies outside of that, what lies outside of its bounds is measured once more.
+`testbed_controller.shaping.tolerance` and, for what is random, the 99 % binomial interval; since one sound
+measurement in a hundred lies outside of that, what lies outside of its bounds is measured once more.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from controller.lab.paths import BUILD, ROOT
-from controller.shaping.backends import missing_modules
-from controller.shaping.plan import FRAME
-from controller.shaping.shaper import Shaping
-from controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
 from testbed.common.errors import HostError
 from testbed.network.impairments import chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
+from testbed_controller.lab.paths import BUILD, ROOT
+from testbed_controller.shaping.backends import missing_modules
+from testbed_controller.shaping.plan import FRAME
+from testbed_controller.shaping.shaper import Shaping
+from testbed_controller.shaping.tolerance import RATE_HIGHEST, RATE_LOWEST, binomial_interval, delay_tolerance
 from tools.bench.bare import Network
 from tools.bench.figure import Measurement
 from tools.bench.flows import flows, tcp_rates, udp_rates

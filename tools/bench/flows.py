@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controller.shaping.plan import FRAME, queue_limit
 from testbed.network.link import Link, Pair
 from testbed.wire.framing import MTU, SEGMENT
+from testbed_controller.shaping.plan import FRAME, queue_limit
 from tools.bench.bare import Network
 
 HEADERS = 42

@@ -12,11 +12,6 @@ from typing import Any
 
 import docker
 
-from controller.lab.containers import DeviceContainer
-from controller.lab.engine import connect
-from controller.lab.lab import Lab
-from controller.running.emulation import emulate
-from controller.shaping.shaper import INTERFACE
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
 from testbed.plan import Plan
@@ -25,6 +20,11 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.host import HostTime, added, processor_time
 from testbed.trace.record import Record, Step
+from testbed_controller.lab.containers import DeviceContainer
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.lab import Lab
+from testbed_controller.running.emulation import emulate
+from testbed_controller.shaping.shaper import INTERFACE
 from tools.bench import gloo_program
 from tools.bench.figure import Measurement
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import docker
 
-from controller.hosts.contexts import reach
-from controller.hosts.lab import HostsLab
-from controller.lab.removal import RUN
 from testbed.scenario.expand import trials
+from testbed_controller.hosts.contexts import reach
+from testbed_controller.hosts.lab import HostsLab
+from testbed_controller.lab.removal import RUN
 from tools.bench.figure import Measurement
 from tools.bench.startup import scenario
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from controller.lab.paths import ROOT
-from controller.results.recorder import revision
+from testbed_controller.lab.paths import ROOT
+from testbed_controller.results.recorder import revision
 from tools.bench.figure import Measurement
 
 KEPT = ROOT / "results/bench.json"

@@ -21,13 +21,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from agent.sending import UNSENT_BYTES
-from controller.shaping.shaper import Shaping
 from testbed.common.quantities import format_rate
 from testbed.network.link import GilbertElliott, Link, Pair
 from testbed.simulation.crossing import PACKET, crossing
 from testbed.simulation.reno import Window
 from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
+from testbed_agent.sending import UNSENT_BYTES
+from testbed_controller.shaping.shaper import Shaping
 from tools.bench.bare import Network
 
 MESSAGES = {1_000: 400, 20_000: 300, 200_000: 60, 2_000_000: 20}

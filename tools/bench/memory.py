@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.lab.lab import Lab
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed_controller.lab.lab import Lab
 from tools.bench.figure import Measurement
 from tools.bench.transfer import exchange_scenario
 

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from agent.pacing import Processors, fixed
+from testbed_agent.pacing import Processors, fixed
 
 LOAD = 0.1
 """Share of its charge for which work really computes, as torch does for small layers."""

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from controller.lab.paths import ROOT
+from testbed_controller.lab.paths import ROOT
 from tools.bench.figure import Measurement
 
 DEVICES = 4

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.lab.paths import ROOT
+from testbed_controller.lab.paths import ROOT
 
 PAGE = ROOT / "docs" / "fidelity.md"
 _BEGIN, _END = "<!-- figures -->\n", "<!-- /figures -->\n"

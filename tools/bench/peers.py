@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from controller.lab.paths import ROOT
+from testbed_controller.lab.paths import ROOT
 from tools.bench.figure import Measurement
 
 HOME = ROOT / ".build/peers"

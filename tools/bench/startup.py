@@ -7,18 +7,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from controller.lab.containers import device_settings, look, make_container
-from controller.lab.engine import connect
-from controller.lab.health import healthy
-from controller.lab.images import ensure_images
-from controller.lab.lab import WORKERS, Lab
-from controller.lab.removal import remove_run
-from controller.lab.runstate import RunState
-from controller.shaping.namespaces import Namespace
 from testbed.hardware import DeviceSpec
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
+from testbed_controller.lab.containers import device_settings, look, make_container
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.health import healthy
+from testbed_controller.lab.images import ensure_images
+from testbed_controller.lab.lab import WORKERS, Lab
+from testbed_controller.lab.removal import remove_run
+from testbed_controller.lab.runstate import RunState
+from testbed_controller.shaping.namespaces import Namespace
 from tools.bench.figure import Measurement
 
 CURVE = (4, 16, 64)

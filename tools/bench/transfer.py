@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from controller.running.emulation import emulate
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -13,6 +12,7 @@ from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.trace.host import processor_time
 from testbed.trace.record import Record
+from testbed_controller.running.emulation import emulate
 from tools.bench.figure import Measurement
 
 WARM_UP = 5

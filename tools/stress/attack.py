@@ -162,7 +162,7 @@ def main() -> int:
 def side_by_side(by: Attack, seeds: Iterator[int], jobs: int, until: float) -> Iterator[tuple[int, str, list[str]]]:
     """Attack with so many processes; begin nothing after ``until``, an instant of the monotonic clock."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "controller.api", __name__])  # which takes longer than many seeds
+    context.set_forkserver_preload(["torch", "testbed_controller.api", __name__])  # which takes longer than many seeds
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1000) as pool:
         pending = {pool.submit(by, seed) for seed in itertools.islice(seeds, jobs)}
         while pending:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from controller.api import build
 from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.prepare import Prepared, prepare
@@ -27,6 +26,7 @@ from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.validation import find_method
 from testbed.wire import tensors
+from testbed_controller.api import build
 from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
 LONGEST = 120

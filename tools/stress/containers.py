@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from controller.lab import runstate
-from controller.lab.containers import container_logs
-from controller.lab.engine import connect
-from controller.lab.lab import Lab
-from controller.lab.removal import labelled_runs
-from controller.running.emulation import emulate
 from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome
+from testbed_controller.lab import runstate
+from testbed_controller.lab.containers import container_logs
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.lab import Lab
+from testbed_controller.lab.removal import labelled_runs
+from testbed_controller.running.emulation import emulate
 from tools.stress.check import held_against, of_any_run, one_line, run, same_weights
 from tools.stress.generate import INFERENCE, SYNCHRONOUS, Tree
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from controller.lab.engineaddress import chosen_engine
+from testbed_controller.lab.engineaddress import chosen_engine
 
 
 class EngineProxy:

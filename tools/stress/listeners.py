@@ -22,19 +22,6 @@ from typing import Any
 
 import torch
 
-from agent.casting import Addresses, Caster, mark
-from agent.control import ControlApplication
-from agent.receiving import Arrival, DataServer, Inbox
-from agent.runner import Runner
-from agent.settings import Settings
-from controller.api import build
-from controller.lab.clients import attachment
-from controller.results.recorder import Recorder
-from controller.shaping import plan as planning
-from controller.shaping import sender, server
-from controller.shaping.plan import Endpoint
-from controller.shaping.shaper import refuse
-from controller.watch.server import application as page
 from testbed.faults.parts import ActionPart
 from testbed.ml.data import load
 from testbed.ml.data.dataset import pack
@@ -49,6 +36,19 @@ from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message, encode
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import data_token
+from testbed_agent.casting import Addresses, Caster, mark
+from testbed_agent.control import ControlApplication
+from testbed_agent.receiving import Arrival, DataServer, Inbox
+from testbed_agent.runner import Runner
+from testbed_agent.settings import Settings
+from testbed_controller.api import build
+from testbed_controller.lab.clients import attachment
+from testbed_controller.results.recorder import Recorder
+from testbed_controller.shaping import plan as planning
+from testbed_controller.shaping import sender, server
+from testbed_controller.shaping.plan import Endpoint
+from testbed_controller.shaping.shaper import refuse
+from testbed_controller.watch.server import application as page
 from tools.stress.files import torn
 from tools.stress.messages import LONGEST, Application, Request, Target, asking, sending
 

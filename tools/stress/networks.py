@@ -12,10 +12,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from controller.api import load, simulate
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed_controller.api import load, simulate
 
 WIDTHS = (4, 8, 12)
 CLASSES = 5

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from controller.lab import runstate
-from controller.lab.engine import connect
-from controller.lab.removal import labelled_runs
-from controller.results import files
 from testbed.common.errors import ExpectationError, HostError, TestbedError
+from testbed_controller.lab import runstate
+from testbed_controller.lab.engine import connect
+from testbed_controller.lab.removal import labelled_runs
+from testbed_controller.results import files
 from tools.stress.engineproxy import proxied
 
 CUT = "engine cut"

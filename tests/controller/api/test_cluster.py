@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import controller.api as api
-from controller.api import cluster
+import testbed_controller.api as api
 from testbed.common.errors import HostError, InputError, TestbedError
+from testbed_controller.api import cluster
 from tests.helpers import cluster_tasks
 from tests.helpers.runs import scenario
 
@@ -60,7 +60,7 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly)
-    monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr("testbed_controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
     done: list[int] = []
     counts = tmp_path / "deaths"
     todo = {number: tmp_path / f"run{number}" for number in range(3)}
@@ -75,7 +75,7 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly_twice)
-    monkeypatch.setattr("controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr("testbed_controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
     monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(tmp_path / "deaths")})
     done: list[int] = []
     todo = {number: tmp_path / f"run{number}" for number in range(8)}
@@ -89,7 +89,7 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.endless)
     monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"begun": str(tmp_path / "begun")})
     monkeypatch.setattr(cluster, "PATIENCE", 1.0)
-    monkeypatch.setattr("controller.api.execution.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("testbed_controller.api.execution.LOOK_SECONDS", 0.2)
     said = StringIO()
     with (
         distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as workers,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import testbed
-from controller import api
+from testbed_controller import api
 from tests.helpers import ROOT
 
 ERRORS = {"InputError", "TestbedError"}

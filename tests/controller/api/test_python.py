@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from controller.api import Results, build, load, open_results, simulate, sweep
-from controller.cli.export import export
 from testbed.common.errors import InputError
 from testbed.simulation.world import World
+from testbed_controller.api import Results, build, load, open_results, simulate, sweep
+from testbed_controller.cli.export import export
 from tests.helpers import ROOT
 
 DOCS = ROOT / "docs"
@@ -157,5 +157,9 @@ def _has_pandas() -> bool:
 
 
 def test_users_programs_are_checked_against_its_types() -> None:
-    for package in ("controller", "testbed"):  # without the marker mypy takes what it imports for untyped
+    for package in (
+        "agent/testbed_agent",
+        "controller/testbed_controller",
+        "testbed",
+    ):  # without the marker mypy takes what it imports for untyped
         assert (ROOT / package / "py.typed").exists()

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from controller.lab.paths import ROOT
+from testbed_controller.lab.paths import ROOT
 
 TESTBED = Path(sys.executable).parent / "testbed"
 LONG = ("--set", "workload.epochs=10000", "--set", "repetitions=3", "--jobs", "2")

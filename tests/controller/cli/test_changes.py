@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 from pydantic import Field
 
-from controller.cli.changes import options_of, part_of
 from testbed.common.errors import InputError
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
+from testbed_controller.cli.changes import options_of, part_of
 
 
 class Inner(Part):

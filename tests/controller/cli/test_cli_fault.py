@@ -7,9 +7,9 @@ import re
 import pytest
 from click.testing import CliRunner, Result
 
-from controller.cli import changes as command
-from controller.lab.lab import Lab
 from testbed.common.errors import InputError
+from testbed_controller.cli import changes as command
+from testbed_controller.lab.lab import Lab
 from tests.helpers.remembered import RememberedLab
 
 

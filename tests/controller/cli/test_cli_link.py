@@ -13,16 +13,16 @@ from typing import Any, cast
 import pytest
 from click.testing import CliRunner, Result
 
-from controller.cli import changes as command
-from controller.lab import runstate
-from controller.lab.lab import Lab
-from controller.running.machines import Containers
 from testbed.common.errors import InputError, TestbedError
 from testbed.faults.conditions import carry_out
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network.link import GilbertElliott, Link, Pair, links_to_json
 from testbed.trace.outcome import LinkMeasurement
+from testbed_controller.cli import changes as command
+from testbed_controller.lab import runstate
+from testbed_controller.lab.lab import Lab
+from testbed_controller.running.machines import Containers
 
 
 class Memory:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from controller.cli.lab import down
-from controller.hosts import removal as everywhere
-from controller.lab import engine, runstate
-from controller.lab.engineaddress import EngineAddress
-from controller.lab.removal import RUN, abandoned_runs
+from testbed_controller.cli.lab import down
+from testbed_controller.hosts import removal as everywhere
+from testbed_controller.lab import engine, runstate
+from testbed_controller.lab.engineaddress import EngineAddress
+from testbed_controller.lab.removal import RUN, abandoned_runs
 
 
 def container(run: str, state: str, age: float = 3600.0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ PROGRAM = """
 import atexit, gc, sys
 atexit.register(lambda: print(gc.get_freeze_count(), len(gc.get_objects())))  # called after what main registers
 sys.argv = ["testbed", "--help"]
-from controller.cli.main import main
+from testbed_controller.cli.main import main
 main()
 """
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from controller.cli.finished import judge
-from controller.results import files
-from controller.results.run import Run
 from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
+from testbed_controller.cli.finished import judge
+from testbed_controller.results import files
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.main import main
-from controller.cli.main import testbed as command_line
 from testbed.common.errors import InputError
 from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
+from testbed_controller.cli.main import main
+from testbed_controller.cli.main import testbed as command_line
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from controller.cli import main
+from testbed_controller.cli import main
 
 
 class Raising:

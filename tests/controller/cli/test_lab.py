@@ -13,8 +13,8 @@ import pytest
 _COMMAND = """
 import socket, struct, sys, threading
 from types import SimpleNamespace
-from controller.cli.lab import execute
-from controller.lab import engine, runstate
+from testbed_controller.cli.lab import execute
+from testbed_controller.lab import engine, runstate
 
 ours, theirs = socket.socketpair()
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.cli.main import log_to_terminal
+from testbed_controller.cli.main import log_to_terminal
 from tests.helpers.commands import command
 
-LOGGER = logging.getLogger("controller.some.module")
+LOGGER = logging.getLogger("testbed_controller.some.module")
 
 
 @pytest.fixture(autouse=True)

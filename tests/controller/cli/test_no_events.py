@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.cli.run import run
-from controller.results import files
 from testbed.common.errors import InputError
+from testbed_controller.cli.run import run
+from testbed_controller.results import files
 
 RING = ("examples/ring", "--runtime", "simulate", "--seed", "1")
 

@@ -6,8 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.options import CommandGroup, on_hosts, sentence
-from controller.hosts.placement import LabPart
+from testbed_controller.cli.options import CommandGroup, on_hosts, sentence
+from testbed_controller.hosts.placement import LabPart
 
 
 def given(*arguments: str) -> object:

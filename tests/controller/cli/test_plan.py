@@ -8,14 +8,14 @@ import pytest
 from click.testing import CliRunner, Result
 from pydantic import ConfigDict, ValidationError
 
-from controller.cli.main import testbed as command_line
-from controller.report import html
-from controller.results.recorder import manifest
-from controller.results.run import Run
 from testbed.ml.methods.pipeline import Pipeline
 from testbed.ml.pipeline.planning import PipelineDetails
 from testbed.plan import Details, Piece, Plan
 from testbed.trace.metrics import metrics
+from testbed_controller.cli.main import testbed as command_line
+from testbed_controller.report import html
+from testbed_controller.results.recorder import manifest
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 

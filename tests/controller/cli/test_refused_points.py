@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from controller.api import build, sweep
-from controller.cli.run import run
-from controller.cli.validate import validate
 from testbed.common.errors import InputError
+from testbed_controller.api import build, sweep
+from testbed_controller.cli.run import run
+from testbed_controller.cli.validate import validate
 
 SWEEP = """
 name: uneven

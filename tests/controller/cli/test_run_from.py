@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.cli.run import WEIGHTS, _changes
 from testbed.common.errors import InputError
+from testbed_controller.cli.run import WEIGHTS, _changes
 
 
 def test_the_results_of_a_run_are_its_weights(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.validate import init
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load
+from testbed_controller.cli.validate import init
 
 
 def made(folder: Path) -> str:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from controller.lab.clocks import HostClock, Sample
+from testbed_controller.lab.clocks import HostClock, Sample
 
 
 class World:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from controller.hosts import contexts
-from controller.hosts.contexts import Host, manager, reach, reach_all
 from testbed.common.errors import HostError, InputError
+from testbed_controller.hosts import contexts
+from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
 from tests.helpers.dockercontexts import context
 
 
@@ -72,7 +72,7 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
     )
     stand_in.chmod(0o755)
     program = (
-        "from controller.hosts.contexts import _forwarded; import os, signal\n"
+        "from testbed_controller.hosts.contexts import _forwarded; import os, signal\n"
         "_forwarded('a', 'ssh://host/run/docker.sock'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}

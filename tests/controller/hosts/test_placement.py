@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from controller.hosts.placement import Capacity, loads, place, read_lab
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.hosts.placement import Capacity, loads, place, read_lab
 from tests.helpers import ROOT
 
 GB = 2**30

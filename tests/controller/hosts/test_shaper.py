@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from controller.hosts.shaper import Shapers, combined, imposed_links, samples
-from controller.lab.runstate import RunState
 from testbed.common.errors import InputError
 from testbed.network.link import Link
+from testbed_controller.hosts.shaper import Shapers, combined, imposed_links, samples
+from testbed_controller.lab.runstate import RunState
 
 
 def test_where_no_link_crosses_hosts_there_are_no_ways() -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from controller.hosts.inside.streams import CLOCK, WINDOW, Streams
+from testbed_controller.hosts.inside.streams import CLOCK, WINDOW, Streams
 
 
 class Ends:

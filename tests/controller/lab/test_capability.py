@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab import capability
-from controller.shaping.capability import Capability
 from testbed.common.errors import InputError
 from testbed.experiment import Experiment
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
+from testbed_controller.lab import capability
+from testbed_controller.shaping.capability import Capability
 
 FOUND = Capability("userspace", 2e9, 1e-4, 1.2e-4, 40e-6, 45)
 

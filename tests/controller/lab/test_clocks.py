@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from controller.lab import clocks
-from controller.lab.clocks import EngineClock
+from testbed_controller.lab import clocks
+from testbed_controller.lab.clocks import EngineClock
 
 
 class World:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.export import export
-from controller.lab.composing import project, service
-from controller.lab.containers import device_settings, shaper_settings
-from controller.lab.runstate import RunState
 from testbed.common import yamltext
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.cli.export import export
+from testbed_controller.lab.composing import project, service
+from testbed_controller.lab.containers import device_settings, shaper_settings
+from testbed_controller.lab.runstate import RunState
 
 STATE = RunState(run="x", token="t")
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from docker.errors import APIError
 
-from controller.lab import diagnosis, engine, images
+from testbed_controller.lab import diagnosis, engine, images
 
 
 def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_modules(

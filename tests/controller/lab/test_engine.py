@@ -6,9 +6,9 @@ import pytest
 import requests
 from requests.adapters import BaseAdapter
 
-from controller.lab import engine, runstate
-from controller.lab.engineaddress import EngineAddress
 from testbed.common.errors import HostError
+from testbed_controller.lab import engine, runstate
+from testbed_controller.lab.engineaddress import EngineAddress
 from tests.helpers.dockercontexts import context
 
 

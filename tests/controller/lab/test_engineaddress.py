@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.engineaddress import EngineAddress, chosen_engine, context_names, find_context
 from testbed.common.errors import HostError, InputError
+from testbed_controller.lab.engineaddress import EngineAddress, chosen_engine, context_names, find_context
 from tests.helpers.dockercontexts import context
 
 

@@ -7,8 +7,8 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from controller.lab import health
 from testbed.common.errors import HostError
+from testbed_controller.lab import health
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_many_that_come_up_one_after_the_other_are_waited_for(clock: list[float]
 
 
 def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
-    caplog.set_level(logging.INFO, "controller.lab.health")
+    caplog.set_level(logging.INFO, "testbed_controller.lab.health")
     monkeypatch.setattr(health, "healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])
     with pytest.raises(HostError, match="silent does not answer within 60 s; the last it said: I am here"):

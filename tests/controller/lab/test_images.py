@@ -1,24 +1,22 @@
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from controller.lab import images, wheels
+from testbed_controller.lab import images, wheels
+from testbed_controller.lab.paths import RECIPES, package_folder
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of all that goes into the images, to edit."""
-    for part in ("images", *images.CODE["device"], *images.CODE["shaper"]):
-        source = images.ROOT / part
-        for path in [source] if source.is_file() else source.rglob("*"):
-            if path.is_file():
-                target = tmp_path / path.relative_to(images.ROOT)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
-    monkeypatch.setattr(images, "ROOT", tmp_path)
+    shutil.copytree(RECIPES, tmp_path / "images")
+    for package in ("testbed", "testbed_agent", "testbed_controller"):
+        shutil.copytree(package_folder(package), tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(images, "package_folder", lambda package: tmp_path / package)
     monkeypatch.setattr(images, "RECIPES", tmp_path / "images")
     monkeypatch.setattr(wheels, "RECIPES", tmp_path / "images")
     return tmp_path
@@ -28,7 +26,7 @@ def test_tags_name_the_content_alone(checkout: Path) -> None:
     first = images.names()
     (checkout / "testbed" / "__pycache__").mkdir(exist_ok=True)
     (checkout / "testbed" / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"x")
-    (checkout / "controller" / "lab.py").write_text("# the controller is in no image")
+    (checkout / "testbed_controller" / "lab.py").write_text("# the controller is in no image")
     assert images.names() == first
     assert all(re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag) for tag in vars(first).values())
 
@@ -40,9 +38,9 @@ def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
 @pytest.mark.parametrize(
     ("file", "kinds"),
     [
-        ("agent/control.py", {"device"}),
+        ("testbed_agent/control.py", {"device"}),
         ("testbed/wire/message.py", {"device", "shaper"}),
-        ("controller/shaping/plan.py", {"shaper"}),
+        ("testbed_controller/shaping/plan.py", {"shaper"}),
         ("images/device.Dockerfile", {"device"}),
         ("images/runtime.Dockerfile", {"device", "shaper", "device_runtime", "shaper_runtime"}),
         ("images/shaper.packages", {"device", "shaper", "device_runtime", "shaper_runtime", "base"}),
@@ -57,7 +55,7 @@ def test_an_edit_renames_what_it_goes_into_and_what_stands_on_it(checkout: Path,
 
 def test_a_file_that_moves_changes_the_tag_though_its_bytes_do_not(checkout: Path) -> None:
     before = images.names()
-    (checkout / "agent" / "control.py").rename(checkout / "agent" / "steering.py")
+    (checkout / "testbed_agent" / "control.py").rename(checkout / "testbed_agent" / "steering.py")
     assert changed(before, images.names()) == {"device"}
 
 

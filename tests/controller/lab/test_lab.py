@@ -2,10 +2,10 @@
 
 import pytest
 
-from controller.lab.lab import check_devices
 from testbed.common.errors import InputError
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
+from testbed_controller.lab.lab import check_devices
 
 
 def test_devices_that_share_a_machine_are_refused():

@@ -1,8 +1,8 @@
 import pytest
 
-from controller.lab.memory import check_memory, too_small
 from testbed.common.errors import HostError
 from testbed.hardware import DeviceSpec
+from testbed_controller.lab.memory import check_memory, too_small
 
 GB = 1 << 30
 

@@ -18,8 +18,10 @@ from docker.errors import APIError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.lab import networks
-from controller.lab.networks import (
+from testbed.common.errors import HostError, InputError
+from testbed.network.checks import prefix_for
+from testbed_controller.lab import networks
+from testbed_controller.lab.networks import (
     DEFAULT_RANGE,
     data_subnet,
     device_addresses,
@@ -28,10 +30,8 @@ from controller.lab.networks import (
     make_control_network,
     subnets,
 )
-from controller.lab.removal import RUN
-from controller.shaping.namespaces import Namespace, command
-from testbed.common.errors import HostError, InputError
-from testbed.network.checks import prefix_for
+from testbed_controller.lab.removal import RUN
+from testbed_controller.shaping.namespaces import Namespace, command
 
 OWN_POOL = "172.30.0.0/16"
 """What the engine gives to a network whose subnet nobody chose."""

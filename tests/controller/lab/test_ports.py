@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from controller.lab import health, ports
-from controller.lab.ports import port_problem
 from testbed.common.errors import HostError
+from testbed_controller.lab import health, ports
+from testbed_controller.lab.ports import port_problem
 
 
 def engine(status: int) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.paths import abandoned, state_folder
-from controller.lab.reaper import Reaper
+from testbed_controller.lab.paths import abandoned, state_folder
+from testbed_controller.lab.reaper import Reaper
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_a_run_is_owned_until_its_reaper_is_dismissed() -> None:
 def test_a_run_is_abandoned_when_controller_and_reaper_are_killed(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")  # the reaper cannot finish its work
     program = (
-        "import time; from controller.lab.reaper import Reaper; r = Reaper('x-1')\n"
+        "import time; from testbed_controller.lab.reaper import Reaper; r = Reaper('x-1')\n"
         "print(r._process.pid, flush=True); time.sleep(60)"
     )
     controller = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

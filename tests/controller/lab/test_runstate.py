@@ -2,8 +2,8 @@ import stat
 
 import pytest
 
-from controller.lab import runstate
 from testbed.common.errors import InputError
+from testbed_controller.lab import runstate
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from controller.lab import images, wheels
-from controller.lab.wheels import Target
 from testbed.common.errors import HostError
+from testbed_controller.lab import images, wheels
+from testbed_controller.lab.wheels import Target
 from tests.helpers import ROOT
 
 HERE = Path(__file__).parent

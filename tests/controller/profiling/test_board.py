@@ -12,8 +12,6 @@ import pytest
 from click.testing import CliRunner
 from torch import nn
 
-from controller.cli.catalogue import profile
-from controller.profiling import board
 from testbed.common.errors import InputError
 from testbed.device import KINDS, Cost
 from testbed.hardware import DeviceSpec, Rates
@@ -25,6 +23,8 @@ from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
+from testbed_controller.cli.catalogue import profile
+from testbed_controller.profiling import board
 from tests.helpers.training import sgd
 
 SCENARIO = """
@@ -111,7 +111,7 @@ def test_energy_by_its_formula(tmp_path: Path) -> None:
     assert DeviceSpec("a", 1.0, 1.0, watts=(2.0, 5.0)).joules(10.0, 4.0) == 2 * 10 + 3 * 4
     path = written(tmp_path, "{speed: 1mflops, memory: 1GiB, watts: {idle: 2, busy: 5}}")
     prepared = prepare(trials(load(path))[0])
-    from controller.running.inputs import load_data
+    from testbed_controller.running.inputs import load_data
 
     found = metrics(simulate(prepared, load_data(prepared)), prepared.experiment, prepared.plan)
     row = found["devices"]["device"]

@@ -11,19 +11,19 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from controller.cli.export import export as export_command
-from controller.cli.report import compare as compare_command
-from controller.cli.report import report as report_command
-from controller.report import drawing, sweep
-from controller.report.charts import Axis, Line, LinePlot
-from controller.report.comparison import figures_of, plots, render, show
-from controller.report.tables import VisibleConsole, latex
-from controller.results import files
-from controller.results.comparison import compare, side_by_side
-from controller.results.run import Run, run_name
-from controller.results.summary import summarize, summary_of
 from testbed.common.errors import InputError
 from testbed.trace.events import Event
+from testbed_controller.cli.export import export as export_command
+from testbed_controller.cli.report import compare as compare_command
+from testbed_controller.cli.report import report as report_command
+from testbed_controller.report import drawing, sweep
+from testbed_controller.report.charts import Axis, Line, LinePlot
+from testbed_controller.report.comparison import figures_of, plots, render, show
+from testbed_controller.report.tables import VisibleConsole, latex
+from testbed_controller.results import files
+from testbed_controller.results.comparison import compare, side_by_side
+from testbed_controller.results.run import Run, run_name
+from testbed_controller.results.summary import summarize, summary_of
 from tests.helpers import recorded
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from controller.report import drawing, html
-from controller.report.charts import Axis, Line, StackedPlot
-from controller.report.declared import curves, fill, head, tables
-from controller.results import files
-from controller.results.run import Run
 from testbed.ml.methods.pipeline import Pipeline
 from testbed.trace.figures import Column, Curve, Figure, Metrics, Reporting, Row, Table
 from testbed.trace.record import Record
+from testbed_controller.report import drawing, html
+from testbed_controller.report.charts import Axis, Line, StackedPlot
+from testbed_controller.report.declared import curves, fill, head, tables
+from testbed_controller.results import files
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 SPREAD = [

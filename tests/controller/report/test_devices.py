@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controller.report import drawing
-from controller.report.charts import Ownership
+from testbed_controller.report import drawing
+from testbed_controller.report.charts import Ownership
 
 
 def test_areas_are_in_proportion_to_the_samples() -> None:

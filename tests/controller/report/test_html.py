@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from controller.report import html
-from controller.report.charts import Axis, DeviceMap, Line, LinePlot, thin
-from controller.report.drawing import inline
-from controller.report.timeline import MOST_BARS, timeline
-from controller.results.declared import declared_by
-from controller.results.recorder import manifest
-from controller.results.run import Run
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed_controller.report import html
+from testbed_controller.report.charts import Axis, DeviceMap, Line, LinePlot, thin
+from testbed_controller.report.drawing import inline
+from testbed_controller.report.timeline import MOST_BARS, timeline
+from testbed_controller.results.declared import declared_by
+from testbed_controller.results.recorder import manifest
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'

@@ -14,20 +14,20 @@ import numpy.typing as npt
 import pytest
 from matplotlib.figure import Figure
 
-from controller.report import drawing, html
-from controller.report.charts import COLOURS, SERIES, Axis, BarPlot, Bars, Line, LinePlot, Window
-from controller.report.comparison import curve, mean_line
-from controller.report.drawing import PRINT, inline, save
-from controller.report.paper import draw, draw_lines, keep, render
-from controller.report.paper import kept as lines
-from controller.results import files, reproduction
-from controller.results.run import Run, run_name
 from testbed.common.errors import InputError
 from testbed.common.formats import FigureKind
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
+from testbed_controller.report import drawing, html
+from testbed_controller.report.charts import COLOURS, SERIES, Axis, BarPlot, Bars, Line, LinePlot, Window
+from testbed_controller.report.comparison import curve, mean_line
+from testbed_controller.report.drawing import PRINT, inline, save
+from testbed_controller.report.paper import draw, draw_lines, keep, render
+from testbed_controller.report.paper import kept as lines
+from testbed_controller.results import files, reproduction
+from testbed_controller.results.run import Run, run_name
 from tests.helpers import ROOT, recorded
 
 SCHEDULE = "workload.method.schedule"

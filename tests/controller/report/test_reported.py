@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from controller.report import html
-from controller.results import files
-from controller.results.comparison import compare, side_by_side
-from controller.results.run import Run
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed_controller.report import html
+from testbed_controller.results import files
+from testbed_controller.results.comparison import compare, side_by_side
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 

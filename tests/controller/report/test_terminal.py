@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from controller.report import html, sweep, terminal
-from controller.report.grouping import group_links
-from controller.results import files
-from controller.results.run import Run
-from controller.results.summary import summary_of
-from controller.running.live import LiveProgress
 from testbed.plan import Piece, Plan
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed_controller.report import html, sweep, terminal
+from testbed_controller.report.grouping import group_links
+from testbed_controller.results import files
+from testbed_controller.results.run import Run
+from testbed_controller.results.summary import summary_of
+from testbed_controller.running.live import LiveProgress
 from tests.helpers import recorded
 
 

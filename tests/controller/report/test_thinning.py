@@ -10,16 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from controller.report import html, terminal
-from controller.report.sections import directions, sections
-from controller.report.tables import Cell, Column, Section
-from controller.report.thinning import EACH, MOST, abridged, shortened, standing_out
-from controller.report.timeline import shaded, timeline
-from controller.results.declared import declared_by
-from controller.results.recorder import manifest
-from controller.results.run import Run
 from testbed.plan import Piece
 from testbed.trace.metrics import metrics
+from testbed_controller.report import html, terminal
+from testbed_controller.report.sections import directions, sections
+from testbed_controller.report.tables import Cell, Column, Section
+from testbed_controller.report.thinning import EACH, MOST, abridged, shortened, standing_out
+from testbed_controller.report.timeline import shaded, timeline
+from testbed_controller.results.declared import declared_by
+from testbed_controller.results.recorder import manifest
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 MANY = 3 * MOST

@@ -32,8 +32,8 @@ sys.modules["matplotlib"] = None  # an import of it now raises ModuleNotFoundErr
 
 from click.testing import CliRunner
 
-from controller.api import open_results
-from controller.cli.main import testbed
+from testbed_controller.api import open_results
+from testbed_controller.cli.main import testbed
 from testbed.common.errors import InputError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.main import testbed
-from controller.results.files import load, load_figures
 from testbed.common.formats import visible
+from testbed_controller.cli.main import testbed
+from testbed_controller.results.files import load, load_figures
 from tests.helpers import ROOT
 
 

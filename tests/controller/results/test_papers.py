@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from controller.lab.paths import ROOT
-from controller.results import papers
-from controller.results.reproduction import outcome
 from testbed.common.errors import InputError
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperRow
+from testbed_controller.lab.paths import ROOT
+from testbed_controller.results import papers
+from testbed_controller.results.reproduction import outcome
 
 DOCS = ROOT / "docs"
 

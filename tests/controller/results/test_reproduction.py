@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.main import testbed as command_line
-from controller.report import paper
-from controller.results import files, reproduction
-from controller.results.run import Run, run_name
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import PaperPart, Scenario
+from testbed_controller.cli.main import testbed as command_line
+from testbed_controller.report import paper
+from testbed_controller.results import files, reproduction
+from testbed_controller.results.run import Run, run_name
 from tests.helpers import recorded
 
 SWEEP = {"workload.method.schedule": ["gpipe", "1f1b"]}

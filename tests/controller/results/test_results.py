@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from controller.results import files, recorder
-from controller.results.files import progress
-from controller.results.run import run_name
 from testbed.common import yamltext
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, PaperRow, Scenario
 from testbed.trace.events import Event
 from testbed.wire import tensors
+from testbed_controller.results import files, recorder
+from testbed_controller.results.files import progress
+from testbed_controller.results.run import run_name
 from tests.helpers import recorded
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.results import files
-from controller.results.rows import TABLES, every_table, points, rows, write_csv, write_parquet, write_tables
-from controller.results.run import Run
 from testbed.common.errors import InputError
+from testbed_controller.results import files
+from testbed_controller.results.rows import TABLES, every_table, points, rows, write_csv, write_parquet, write_tables
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 FRAMES = pytest.mark.skipif(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.api import load, simulate
-from controller.results.run import Run
-from controller.results.streams import Callback, Following
 from testbed.common.errors import InputError
 from testbed.trace.events import Event
+from testbed_controller.api import load, simulate
+from testbed_controller.results.run import Run
+from testbed_controller.results.streams import Callback, Following
 from tests.helpers import recorded
 
 EVENTS = [

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.results import files
-from controller.results.run import run_name
-from controller.results.summary import interval, student_quantile, summarize
 from testbed.scenario.points import short_keys
+from testbed_controller.results import files
+from testbed_controller.results.run import run_name
+from testbed_controller.results.summary import interval, student_quantile, summarize
 from tests.helpers import recorded
 
 

@@ -8,9 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from controller.lab.lab import Lab
-from controller.running.control import answer, flap
-from controller.running.machines import HALTED, Containers
 from testbed.common.errors import HostError
 from testbed.faults.conditions import Changed, carry_out
 from testbed.faults.device_actions import ThrottlePart
@@ -19,6 +16,9 @@ from testbed.faults.script import Change, Changes, FaultOperation, FaultPhase
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
 from testbed.network.radio import Propagation, Radio
+from testbed_controller.lab.lab import Lab
+from testbed_controller.running.control import answer, flap
+from testbed_controller.running.machines import HALTED, Containers
 from tests.helpers.remembered import RememberedLab
 
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from controller.api import live
-from controller.lab import runstate
-from controller.lab.lab import Lab
-from controller.running import control
-from controller.running.machines import Containers, events_of
 from testbed.common.errors import InputError, TestbedError
 from testbed.faults.conditions import Changed, RecordedStep
+from testbed_controller.api import live
+from testbed_controller.lab import runstate
+from testbed_controller.lab.lab import Lab
+from testbed_controller.running import control
+from testbed_controller.running.machines import Containers, events_of
 from tests.helpers.remembered import RememberedLab
 
 RUN = "run-1"

@@ -10,9 +10,9 @@ from typing import cast
 
 import pytest
 
-from controller.lab.clients import AgentError, AgentGone
-from controller.running.execution import Execution, KeyedExecutor
 from testbed.common.errors import TestbedError
+from testbed_controller.lab.clients import AgentError, AgentGone
+from testbed_controller.running.execution import Execution, KeyedExecutor
 
 
 def test_jobs_about_one_thing_keep_their_order_however_long_they_take() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from controller.report.tables import draw
-from controller.report.terminal import measurements_table
-from controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verified
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
+from testbed_controller.report.tables import draw
+from testbed_controller.report.terminal import measurements_table
+from testbed_controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verified
 
 FINE = [
     LinkMeasurement(source, destination, Link(rate=50e6, delay=0.005), 49.6e6, 0.00508, 0.0, 30)

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from controller.hosts.lab import AnyLab, HostsLab
-from controller.running import logs
 from testbed.common.errors import InputError
+from testbed_controller.hosts.lab import AnyLab, HostsLab
+from testbed_controller.running import logs
 
 
 def lab(containers: dict[str, Iterator[bytes]]) -> AnyLab:
@@ -26,7 +26,7 @@ def vanished() -> Iterator[bytes]:
 
 
 def fail() -> None:
-    logging.getLogger("controller.some.module").info("devices are up")
+    logging.getLogger("testbed_controller.some.module").info("devices are up")
     raise InputError("the reason")
 
 
@@ -46,13 +46,13 @@ def test_a_large_log_keeps_its_last_whole_lines(tmp_path: Path, monkeypatch: pyt
 def test_the_controllers_log_has_the_traceback_of_the_error_that_ended_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "controller")
-    logger = logging.getLogger("controller")
+    caplog.set_level(logging.INFO, "testbed_controller")
+    logger = logging.getLogger("testbed_controller")
     before = list(logger.handlers)
     with pytest.raises(InputError), logs.controller_log(tmp_path):
         fail()
     text = (tmp_path / "controller.log").read_text()
-    assert "INFO controller.some.module: devices are up" in text
+    assert "INFO testbed_controller.some.module: devices are up" in text
     assert "InputError: the reason" in text
     assert "Traceback" in text
     assert logger.handlers == before

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from controller.shaping import namespaces, tc
-from controller.shaping.plan import ACCESS_CLASS, CEILING, Access, burst
-from controller.shaping.tc import Tree
 from testbed.common.errors import HostError
+from testbed_controller.shaping import namespaces, tc
+from testbed_controller.shaping.plan import ACCESS_CLASS, CEILING, Access, burst
+from testbed_controller.shaping.tc import Tree
 
 TREE = Tree("eth0", 1)
 SHOWN = """\

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from controller.shaping.confinement import _ARCHITECTURES, _LOAD, _RETURN, DENIED, instructions
+from testbed_controller.shaping.confinement import _ARCHITECTURES, _LOAD, _RETURN, DENIED, instructions
 
 PROGRAM = """
 import ctypes, errno, os, subprocess, sys
-from controller.shaping.confinement import DENIED, _ARCHITECTURES, confine
+from testbed_controller.shaping.confinement import DENIED, _ARCHITECTURES, confine
 import platform
 assert confine()
 libc, column = ctypes.CDLL(None, use_errno=True), _ARCHITECTURES[platform.machine()][1]

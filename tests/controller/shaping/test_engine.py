@@ -9,9 +9,9 @@ from dataclasses import asdict
 
 import pytest
 
-from controller.shaping.engine import Loop
 from testbed.network.link import Link
 from testbed.wire.framing import ETHERNET_HEADER
+from testbed_controller.shaping.engine import Loop
 from tests.helpers.netfilter import Queue, Server, datagram
 
 PACKET = datagram("198.18.0.3", "198.18.0.2", 500)

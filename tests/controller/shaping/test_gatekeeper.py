@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from controller.shaping.gatekeeper import Loop
-from controller.shaping.medium import QUEUE
 from testbed.wire.framing import ETHERNET_HEADER
+from testbed_controller.shaping.gatekeeper import Loop
+from testbed_controller.shaping.medium import QUEUE
 from tests.helpers.netfilter import Queue, Server, datagram
 
 RATE = 1e6

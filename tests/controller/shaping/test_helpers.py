@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from controller.shaping.helper import LARGEST_REQUEST, DelayLine, Gate, Helper, QueueImpairment, serve_request
-from controller.shaping.plan import Access
 from testbed.common.errors import HostError
 from testbed.network.link import Link
+from testbed_controller.shaping.helper import LARGEST_REQUEST, DelayLine, Gate, Helper, QueueImpairment, serve_request
+from testbed_controller.shaping.plan import Access
 
 
 def answered(data: bytes, carry_out: Any, descriptors: int = 0) -> tuple[bool, bytes]:
@@ -40,8 +40,8 @@ def test_a_process_that_ends_is_told_with_its_status() -> None:
 
 
 def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.shaping.helper._END_SECONDS", 0.1)
-    made = Helper("controller.shaping.engine", "delay line")
+    monkeypatch.setattr("testbed_controller.shaping.helper._END_SECONDS", 0.1)
+    made = Helper("testbed_controller.shaping.engine", "delay line")
     os.kill(made._process.pid, signal.SIGSTOP)
     made.stop()
     assert made._process.returncode == -signal.SIGKILL

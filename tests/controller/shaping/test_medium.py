@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules, routes
 from testbed.network.link import Cell, Link
+from testbed_controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules, routes
 
 CELL = ("cell", 0)
 SECOND = 1000

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
-from controller.shaping import probes
-from controller.shaping.plan import FRAME
-from controller.shaping.trains import Ends
 from testbed.network.link import Link
+from testbed_controller.shaping import probes
+from testbed_controller.shaping.plan import FRAME
+from testbed_controller.shaping.trains import Ends
 
 
 @dataclass

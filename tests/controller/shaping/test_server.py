@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from controller.shaping.plan import Endpoint
-from controller.shaping.server import application
 from testbed.common.errors import HostError, InputError
 from testbed.network.link import Cell, Link, Pair
+from testbed_controller.shaping.plan import Endpoint
+from testbed_controller.shaping.server import application
 
 
 class Remembering:

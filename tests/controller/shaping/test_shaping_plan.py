@@ -7,13 +7,13 @@ import struct
 
 import pytest
 
-from controller.shaping import netem, nfqueue, sender, tolerance
-from controller.shaping.chain import receiving
-from controller.shaping.helper import LatenessHistogram
-from controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
-from controller.shaping.probes import _turns, rounds
-from controller.shaping.trains import Site
 from testbed.network.link import GilbertElliott, Link
+from testbed_controller.shaping import netem, nfqueue, sender, tolerance
+from testbed_controller.shaping.chain import receiving
+from testbed_controller.shaping.helper import LatenessHistogram
+from testbed_controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
+from testbed_controller.shaping.probes import _turns, rounds
+from testbed_controller.shaping.trains import Site
 
 A = Endpoint("a", 1, "198.18.0.2")
 PEERS = {"a": (1, "198.18.0.2"), "b": (2, "198.18.0.3"), "c": (3, "198.18.0.4")}

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.shaping.plan import FRAME, burst
-from controller.shaping.trains import (
+from testbed.network.link import Link
+from testbed_controller.shaping.plan import FRAME, burst
+from testbed_controller.shaping.trains import (
     SMALL_FRAME,
     FarEnds,
     Listener,
@@ -18,7 +19,6 @@ from controller.shaping.trains import (
     seconds,
     slope_below,
 )
-from testbed.network.link import Link
 
 ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
 PAIR = ("a", "b")

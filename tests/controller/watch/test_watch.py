@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
-from controller.report.thinning import MOST
-from controller.results.recorder import Recorder
-from controller.watch import feed
-from controller.watch.feed import Tail, batches, shown
-from controller.watch.server import application, described
 from testbed.faults.parts import ActionPart
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load, parse
+from testbed_controller.report.thinning import MOST
+from testbed_controller.results.recorder import Recorder
+from testbed_controller.watch import feed
+from testbed_controller.watch.feed import Tail, batches, shown
+from testbed_controller.watch.server import application, described
 from tests.helpers import ROOT, recorded
 
 ORIGIN = "http://127.0.0.1:4000"

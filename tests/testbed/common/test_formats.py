@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from controller.report.declared import figure
 from testbed.common import formats
 from testbed.trace.registry import COMMON
+from testbed_controller.report.declared import figure
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_what_is_asked_for_is_torch_s_own() -> None:
 
 def test_planning_imports_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys; from controller.cli.main import main\n"
+        "import sys; from testbed_controller.cli.main import main\n"
         "sys.argv = ['testbed', 'plan', 'quickstart']\n"
         "try: main()\n"
         "finally: print(sorted({'numpy', 'torch', 'scipy'} & set(sys.modules)), file=sys.stderr)"

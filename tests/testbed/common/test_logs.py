@@ -12,7 +12,7 @@ import logging
 from testbed.common.logs import log_to_stderr
 log_to_stderr({environment})
 for level in (logging.DEBUG, logging.INFO, logging.WARNING):
-    logging.getLogger("agent.module").log(level, "a %s", "record")
+    logging.getLogger("testbed_agent.module").log(level, "a %s", "record")
     logging.getLogger("library").log(level, "a %s", "record")
 """
 
@@ -28,5 +28,5 @@ def test_own_loggers_have_the_level_of_the_environment_and_others_begin_at_info(
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     records = [line.split(maxsplit=2)[2] for line in done.stderr.splitlines()]
     own = [line for line in records if "agent" in line]
-    assert own == [f"{level} agent.module: a record" for level in levels]
+    assert own == [f"{level} testbed_agent.module: a record" for level in levels]
     assert [line for line in records if line not in own] == ["INFO library: a record", "WARNING library: a record"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from controller.results import files
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.methods import METHODS
@@ -17,6 +16,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.validation import find_method
+from testbed_controller.results import files
 from tests.helpers import ROOT, recorded
 from tests.helpers.deployed import bodies
 

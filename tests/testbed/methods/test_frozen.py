@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from controller.api import load
 from testbed.ml.data import load as load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
+from testbed_controller.api import load
 
 WIDTH = 96
 FROZEN = 4 * (WIDTH * WIDTH + WIDTH) + 4 * 10

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from controller.report.boxes import draw
-from controller.report.boxes import write as write_pictures
-from controller.report.html import render
-from controller.report.terminal import show
-from controller.results import files
 from testbed.scenario.expand import trials
+from testbed_controller.report.boxes import draw
+from testbed_controller.report.boxes import write as write_pictures
+from testbed_controller.report.html import render
+from testbed_controller.report.terminal import show
+from testbed_controller.results import files
 from tests.helpers import recorded
 from tests.helpers.runs import of, problem_of, run, scenario
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from controller.results.recorder import with_local_sources
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
+from testbed_controller.results.recorder import with_local_sources
 from tests.helpers import ROOT
 from tests.helpers.deployed import bodies, read
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from controller.api import Result, load, simulate
 from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
+from testbed_controller.api import Result, load, simulate
 
 OWN = """
 import torch

@@ -10,10 +10,10 @@ from statistics import fmean, median, pstdev
 
 import pytest
 
-from controller.shaping.medium import Bottleneck
-from controller.shaping.tolerance import binomial_interval
 from testbed.network import impairments
 from testbed.network.link import Distribution, GilbertElliott, Link
+from testbed_controller.shaping.medium import Bottleneck
+from testbed_controller.shaping.tolerance import binomial_interval
 
 DISTRIBUTIONS: tuple[Distribution, ...] = ("normal", "uniform", "pareto")
 

@@ -9,10 +9,10 @@ from itertools import permutations
 import pytest
 from click.testing import CliRunner
 
-from controller.cli.main import testbed as command_line
-from controller.cli.plan import letters
 from testbed.network.parts import PRESETS
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
+from testbed_controller.cli.main import testbed as command_line
+from testbed_controller.cli.plan import letters
 
 EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
 WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}

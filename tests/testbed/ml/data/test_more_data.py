@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.ml.data import large, load
 from testbed.ml.data.augment import Drawing, drawing
@@ -20,6 +19,7 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.workload import AugmentPart, DataPart, WorkloadPart
+from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import of, scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)

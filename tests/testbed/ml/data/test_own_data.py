@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
-from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.ml.data import load
 from testbed.prepare import prepare
@@ -19,6 +18,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
 from testbed.workload import DataPart
+from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT, deployed, own_tokens
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controller.cli.main import testbed as command
 from testbed.common.errors import InputError
 from testbed.ml.data import large, load, tables
 from testbed.ml.data.split import split
@@ -20,6 +19,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
 from testbed.workload import DataPart, SplitPart
+from testbed_controller.cli.main import testbed as command
 
 ROWS = [
     f"{shop},{size},{size % 3}.5,{'dear' if size > 20 else 'cheap'}"

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import PROFILES, DeviceSpec, Rates
@@ -18,6 +17,7 @@ from testbed.ml.training.recipe import Recipe
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
+from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import of, scenario
 
 MODEL = create("cnn", {}, (1, 8, 8), 10)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from controller.api import load, simulate
 from testbed.common.errors import InputError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed_controller.api import load, simulate
 
 OWN = """
 import torch

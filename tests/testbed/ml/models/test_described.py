@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from controller.running.inputs import load_data
 from testbed.common import usercode
 from testbed.ml.models.chain import Model
 from testbed.ml.models.graph import Graph, graph_of
@@ -19,6 +18,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT
 
 NETWORKS = ROOT / "tests/helpers/own_networks.py"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from controller.running.inputs import load_data
 from testbed.common.errors import InputError
 from testbed.common.fields import Field, entries, entry, pack
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
+from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT, deployed
 
 SCENARIO = """\

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from controller.report import html, terminal
-from controller.report.timeline import interesting, shaded
-from controller.results import files
-from controller.results.run import Run
 from testbed.ml.pipeline.figures import DECLARED
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
+from testbed_controller.report import html, terminal
+from testbed_controller.report.timeline import interesting, shaded
+from testbed_controller.results import files
+from testbed_controller.results.run import Run
 from tests.helpers import recorded
 
 CHANGE = Event(

@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from controller.api import load
 from testbed.ml.data import load as load_data
 from testbed.ml.rounds.client import train_whole
 from testbed.ml.rounds.method import Hooks
@@ -21,6 +20,7 @@ from testbed.scenario.expand import trials
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
+from testbed_controller.api import load
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "scenarios" / "examples"

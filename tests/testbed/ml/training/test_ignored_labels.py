@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from controller.api import load, simulate
 from testbed.ml.data.batches import micro_batches
 from testbed.ml.layers.feed import Score
 from testbed.ml.training.recipe import Recipe
+from testbed_controller.api import load, simulate
 from tests.helpers.training import recipe
 
 LOSSES = {

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from controller.cli.plan import _print_alternatives
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
 from testbed.method import Problem
@@ -23,6 +22,7 @@ from testbed.plan import Plan
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
 from testbed.workload import WorkloadPart
+from testbed_controller.cli.plan import _print_alternatives
 from tests.helpers.graphs import FOUR_LAYERS, asked
 
 

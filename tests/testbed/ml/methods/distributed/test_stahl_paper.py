@@ -5,14 +5,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from controller.results import files
-from controller.results.reproduction import ReproducedRow, reproduce
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
 from testbed.simulation import simulate
+from testbed_controller.results import files
+from testbed_controller.results.reproduction import ReproducedRow, reproduce
 from tests.helpers import recorded
 
 ORDER = ("FUSE2", "FUSE1", "FUSE3", "LOP", "FUSE4")

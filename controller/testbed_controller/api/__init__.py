@@ -1,0 +1,371 @@
+"""The public Python interface, the same as that of the command line; users import it as ``testbed``.
+
+Errors are those of `testbed.common.errors`: `InputError` reports in one line a mistake and its correction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from rich.console import Console
+
+from testbed.common import usercode
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.lazy import need
+from testbed.prepare import Prepared, prepare, prepare_all
+from testbed.scenario import loading
+from testbed.scenario.expand import trials
+from testbed.scenario.schema import TOGETHER, Scenario, Source
+from testbed_controller.api.execution import run_one_by_one, run_recorded
+from testbed_controller.results import files
+from testbed_controller.results.recorder import numbered
+from testbed_controller.results.rows import Row, frame, points, rows
+from testbed_controller.results.run import Run, run_name
+from testbed_controller.results.streams import Callback
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from distributed import Client
+    from matplotlib.figure import Figure
+
+    from testbed.scenario.schema import Trial
+    from testbed_controller.lab.lab import LinkBackend
+
+__all__ = [
+    "Callback",
+    "InputError",
+    "Live",
+    "Result",
+    "Results",
+    "TestbedError",
+    "build",
+    "emulate",
+    "live",
+    "load",
+    "open_results",
+    "run",
+    "simulate",
+    "sweep",
+]
+
+Runtime = Literal["simulate", "emulate"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The results of a finished run: figures, tables and plots.
+
+    >>> import testbed
+    >>> result = testbed.simulate(testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}}))
+    >>> result.figures["steps"]
+    44
+    >>> [row["step"] for row in result.rows("steps")][:3]
+    [0, 1, 2]
+    >>> result.plot("Loss").savefig("loss.svg")
+    """
+
+    run: Run
+    """Plan, outcome and manifest of the run."""
+
+    @property
+    def path(self) -> Path:
+        """The folder of its results."""
+        return self.run.path
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Its figures of one value by name; `docs/figures.md` and `testbed methods` say what they mean."""
+        return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
+
+    def rows(self, table: str) -> list[Row]:
+        """Return a table: figures, events, devices, links, steps, evaluations, requests or faults."""
+        return rows(self.run, table)
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """Return such a table as a pandas frame."""
+        return frame(self.rows(table))
+
+    @property
+    def plots(self) -> dict[str, Figure]:
+        """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them.
+
+        Raises `InputError` where matplotlib, the extra ``plots``, is not installed.
+        """
+        need("matplotlib", "plots", "drawing plots")
+        from testbed_controller.report.drawing import draw
+        from testbed_controller.report.html import charts
+
+        return {title: draw(plot) for title, _, plot in charts(self.run) if plot is not None}
+
+    def plot(self, title: str) -> Figure:
+        """Return one of `plots`; raises `InputError` naming those there are."""
+        found = self.plots
+        if title not in found:
+            raise InputError(f"there is no plot '{title}': there are {', '.join(found)}")
+        return found[title]
+
+    def __str__(self) -> str:
+        from testbed_controller.report.terminal import show
+
+        text = StringIO()
+        show(Console(file=text, width=100, highlight=False), self.run)
+        return text.getvalue()
+
+    __repr__ = __str__
+
+
+class Results(list[Result]):
+    """The runs of a sweep, in its order.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> results = testbed.sweep(scenario, {"seed": [1, 2]})
+    >>> [row["seed"] for row in results.rows()]
+    [1, 2]
+    """
+
+    refused: Sequence[str] = ()
+    """A text for each point that cannot be run, with its seed."""
+
+    def rows(self) -> list[Row]:
+        """Return a row for each run: its point of the sweep, and its figures."""
+        return points([each.run for each in self])
+
+    def frame(self) -> pd.DataFrame:
+        """Return these rows as a pandas frame."""
+        return frame(self.rows())
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run in progress, or a lab without one.
+
+    >>> import testbed
+    >>> lab = testbed.live()  # doctest: +SKIP
+    >>> lab.state()["devices"]  # doctest: +SKIP
+    {'source': 'up', 'worker1': 'up'}
+    >>> handle = lab.strike(kill="worker1")  # doctest: +SKIP
+    >>> lab.undo(handle)  # doctest: +SKIP
+    """
+
+    run: str
+    """Its id, as `testbed ps` has it."""
+
+    def state(self) -> dict[str, Any]:
+        """Return ``devices``, each with its state (up, down or paused), and ``in_force``, what struck by its handle."""
+        return self._ask({"show": None})
+
+    def strike(self, **action: Any) -> str:
+        """Carry out an action as a scenario writes it, such as ``kill="worker1"``; return the handle that `undo` takes.
+
+        Raises `InputError` where a scenario could not have it either.
+        """
+        return str(self._ask({"strike": action})["handle"])
+
+    def undo(self, handle: str) -> None:
+        """Take back an action; raises `InputError` where it is not in force."""
+        self._ask({"undo": handle})
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        from testbed_controller.running.control import reach
+
+        return reach(self.run)(request)
+
+
+def live(run: str | None = None) -> Live:
+    """Return a run in progress, by default the only one.
+
+    Raises `InputError` if no run is in progress, or if ``run`` is missing and several are.
+
+    >>> import testbed
+    >>> testbed.live().strike(partition=[["source"], ["worker1"]])  # doctest: +SKIP
+    'a1'
+    """
+    from testbed_controller.lab import runstate
+
+    return Live(runstate.choose(run))
+
+
+def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
+    """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed.
+
+    Raises `InputError` with file, line and key of each mistake.
+
+    >>> import testbed
+    >>> testbed.load("quickstart", {"seed": 7}).seed
+    7
+    """
+    usercode.clear_cache()
+    overrides = [f"{key}={json.dumps(value)}" for key, value in (changes or {}).items()]
+    return loading.load(scenario, overrides)
+
+
+def build(**keys: Any) -> Scenario:
+    """Return a scenario from the keys of a scenario file; files that it names are relative to the working directory.
+
+    >>> import testbed
+    >>> scenario = testbed.build(
+    ...     name="tiny",
+    ...     devices={"alone": {"profile": "laptop"}},
+    ...     workload={"model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}, "steps": 4},
+    ... )
+    >>> list(scenario.devices)
+    ['alone']
+    """
+    usercode.clear_cache()
+    return loading.validate(keys, Source("scenario"))
+
+
+def run(scenario: Scenario, out: str | Path | None = None, *, runtime: Runtime = "emulate", **options: Any) -> Result:
+    """Run a scenario as `testbed run` does: in containers by default, or on the virtual clock.
+
+    ``options`` are those of `emulate` or `simulate`.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> testbed.run(scenario, runtime="simulate").figures["steps"]
+    44
+    """
+    act = {"emulate": emulate, "simulate": simulate}[runtime]
+    return act(scenario, out, **options)
+
+
+def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Result:
+    """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``.
+
+    ``callbacks`` are called with steps, tests, requests, faults and the end in the order of events.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> testbed.simulate(scenario, "one").path.name
+    'one'
+    """
+    return _one(scenario, "simulate", out, callbacks=callbacks)
+
+
+def emulate(
+    scenario: Scenario,
+    out: str | Path | None = None,
+    *,
+    links: LinkBackend = "auto",
+    accept_links: bool = False,
+    keep: bool = False,
+    hosts: Sequence[str] = (),
+    place: Mapping[str, str] | None = None,
+    lab: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`.
+
+    >>> import testbed
+    >>> result = testbed.emulate(testbed.load("quickstart"), accept_links=True)  # doctest: +SKIP
+    >>> result.figures["accuracy"]  # doctest: +SKIP
+    0.9
+    """
+    from testbed_controller.hosts.lab import struck
+    from testbed_controller.hosts.placement import read_lab
+
+    where = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
+    options = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
+    strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
+    return _one(scenario, "emulate", out, strike, callbacks=callbacks, **options)
+
+
+def sweep(
+    scenario: Scenario,
+    values: Mapping[str, Sequence[Any]] | None = None,
+    out: str | Path | None = None,
+    *,
+    runtime: Runtime = "simulate",
+    together: bool = False,
+    cluster: Client | str | None = None,
+) -> Results:
+    """Run a scenario at all combinations of some keys' values, or at the points of its own sweep.
+
+    ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
+    `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
+    Raises `InputError` for runs in containers there.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> results = testbed.sweep(scenario, {"workload.batch_size": [32, 64]})
+    >>> [result.figures["steps"] for result in results]
+    [44, 22]
+    """
+    if values is not None:
+        lists = {key: list(each) for key, each in values.items()}
+        tree = scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+        tree |= {"sweep": {TOGETHER: lists} if together else lists, "points": []}
+        scenario = loading.validate(tree, scenario.source)
+    prepared, refused = prepare_all(trials(scenario))
+    folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
+    todo = {number: (each, folder / run_name(each.trial)) for number, each in prepared.items()}
+    found: dict[int, Run] = {}
+    if cluster is not None:
+        if runtime != "simulate":
+            raise InputError("cluster: containers need a host to themselves: runtime has to be 'simulate'")
+        from testbed_controller.api.cluster import connected, simulate_on_cluster
+
+        places = {number: folder for number, (_, folder) in todo.items()}
+        with connected(cluster) if isinstance(cluster, str) else nullcontext(cluster) as client:
+            simulate_on_cluster(scenario, places, client, _silent(), found.__setitem__)
+    else:
+        _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
+    results = Results(Result(found[number]) for number in sorted(found))
+    results.refused = refused
+    return results
+
+
+def open_results(folder: str | Path) -> Results:
+    """Return the runs that a folder of results holds, one or those of a sweep.
+
+    >>> import testbed
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> result = testbed.simulate(scenario, "results/kept")
+    >>> testbed.open_results("results/kept")[0].figures["steps"]
+    44
+    """
+    return Results(Result(files.load(place)) for place in files.places(Path(folder)))
+
+
+def _one(
+    scenario: Scenario,
+    runtime: Runtime,
+    out: str | Path | None,
+    change: Callable[[Trial], Trial] | None = None,
+    **options: Any,
+) -> Result:
+    from testbed_controller.running.inputs import InitialWeights
+
+    runs = trials(scenario)
+    if len(runs) > 1:
+        raise InputError(f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions")
+    prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
+    folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
+    silent = _silent()
+    initial = InitialWeights(silent)
+    run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, **options))
+    return Result(run)
+
+
+def _silent() -> Console:
+    return Console(file=StringIO())
+
+
+def _in_its_own_loop(act: Callable[[], T]) -> T:
+    """Do something that has an event loop of its own, in a thread where this one has one already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return act()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(act).result()

@@ -1,0 +1,323 @@
+"""`testbed fault` and `link`: break, change, measure and mend a lab that is up.
+
+Options of commands that set a part of a scenario are made from the part's schema, one for each of its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, get_args
+
+import click
+from pydantic.fields import FieldInfo
+
+from testbed.common import formats
+from testbed.common.errors import InputError, TestbedError
+from testbed.common.part import Part
+from testbed.common.quantities import parse_duration
+from testbed.faults.link_actions import Flap, Heal, LinkSetPart, NetworkPartition
+from testbed.faults.parts import ACTIONS, ActionPart
+from testbed.network.link import links_from_json, links_to_json
+from testbed.network.parts import LinkPart
+from testbed.scenario.loading import parse
+from testbed_controller.cli.options import CommandGroup, as_json, run_option
+from testbed_controller.cli.printing import dump, print_table
+from testbed_controller.hosts.lab import open_lab
+from testbed_controller.lab import runstate
+from testbed_controller.report.grouping import describe
+from testbed_controller.running import control
+
+
+def part_of(field: FieldInfo) -> type[Part] | None:
+    """Return the part that a key holds, None where it holds a plain value."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
+
+
+def options_of(part: type[Part], leave_out: Collection[str] = ()) -> list[click.Parameter]:
+    """Return an option for each key of a part but some; its help is the key's description, with an example."""
+    described = part.model_json_schema()["properties"]
+    return [
+        click.Option(
+            [f"--{name.replace('_', '-')}", name],
+            required=field.is_required(),
+            type=_pairs if part_of(field) else _type(described[name]),
+            metavar="KEY=VALUE,..." if part_of(field) else None,
+            help=_help(field.description or "", described[name]),
+        )
+        for name, field in part.model_fields.items()
+        if name not in leave_out
+    ]
+
+
+def _type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
+    """Return what a value is; a quantity is a text, which the scenario's reader understands."""
+    for each in (schema, *schema.get("anyOf", ())):
+        if "enum" in each:
+            return click.Choice(each["enum"])
+        if each.get("type") in ("integer", "number") and "examples" not in schema:
+            return int if each["type"] == "integer" else float
+    return str
+
+
+def _help(description: str, schema: dict[str, Any]) -> str:
+    text = (description[:1].upper() + description[1:]).replace("`", "")
+    examples = next((each["examples"] for each in (schema, *schema.get("anyOf", ())) if "examples" in each), ())
+    return f"{text}, e.g. {examples[0]}" if examples and "e.g." not in text else text
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """Read the keys of a part that is in the part, as in ``p=1%,r=20%``."""
+    pairs = [each.partition("=") for each in text.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise InputError(f"'{text}' is no list such as p=1%,r=20%")
+    return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
+
+
+@click.group(cls=CommandGroup)
+def fault() -> None:
+    """Inject faults into the devices and links of a lab that is up, and undo them.
+
+    SOURCE and DESTINATION name the link between two devices, in both directions; SOURCE alone stands for all of its
+    links. GROUPS are comma-separated names.
+
+    \b
+    Examples:
+      testbed fault kill worker1
+      testbed fault restart worker1
+      testbed fault partition source,worker1 worker2,worker3
+      testbed fault degrade source worker1 --delay 200ms --loss 5%
+      testbed fault obstruct sensor2 --path-loss-exponent 6
+      testbed fault flap source worker1 --down 200ms --up 2s --times 5
+      testbed fault throttle worker1 --slowdown 3
+      testbed fault heal
+    """
+
+
+def _parameters(action: str, part: type[Part] | None) -> list[click.Parameter]:
+    """Return what a command takes to say what a scenario says of an action."""
+    if part is not None and issubclass(part, LinkSetPart):
+        ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]
+        one_way = click.Option(["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION.")
+        return [*ends, one_way, *options_of(part, LinkSetPart.model_fields)]
+    if action == NetworkPartition.name:
+        return [click.Argument(["groups"], nargs=-1, required=True)]
+    device = [] if action == Heal.name else [click.Argument(["device"])]
+    return [*device, *(options_of(part, ["device"]) if part else [])]
+
+
+def _value(given: dict[str, Any]) -> object:
+    """Return what a scenario would say of an action, from the parameters of its command."""
+    if "groups" in given:
+        return [group.split(",") for group in given["groups"]]
+    found = {key: value for key, value in given.items() if value is not None}
+    if "source" in found:
+        source, destination, one_way = found.pop("source"), found.pop("destination", None), found.pop("one_way")
+        if destination is None:
+            return {**found, "device": source}
+        return {**found, **({"from": source, "to": destination} if one_way else {"between": [source, destination]})}
+    return found if len(found) > 1 else found.get("device", "all")
+
+
+def _add(action: str) -> None:
+    """Add the command of an action, whose parameters are those of its part of a scenario."""
+    field = ActionPart.model_fields[action]
+    part = part_of(field)
+
+    @run_option
+    def strike(run_id: str | None, for_: str | None = None, **given: Any) -> None:
+        value = _value(given)
+        if action == Flap.name:
+            _flap(run_id, value, for_)
+        else:
+            click.echo(control.strike(runstate.choose(run_id), {action: value}))
+
+    text = f"{action.capitalize()}: {field.description}."
+    made = click.command(action, help=text)(strike)
+    made.params = [*_parameters(action, part), *made.params]
+    fault.add_command(made)
+
+
+for _action in ACTIONS:
+    _add(_action)
+fault.commands[Flap.name].params.insert(-1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s"))
+
+
+def _devices_of(run: str, host: str) -> list[str]:
+    """Return the devices on a host of a run; raise InputError where it has none there."""
+    hosts = runstate.hosts_of(run)
+    if not hosts.get(host):
+        known = ", ".join(name for name, devices in hosts.items() if devices) or "it is on one engine"
+        raise InputError(f"the run '{run}' has no devices on a host '{host}' (hosts: {known})")
+    return hosts[host]
+
+
+def _host_command(name: str, action: str, text: str) -> None:
+    @fault.command(name, help=text)
+    @click.argument("host")
+    @run_option
+    def command(host: str, run_id: str | None) -> None:
+        run = runstate.choose(run_id)
+        devices = _devices_of(run, host)
+        with ThreadPoolExecutor(len(devices)) as pool:
+            for said in pool.map(lambda device: control.strike(run, {action: device}), devices):
+                click.echo(said)
+
+
+_host_command("kill-host", "kill", "End all devices of a run on HOST at once, as a power cut there would.")
+_host_command("restart-host", "restart", "Boot all devices of a run on HOST again.")
+
+
+@fault.command("partition-hosts")
+@click.argument("hosts", nargs=-1, required=True)
+@run_option
+def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
+    """Cut HOSTS off from each other and from all others: of a run over several, the links between their devices."""
+    run = runstate.choose(run_id)
+    click.echo(control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]}))
+
+
+def _flap(run_id: str | None, given: Any, for_: str | None) -> None:
+    """Take links down and up until it is over, or Ctrl-C; either way the links are up at the end."""
+    action = parse(ActionPart, {"flap": given}).action
+    if for_ is not None and action.takes_no_for is not None:
+        raise InputError(action.takes_no_for)
+    ask = control.reach(runstate.choose(run_id))
+    turns, late = 0, 0.0
+    with suppress(KeyboardInterrupt):
+        for turns, late in control.flap(ask, given, None if for_ is None else _duration(for_)):  # noqa: B007 - the last is printed
+            pass
+    click.echo(f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise InputError(f"for: {error}") from None
+
+
+@fault.command()
+@click.argument("handle")
+@run_option
+def undo(handle: str, run_id: str | None) -> None:
+    """Revert one fault by its handle, such as degrade-1a2b3c or pause:worker1."""
+    click.echo(control.reach(runstate.choose(run_id))({"undo": handle})["text"])
+
+
+@click.group(cls=CommandGroup)
+def link() -> None:
+    """Show, change and measure the links of a lab that is up.
+
+    Links are directed and delays one-way.
+
+    \b
+    Examples:
+      testbed link show
+      testbed link set source worker1 --rate 10mbit --delay 20ms --loss 1% --both
+      testbed link probe source worker1
+    """
+
+
+@link.command()
+@click.argument("source", required=False)
+@click.argument("destination", required=False)
+@run_option
+@as_json
+def show(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
+    """Show the links in force, all or those from SOURCE to DESTINATION; exit 1 where the kernel holds another.
+
+    What was applied is read back from every device's interface as this command runs.
+    """
+    shown = open_lab(runstate.choose(run_id)).shaper.show()
+    links = links_from_json(shown["links"])
+    chosen = {pair: links[pair] for pair in control.choose(links, source, destination)}
+    if as_json:
+        dump({**shown, "links": links_to_json(chosen)})
+    else:
+        click.echo(f"backend {shown['backend']}")
+        print_table(
+            ["source", "destination", "figures"],
+            [[*pair, describe(each.to_json())] for pair, each in chosen.items()],
+        )
+    wrong = [f"{name}: {text}" for name, device in shown["devices"].items() for text in device["differences"]]
+    if wrong:
+        raise TestbedError("the kernel holds something else than was asked for: " + "; ".join(wrong))
+
+
+@link.command(name="set")
+@click.argument("source")
+@click.argument("destination")
+@click.option("--unlimited", is_flag=True, help="Take the rate away: as fast as the host.")
+@click.option("--up/--down", "up", default=None, help="Let packets through again, or drop them all silently.")
+@click.option("--both", is_flag=True, help="Also from DESTINATION to SOURCE.")
+@run_option
+def change(
+    source: str,
+    destination: str,
+    unlimited: bool,
+    up: bool | None,
+    both: bool,
+    run_id: str | None,
+    **figures: Any,
+) -> None:
+    """Change the link from SOURCE to DESTINATION while it is used; what is not given stays as it is.
+
+    No other link notices. The figures hold for the rest of the run: faults that touch the link later, and devices that
+    restart, start from them. A fault that is in force on the link goes on hiding what it changes.
+    """
+    direct: dict[str, Any] = ({"rate": None} if unlimited else {}) | ({} if up is None else {"up": up})
+    pairs = [(source, destination), *([(destination, source)] if both else [])]
+    part = {key: value for key, value in figures.items() if value is not None}
+    if not part and not direct:
+        raise InputError("changes nothing: give at least one of its options")
+    asked = {"pairs": pairs, "part": part, "direct": direct}
+    done = control.reach(runstate.choose(run_id))({"set": asked})
+    for pair, shown in links_from_json(done["links"]).items():
+        click.echo(f"{pair[0]} -> {pair[1]}: {describe(shown.to_json())}")
+
+
+change.params += options_of(LinkPart)
+
+
+@link.command()
+@click.argument("source", required=False)
+@click.argument("destination", required=False)
+@run_option
+@as_json
+def probe(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
+    """Measure the links as they are now, all or those from SOURCE to DESTINATION; exit 1 outside tolerance.
+
+    Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile
+    disturbs the figures.
+    """
+    shaper = open_lab(runstate.choose(run_id)).shaper
+    shown = shaper.show()
+    running = shown["devices"].keys()
+    pairs = [
+        pair for pair in control.choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)
+    ]
+    measured = shaper.probe(pairs)
+    if as_json:
+        dump([each.to_json() for each in measured])
+    else:
+        rows = [
+            [
+                each.source,
+                each.destination,
+                describe(each.expected.to_json()),
+                formats.rate(each.rate) if each.rate is not None else formats.NONE,
+                formats.seconds(each.delay),
+                formats.share(each.loss),
+                str(each.packets),
+                each.problem or "",
+            ]
+            for each in measured
+        ]
+        header = ["source", "destination", "requested", "rate", "delay", "loss", "packets", "problem"]
+        print_table(header, rows)
+    problems = sum(each.problem is not None for each in measured)
+    if problems:
+        raise TestbedError(f"{problems} of {len(measured)} links are outside their tolerance")

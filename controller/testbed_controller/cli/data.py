@@ -1,0 +1,226 @@
+"""`testbed data`: which data sets there are, which are at hand, and the one command that downloads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from testbed.common.errors import InputError
+from testbed_controller.cli.options import CommandGroup, as_json
+from testbed_controller.cli.printing import dump, make_console, print_section
+from testbed_controller.report.tables import Column
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from testbed.ml.data.dataset import Dataset
+    from testbed.workload import DataPart
+
+_SHADES = " .:-=+*#%@"
+"""Ten levels from black to white."""
+
+
+@click.group(cls=CommandGroup)
+def data() -> None:
+    """List, download and look at data sets.
+
+    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is made up on the spot, `image` is a file of yours;
+    the others are read from files.
+    Nothing but `testbed data fetch` ever downloads them, into data/<name>, where runs look for them.
+    """
+
+
+@data.command(name="list")
+@as_json
+def list_(as_json: bool) -> None:
+    """List the data sets a scenario can name, and whether their files are at hand.
+
+    \b
+    Example, in a scenario:
+      workload:
+        data: {name: mnist, train: 6000}
+    """
+    from testbed.ml.data.catalog import list_names
+
+    rows = [_describe(name) for name in list_names()]
+    if as_json:
+        dump(rows)
+        return
+    shown = []
+    for row in rows:
+        needed = "its path" if row["from_path"] else "none needed"
+        files = needed if row["folder"] is None else row["folder"] if row["complete"] else "not here"
+        shape = "x".join(map(str, row["shape"])) or "-"
+        shown.append((row["name"], shape, str(row["classes"] or "-"), files, row["summary"]))
+    columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
+    print_section(make_console(), columns, shown)
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from testbed.ml.data.catalog import DataSource, describe
+    from testbed.ml.data.files import find
+    from testbed.scenario.schema import data_place
+
+    try:
+        source = describe(name)
+    except InputError as error:  # a broken package must not cost the user the other data sets
+        source = DataSource(name, error.text, (), 0)
+    folder = data_place(source.name)
+    return {
+        "name": source.name,
+        "summary": source.summary,
+        "shape": list(source.shape),
+        "classes": source.classes,
+        "folder": str(folder) if source.files else None,
+        "from_path": source.from_path,
+        "complete": all(find(folder, file) is not None for file in source.files),
+    }
+
+
+@data.command()
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to.  [default: data/NAME]")
+@click.option("--from", "bases", multiple=True, metavar="URL", help="A folder to try first, such as a mirror.")
+def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
+    """Download the files of a data set, each checked against its published checksum.
+
+    Files that are there already are left alone. Where a machine has no way to the internet, copy the files into
+    data/NAME by hand, or name a mirror.
+
+    \b
+    Examples:
+      testbed data fetch mnist
+      testbed data fetch cifar10 --folder /srv/cifar10
+      testbed data fetch mnist --from http://mirror.example/mnist
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
+
+    from testbed.ml.data.fetch import fetch as download
+    from testbed.scenario.schema import DATA_FOLDER
+
+    console = make_console(stderr=True)
+    place = folder or DATA_FOLDER / name
+    with Progress("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=console) as bars:
+        shown: dict[str, TaskID] = {}
+
+        def show(file: str, done: int, total: int | None) -> None:
+            if file not in shown:
+                shown[file] = bars.add_task(file, total=total)
+            bars.update(shown[file], completed=done, total=total)
+
+        files = download(name, place, bases, show)
+    click.echo(f"{name}: {len(files)} files in {place}")
+
+
+@data.command()
+@click.argument("name")
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where its files lie.")
+@click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
+@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
+@click.option("--split", help="Also show who would own what: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.")
+@click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
+@as_json
+def look(
+    name: str, folder: Path | None, path: Path | None, count: int, split: str | None, devices: int, as_json: bool
+) -> None:
+    """Look at data: sizes, samples per class, the first ones to learn from, and how a split divides them.
+
+    NAME is a set of the list, or yours: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, its column of labels.
+
+    \b
+    Examples:
+      testbed data look digits --split dirichlet=0.3
+      testbed data look mnist --folder ../images --count 1
+      testbed data look my_data.py:load
+      testbed data look sales.csv:price --split column=shop --devices 3
+    """
+    from testbed.ml.data import catalog
+    from testbed.ml.data.split import is_class
+    from testbed.scenario.schema import data_place
+    from testbed.workload import DataPart
+
+    part = catalog.part_of(name)
+    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
+        raise InputError(f"{name} is a picture of your own: name its file with --path")
+    if split is not None:
+        kind, _, value = split.partition("=")
+        how = kind if not value else {kind: int(value) if kind == "shards" else value}
+        part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
+    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or folder or data_place(part.name)
+    dataset = catalog.load(part, place)
+    parts = {"train": dataset.train_labels, "test": dataset.test_labels}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "samples": {each: len(labels) for each, labels in parts.items()},
+    }
+    if dataset.classes and is_class(dataset.train_labels):
+        facts["per_class"] = {each: _counts(labels, dataset.classes) for each, labels in parts.items()}
+    if split is not None:
+        facts["shares"] = _shares(dataset, part, devices)
+    if as_json:
+        dump(facts)
+    else:
+        _print_look(dataset, facts, count)
+
+
+def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
+    import numpy as np
+
+    counted: list[int] = np.bincount(labels, minlength=classes).tolist()
+    return counted
+
+
+def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
+    """Return the samples of each device, of each class where there are classes."""
+    from testbed.ml.data.split import is_class
+    from testbed.ml.data.split import split as shared
+
+    if part.split == "lead":
+        raise InputError("lead shares nothing: name another split")
+    owners = [f"device{number}" for number in range(1, devices + 1)]
+    shares = shared(dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups)
+    classes = is_class(dataset.train_labels)
+    return {
+        name: _counts(dataset.train_labels[share], dataset.classes) if classes else len(share)
+        for name, share in shares.items()
+    }
+
+
+def _print_look(dataset: Dataset, facts: Mapping[str, Any], count: int) -> None:
+    size, kind = "x".join(map(str, dataset.shape)), "images" if len(dataset.shape) == 3 else "samples"
+    if dataset.fields:
+        size = " and ".join(f"{each.name} {'x'.join(map(str, each.shape)) or 1}" for each in dataset.fields)
+    if not dataset.classes:
+        click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
+        return
+    learnt = (
+        f"{dataset.classes} classes"
+        if "per_class" in facts
+        else f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
+    )
+    click.echo(f"{dataset.name}: {kind} of {size}, {learnt}")
+    for part, samples in facts["samples"].items():
+        counts = facts["per_class"][part] if "per_class" in facts else []
+        click.echo(
+            f"  {part}: {samples:,} samples" + (f", {min(counts):,} to {max(counts):,} of a class" if counts else "")
+        )
+    for name, share in facts.get("shares", {}).items():
+        text = f"{share:,}" if isinstance(share, int) else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
+        click.echo(f"  {name}: {text}")
+    for sample, label in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
+        drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+        click.echo(f"\n{'class' if 'per_class' in facts else 'label'} {label}")
+        click.echo(_draw(sample) if drawn else "  " + " ".join(f"{value:g}" for value in sample.ravel()[:20]))
+
+
+def _draw(image: npt.NDArray[np.float32]) -> str:
+    """Draw (channels, height, width) in [0, 1] with characters, two for a pixel as they are twice as high as wide."""
+    grey = image.mean(axis=0)
+    levels = (grey * (len(_SHADES) - 1)).round().astype(int)
+    return "\n".join("  " + "".join(_SHADES[level] * 2 for level in row).rstrip() for row in levels)

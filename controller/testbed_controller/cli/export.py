@@ -1,0 +1,131 @@
+"""`testbed export`: a run's tables and timeline for other programs; a scenario as a docker compose project."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from testbed.common.errors import HostError, InputError
+from testbed.common.lazy import need
+from testbed_controller.cli.options import CommandGroup, overrides
+from testbed_controller.cli.printing import say
+
+
+class _OfRuns(CommandGroup):
+    """Takes what names no other kind of export for a run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in ("-h", "--help", *self.commands):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_OfRuns)
+def export() -> None:
+    """Write the tables of a run, or a whole lab, for other programs; `export DIR` is `export run DIR`."""
+
+
+@export.command()
+@click.argument("folder", metavar="RESULTS_DIR", type=click.Path(path_type=Path))
+@click.option("--csv", "kind", flag_value="csv", help="A file for each table.  [default]", default="csv")
+@click.option("--parquet", "kind", flag_value="parquet", help="The same for pandas and others; needs pandas, pyarrow.")
+@click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
+@click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
+@click.option("--latex", "kind", flag_value="latex", help="The table of a sweep for LaTeX; needs its package booktabs.")
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME[: HEADING]",
+    help="With --plots or --latex of a sweep: export this metric, under this heading. May be repeated.",
+)
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
+def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> None:
+    """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
+
+    RESULTS_DIR is what `testbed run` wrote; for a sweep, one table is written, with a row for each run.
+
+    \b
+    Examples:
+      testbed export results/quickstart --csv
+      testbed export results/quickstart --perfetto --out /tmp/quickstart
+      testbed export results/sweep --plots
+      testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
+    """
+    from testbed_controller.report import html, sweep, tables
+    from testbed_controller.results.files import load, load_figures, places
+    from testbed_controller.results.rows import every_table, points, write_tables
+    from testbed_controller.results.summary import summary_of
+
+    found_in = places(folder)
+    several = len(found_in) > 1
+    runs = [load_figures(each) if several else load(each) for each in found_in]
+    if kind in (("perfetto",) if several else ("latex",)):
+        fits = "a run: name one of them" if several else "a sweep"
+        raise InputError(f"{folder}: holds {len(runs)} run{'s' * several}, and --{kind} is of {fits}")
+    is_summarized = several and kind in ("plots", "latex")
+    if metrics and not is_summarized:
+        raise InputError("--metric needs --plots or --latex, and the results of a sweep")
+    summary = summary_of(runs) if is_summarized else {}
+    names = sweep.choose_metrics(summary, metrics) if metrics else None
+    place = out or folder / "export"
+    if kind == "plots":
+        need("matplotlib", "plots", "--plots")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if kind == "plots":
+            from testbed_controller.report.drawing import save_all
+
+            save_all(place, sweep.charts(summary, runs, names) if several else html.charts(runs[0]))
+        elif kind == "latex":
+            (place / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")
+        elif kind == "perfetto":
+            shutil.copy(folder / "trace.json", place / "trace.json")
+        else:
+            write_tables(place, {"points": points(runs)} if several else every_table(runs[0]), kind)
+    except ImportError as error:
+        raise InputError(f"--parquet: {error}") from None
+    except OSError as error:
+        raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")
+
+
+@export.command()
+@click.argument("scenario")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: compose-<scenario>]")
+@overrides
+def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None:
+    """Write a docker compose project with the devices, links and hardening of SCENARIO.
+
+    For a sweep, the first point is used. The project needs the images, a token, and its links set up after each start;
+    its docker-compose.yml explains how.
+
+    \b
+    Examples:
+      testbed export compose quickstart --out my-lab
+    """
+    from testbed.scenario.expand import trials
+    from testbed.scenario.loading import load
+    from testbed_controller.lab.composing import project
+    from testbed_controller.lab.engine import ensure_engine
+    from testbed_controller.lab.images import ensure_images
+    from testbed_controller.lab.programimages import device_images
+
+    trial = trials(load(scenario, overrides))[0]
+    images: dict[str, str] = {}
+    if any(part.image or part.packages for part in trial.scenario.workload.programs.values()):
+        client = ensure_engine(say)
+        ours = ensure_images(client, say)
+        found = device_images(client, trial.scenario.workload, trial.experiment, ours, say)
+        images = {name: tag for name, tag in found.items() if tag != ours.device}
+    place = out or Path(f"compose-{trial.scenario.name}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in project(trial, images).items():
+            (place / name).write_text(text)
+        (place / "shape").chmod(0o755)
+    except OSError as error:
+        raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")

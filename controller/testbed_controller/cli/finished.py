@@ -1,0 +1,100 @@
+"""What is printed and written once runs are over, by `run`, `start` and `report` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import PaperPart
+    from testbed_controller.results.reproduction import ReproducedRow
+    from testbed_controller.results.run import Run
+
+
+@contextmanager
+def explaining(console: Console) -> Iterator[None]:
+    """Print the links that were measured, where a run in the block is refused for them."""
+    from testbed_controller.report.tables import draw
+    from testbed_controller.report.terminal import measurements_table
+    from testbed_controller.running.fidelity import LinksError
+
+    try:
+        yield
+    except LinksError as error:
+        console.print(draw(measurements_table(error.measurements), console.width))
+        raise
+
+
+def show_run(console: Console, finished: Run, *, brief: bool) -> None:
+    """Print what came of a run, in a line or two where it is one of many."""
+    from testbed_controller.report.terminal import show, show_briefly
+
+    if brief and finished.outcome.status == "finished":
+        show_briefly(console, finished)
+    else:
+        show(console, finished)
+
+
+def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]:
+    """Write and print what runs in a folder come to together; return it."""
+    from testbed_controller.report import sweep
+    from testbed_controller.results import summary
+
+    found = summary.summarize(folder, runs)
+    sweep.write(folder, found, runs)
+    sweep.show(console, found, folder)
+    return found
+
+
+def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
+    """Write into a folder, and print, a publication's figures beside those of runs; return its rows."""
+    from testbed_controller.report import paper
+    from testbed_controller.results import reproduction
+
+    table = reproduction.reproduce(part, runs)
+    reproduction.write(folder, part, table)
+    paper.write(folder, part, table, runs)
+    paper.show(console, part.source, table, folder)
+    return table
+
+
+def _reason(error: str) -> str:
+    """Return the line of an error that names it: the last one of a traceback, else the first."""
+    lines = error.strip().splitlines() or ["no reason known"]
+    return lines[-1] if "Traceback" in error else lines[0]
+
+
+def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
+    """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
+    from testbed_controller.report.sections import found_text
+
+    for finished in runs:
+        if finished.outcome.status != "finished":
+            error = _reason(finished.outcome.error or "")
+            if finished.outcome.status == "interrupted":
+                raise StoppedError(f"the run was interrupted: {error}; what it left is in {finished.path}")
+            raise TestbedError(f"the run {finished.outcome.status}: {error}; what it left is in {finished.path}")
+    diverged = [
+        f"{finished.path.name} ({finished.metrics['divergence']})"
+        for finished in runs
+        if finished.metrics.get("diverged") and all(each.key != "diverged" for each in finished.expectations)
+    ]
+    if diverged:
+        text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
+        raise DivergedError(f"training diverged: {', '.join(diverged)}: {text}")
+    missed = [
+        (f"{finished.path.name}: " if len(runs) > 1 else "")
+        + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"
+        for finished in runs
+        for expectation in finished.expectations
+        if not expectation.holds
+    ]
+    missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
+    if missed:
+        raise ExpectationError("; ".join(missed))

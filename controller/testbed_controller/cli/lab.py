@@ -1,0 +1,264 @@
+"""`testbed up`, `down`, `ps`, `logs`, `exec` and `watch`: labs that are up, and what is left of any."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from testbed.common.errors import HostError, InputError, TestbedError
+from testbed_controller.cli.options import as_json, links, on_hosts, overrides, run_option
+from testbed_controller.cli.printing import dump, print_table, say
+from testbed_controller.lab import runstate
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+    from testbed_controller.hosts.placement import LabPart
+    from testbed_controller.lab.lab import LinkBackend
+
+
+ERRORS = 2
+"""Number of the stream of standard error, in the engine's frames."""
+PIECE = 1 << 16
+"""Bytes of standard input that are passed on at once."""
+
+
+@click.command()
+@click.argument("scenario", type=click.Path(path_type=Path))
+@overrides
+@links
+@on_hosts
+@as_json
+def up(
+    scenario: Path,
+    overrides: tuple[str, ...],
+    links: LinkBackend,
+    where: LabPart,
+    as_json: bool,
+) -> None:
+    """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
+
+    For a sweep, the first point is used. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
+    `link`, `ps` and `logs` work on it; `testbed down` ends it.
+    """
+    from testbed.scenario.expand import trials
+    from testbed.scenario.loading import load
+    from testbed_controller.hosts.lab import create_lab
+
+    trial = trials(load(scenario, overrides))[0]
+    lab = create_lab(trial, where.hosts, where.place, links=links, progress=say, keep=True)
+    if as_json:
+        devices = [asdict(device) for device in lab.devices.values()]
+        dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})
+        return
+    click.echo(f"run {lab.run_id} is up on {lab.subnet}")
+    rows = [[each.name, each.state, each.address, each.control_url] for each in lab.devices.values()]
+    print_table(["device", "state", "address", "control"], rows)
+    click.echo(f"end it with: testbed down {lab.run_id}")
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--all", "everything", is_flag=True, help="Remove all runs of yours, and abandoned runs of anybody.")
+@click.option("--everyone", is_flag=True, help="Also remove runs of other users that are in progress.")
+def down(run: str | None, everything: bool, everyone: bool) -> None:
+    """Remove a run: its containers, networks and state, even if only part of it is left.
+
+    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
+    error; a run of which nothing is left ends with 2.
+
+    A run of another user (or of another state folder) is removed if RUN is its whole name, if it is abandoned (none of
+    its containers runs), or with --everyone.
+    """
+    from testbed_controller.hosts.removal import remove
+    from testbed_controller.lab.engine import connect_to_all
+    from testbed_controller.lab.removal import abandoned_runs, labelled_runs
+
+    if everything and run:
+        raise InputError("name a run or say --all, not both")
+    pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
+    own = runstate.runs()
+    engines: dict[str, DockerClient] = {}
+    removable = {pattern, *own}
+    for client in connect_to_all().values():
+        engines |= dict.fromkeys(labelled_runs(client), client)
+        removable |= abandoned_runs(client)
+    known = sorted({*engines, *own})
+    matches = fnmatch.filter(known, pattern)
+    others = [each for each in matches if each not in removable]
+    if everyone and others:
+        click.echo(f"ending the runs of other users: {', '.join(others)}")
+    chosen = matches if everyone else [each for each in matches if each in removable]
+    if not chosen and pattern != "*":
+        if others:
+            raise InputError(f"other users have the runs {', '.join(others)}: write one in full, or add --everyone")
+        raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
+    for each in chosen:
+        count = remove(each, engines.get(each))
+        click.echo(f"{each}: removed {count} containers and networks")
+    if not chosen:
+        click.echo("nothing to remove")
+    if others and not everyone:
+        click.echo(f"kept, as other users have them: {', '.join(others)} (--everyone ends them, too)")
+
+
+@click.command()
+@as_json
+def ps(as_json: bool) -> None:
+    """List the containers of every run on the engine, what each device does, and how far the run has come.
+
+    Runs of yours on another engine, which you used before, are listed as well.
+    """
+    from testbed_controller.hosts.contexts import reach
+    from testbed_controller.lab.containers import RunningContainer, running_labs
+    from testbed_controller.lab.engine import connect_to_all
+    from testbed_controller.results.files import Progress, progress
+
+    labs: dict[str, list[RunningContainer]] = {}
+    for client in connect_to_all().values():
+        labs |= running_labs(client)
+    for run in runstate.runs():
+        for host in runstate.hosts_of(run):
+            with suppress(HostError):  # a host that is lost: the run says so itself
+                labs.setdefault(run, []).extend(running_labs(reach(host).client).get(run, []))
+    if as_json:
+        dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
+        return
+    folders = {run: runstate.results_of(run) for run in labs}
+    now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
+    rows = [
+        [run, each.name, each.state, each.since, now[run].doing.get(each.name, ""), each.address, each.control_url]
+        for run, containers in labs.items()
+        for each in containers
+    ]
+    rows += [[run, "", "networks only", "", "", "", ""] for run, containers in labs.items() if not containers]
+    if rows:
+        print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
+        for run, folder in folders.items():
+            if folder is not None:
+                click.echo(f"{run}: {now[run]}, in {folder}")
+    else:
+        click.echo("no run is up")
+
+
+@click.command()
+@click.argument("device")
+@run_option
+@click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
+def logs(device: str, run_id: str | None, follow: bool) -> None:
+    """Print the log of DEVICE and the output of its program (`shaper` for the one that shapes the links)."""
+    from testbed_controller.hosts.lab import engine_of
+    from testbed_controller.lab.containers import container_logs
+
+    wrote, run = False, runstate.choose(run_id)
+    for piece in container_logs(engine_of(run, device), run, device, follow=follow):
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+        wrote = True
+    if not wrote:
+        say(f"{device} has written nothing")
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("device")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
+@run_option
+def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
+    """Run COMMAND in the container of DEVICE, and exit with its status.
+
+    Other devices can be reached by their names, over the shaped links.
+
+    \b
+    Examples:
+      testbed exec worker1 -- python3 -c "import socket; print(socket.gethostbyname('source'))"
+      testbed exec -i worker1 -- sh -c "cat > /tmp/in.csv" < in.csv
+      testbed exec worker1 -- cat /tmp/out.csv > out.csv
+      testbed exec --run quickstart-1a2b3c4d worker1 -- cat /etc/hosts
+    """
+    from docker.errors import APIError, NotFound
+
+    from testbed_controller.hosts.lab import engine_of
+    from testbed_controller.lab.containers import container_name
+
+    # What stands behind DEVICE is not click's to read, the sign that says so included.
+    words = list(command[1:] if command[0] == "--" else command)
+    chosen = runstate.choose(run_id)
+    client = engine_of(chosen, device)
+    try:
+        started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
+    except NotFound:
+        raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
+    except APIError as error:
+        raise TestbedError(f"{device}: {error.explanation}") from None
+    for number, part in _frames(client, started, sys.stdin.fileno() if pass_input else None):
+        stream = sys.stderr if number == ERRORS else sys.stdout
+        stream.buffer.write(part)
+        stream.flush()
+    sys.exit(client.api.exec_inspect(started)["ExitCode"])
+
+
+def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
+    """Start a command, pass on what can be read of ``given``, and yield (stream, bytes) of what it writes."""
+    from docker.utils import socket as frames
+
+    # The engine's client wraps the connection as a file to be read; what is written goes past that.
+    connection: Any = client.api.exec_start(started, socket=True)
+
+    def feed(source: int) -> None:
+        with suppress(OSError):  # the command has ended, and left the rest unread
+            # Not through `sys.stdin`, whose lock a thread that waits for more would keep as the interpreter ends.
+            while piece := os.read(source, PIECE):
+                connection._sock.sendall(piece)
+            connection._sock.shutdown(socket.SHUT_WR)
+
+    if given is not None:
+        threading.Thread(target=feed, args=(given,), daemon=True).start()
+    read: Any = frames.frames_iter
+    yield from read(connection, tty=False)
+
+
+@click.command()
+@click.argument("run", required=False, metavar="[RUN]")
+@click.option("--pace", type=click.FloatRange(min=0, min_open=True), help="Seconds of the run to show in each second.")
+@click.option("--open/--no-open", "show_page", default=True, help="Open the page in a browser.  [default: open]")
+def watch(run: str | None, pace: float | None, show_page: bool) -> None:
+    """Show RUN on a page in the browser: devices, links, learning, what each device does, and faults as they strike.
+
+    RUN is a run that is up (default: the only one), or a folder of results, which is replayed at --pace (1: real time).
+    While a run is up, faults can be injected from the page. It is served on 127.0.0.1 until Ctrl-C.
+
+    \b
+    Examples:
+      testbed watch
+      testbed watch results/quickstart --pace 5
+    """
+    from testbed_controller.running.control import strike
+    from testbed_controller.watch.server import PageServer
+
+    if run is not None and Path(run).is_dir():
+        server = PageServer(Path(run), pace=pace or 1.0)
+    else:
+        state = runstate.read(runstate.choose(run))
+        if state.results is None:
+            raise InputError(f"{state.run} is a lab without a run: start one with 'testbed run'")
+        server = PageServer(Path(state.results), partial(strike, state.run), pace)
+    click.echo(server.address)
+    if show_page:
+        server.show()
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+    server.close()

@@ -1,0 +1,187 @@
+"""The `testbed` command. Subcommands are imported only when they are called, so that each answers at once."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from testbed.common import plugins
+from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.common.formats import visible
+from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
+from testbed.common.version import VERSION
+from testbed_controller.cli.options import CommandGroup, sentence
+from testbed_controller.lab.paths import abandoned
+
+COMMANDS = {
+    "init": "testbed_controller.cli.validate:init",
+    "run": "testbed_controller.cli.run:run",
+    "up": "testbed_controller.cli.lab:up",
+    "start": "testbed_controller.cli.run:start",
+    "down": "testbed_controller.cli.lab:down",
+    "watch": "testbed_controller.cli.lab:watch",
+    "ps": "testbed_controller.cli.lab:ps",
+    "logs": "testbed_controller.cli.lab:logs",
+    "exec": "testbed_controller.cli.lab:execute",
+    "fault": "testbed_controller.cli.changes:fault",
+    "link": "testbed_controller.cli.changes:link",
+    "plan": "testbed_controller.cli.plan:plan",
+    "validate": "testbed_controller.cli.validate:validate",
+    "schema": "testbed_controller.cli.validate:schema",
+    "models": "testbed_controller.cli.catalogue:models",
+    "methods": "testbed_controller.cli.catalogue:methods",
+    "profiles": "testbed_controller.cli.catalogue:profiles",
+    "profile": "testbed_controller.cli.catalogue:profile",
+    "data": "testbed_controller.cli.data:data",
+    "report": "testbed_controller.cli.report:report",
+    "compare": "testbed_controller.cli.report:compare",
+    "export": "testbed_controller.cli.export:export",
+    "papers": "testbed_controller.cli.papers:papers",
+    "images": "testbed_controller.cli.machine:images",
+    "bench": "testbed_controller.cli.machine:bench",
+    "doctor": "testbed_controller.cli.machine:doctor",
+    "hosts": "testbed_controller.cli.machine:hosts",
+}
+GROUP = "testbed.commands"
+"""Entry points under which an installed package registers its commands: ``name = "module:command"``, by click."""
+
+
+def _command_of(found: object) -> click.Command:
+    if not isinstance(found, click.Command):
+        raise TypeError(f"{found!r} must be a click.Command")
+    return found
+
+
+class _LazyGroup(CommandGroup):
+    """A group whose subcommands live in modules that are imported on use; their list is read off the source text."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list({**COMMANDS, **plugins.installed(GROUP)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            point = plugins.installed(GROUP).get(cmd_name)
+            return None if point is None else plugins.load(point, (), _command_of)
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def describe(self, ctx: click.Context, name: str) -> str:
+        """Return the first sentence of a command's docstring, without importing what the command needs."""
+        if name not in COMMANDS:
+            try:
+                return super().describe(ctx, name)
+            except InputError as error:  # a broken package must not cost the user the other commands
+                return str(error)
+        module, _, function = COMMANDS[name].partition(":")
+        text = (Path(__file__).parent / f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        docstring = re.search(rf'^def {function}\(.*?"""(.*?)"""', text, re.DOTALL | re.MULTILINE)
+        return sentence(click.Command(name, help=docstring and docstring[1]))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(VERSION, prog_name="testbed")
+@click.option(
+    "--log-level",
+    type=click.Choice(LEVELS),
+    default="warning",
+    show_default=True,
+    envvar=LEVEL,
+    show_envvar=True,
+    help="Log to standard error from this level on. Logs in results folders begin at info, or with debug at debug.",
+)
+def testbed(log_level: str) -> None:
+    """Emulate edge devices and their links on one machine and run split neural networks on them."""
+    log_to_terminal(log_level)
+
+
+class _TerminalHandler(logging.Handler):
+    """Writes to standard error as it is by then: a run that is shown in place redirects it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo("\n".join(map(visible, self.format(record).splitlines())), err=True)
+
+
+_TERMINAL = _TerminalHandler()
+
+
+def log_to_terminal(level: str) -> None:
+    """Log to the terminal from a level on; the loggers let pass from info on, for the files of a run."""
+    _TERMINAL.setLevel(level.upper())
+    _TERMINAL.setFormatter(LineFormatter())
+    for name in PACKAGES:
+        logger = logging.getLogger(name)
+        logger.setLevel(min(_TERMINAL.level, logging.INFO))
+        logger.addHandler(_TERMINAL)
+
+
+def _say_what_was_left() -> None:
+    """Offer to remove what is left of runs that nobody removes any more."""
+    if sys.argv[1:2] != ["down"]:
+        for run in abandoned():
+            text = "was killed together with its reaper, and is still there: remove it with"
+            click.echo(f"testbed: the run {run} {text} 'testbed down {run}'", err=True)
+
+
+def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
+    """Say nothing of a Ctrl-C that came while an object was freed, where Python drops it; the next one is heard."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+
+
+def main() -> None:
+    """Run the command line; turn a `TestbedError` into one line and its exit status."""
+    # What imports make stays: to look for garbage among it takes time and finds none.
+    gc.set_threshold(100_000, 50, 100)
+    # So does what is there at the end: to look through torch's modules once more as Python ends takes 0.6 s.
+    atexit.register(gc.freeze)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    sys.unraisablehook = _drop_interrupt
+    _say_what_was_left()
+    try:
+        sys.exit(testbed.main(standalone_mode=False))
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except TestbedError as error:
+        click.echo(f"testbed: {visible(str(error))}", err=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output has left (`testbed ps | head`): not an error worth a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except Exception as error:
+        text, status = _explain(error)
+        if text is None:
+            raise
+        click.echo(f"testbed: {visible(text)}", err=True)
+        sys.exit(status)
+
+
+def _explain(error: Exception) -> tuple[str | None, int]:
+    """Return what the user should read of an error that nobody expected, and the exit status; None: its traceback."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
+        return text, HostError.exit_code
+    # The engine's client is imported only by commands that need it; whatever it raises is about this host.
+    if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):
+        return f"the container engine: {' '.join(str(error).split())}", HostError.exit_code
+    from testbed.common.usercode import located
+
+    return located(error), TestbedError.exit_code

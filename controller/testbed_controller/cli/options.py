@@ -1,0 +1,122 @@
+"""Options that several commands have, and how groups of commands list them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import Scenario
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+overrides = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override one key of the scenario, dotted, as in network.link.rate=10mbit. May be repeated.",
+)
+links = click.option(
+    "--links",
+    type=click.Choice(["auto", "netem", "userspace"]),
+    default="auto",
+    show_default=True,
+    envvar="TESTBED_LINKS",
+    show_envvar=True,
+    help="What shapes the links; auto takes netem where the kernel has it.",
+)
+
+
+def _names(_context: click.Context, _option: click.Parameter, given: str | None) -> list[str]:
+    return [name.strip() for name in (given or "").split(",") if name.strip()]
+
+
+def _placed(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    wrong = [each for each in given if not all(each.partition("="))]
+    if wrong:
+        raise click.BadParameter(f"'{wrong[0]}' is not DEVICE=HOST")
+    return {name: host for name, _, host in (each.partition("=") for each in given)}
+
+
+_hosts = click.option(
+    "--hosts",
+    callback=_names,
+    metavar="HOST,...",
+    envvar="TESTBED_HOSTS",
+    show_envvar=True,
+    help="Run on the engines of these docker contexts, which are of one swarm; see docs/hosts.md.",
+)
+_place = click.option(
+    "--place",
+    multiple=True,
+    callback=_placed,
+    metavar="DEVICE=HOST",
+    help="With --hosts, put this device on that host. May be repeated.",
+)
+_lab = click.option(
+    "--lab",
+    "lab_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    envvar="TESTBED_LAB",
+    show_envvar=True,
+    help="A file with hosts, the places of devices and faults of hosts; see docs/hosts.md.",
+)
+
+
+def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say where a run goes, which the command takes together as ``where``, a `LabPart`."""
+
+    @wraps(command)
+    def found(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
+        from testbed_controller.hosts.placement import read_lab
+
+        command(where=read_lab(lab_file, tuple(hosts), place), **given)
+
+    return _hosts(_place(_lab(found)))
+
+
+run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")
+out = click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
+)
+accept_links = click.option(
+    "--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so)."
+)
+watched = click.option(
+    "--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`."
+)
+metrics_as_json = click.option(
+    "--json", "as_json", is_flag=True, help="Print the metrics as JSON; progress goes to standard error."
+)
+
+
+class CommandGroup(click.Group):
+    """Lists its commands with their first sentences whole; click cuts them at the width."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, each with its sentence."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.describe(ctx, name)) for name in self.list_commands(ctx)])
+
+    def describe(self, ctx: click.Context, name: str) -> str:
+        """Return the first sentence of a command's help."""
+        command = self.get_command(ctx, name)
+        return "" if command is None else sentence(command)
+
+
+def sentence(command: click.Command) -> str:
+    """Return the first sentence of a command's help, of at most 300 letters."""
+    return command.get_short_help_str(300)
+
+
+def in_results(scenario: Scenario) -> bool:
+    """Say whether a scenario names Python files beside the results of a run, which may have come from somebody else."""
+    workload = scenario.workload
+    named = any(part.file is not None for part in (workload.method, workload.model, workload.data))
+    return named and (scenario.source.folder / "manifest.json").is_file()

@@ -1,0 +1,136 @@
+"""`testbed report` and `testbed compare`: what runs left behind, read again."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+import click
+
+from testbed_controller.cli.printing import dump, make_console
+
+
+@click.command()
+@click.argument("folder", metavar="RESULTS_DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--open",
+    "show_page",
+    type=click.Choice(["yes", "no"]),
+    default="no",
+    show_default=True,
+    help="Open the HTML report in a browser.",
+)
+@click.option("--runs", "every_run", is_flag=True, help="For a sweep, rebuild the report of every run as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics (of a sweep: its summary) as JSON.")
+def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
+    """Rebuild the report of a run from its events and print its table.
+
+    RESULTS_DIR is what `testbed run` wrote, such as results/quickstart: figures, verdict, Perfetto trace and HTML
+    report are written again. For the folder of a sweep, the summary and pages are written again from the figures of its
+    runs, and reports that are missing are added.
+
+    \b
+    Examples:
+      testbed report results/quickstart
+      testbed report results/quickstart --open yes
+    """
+    from testbed_controller.cli.finished import reproduce, summarize
+    from testbed_controller.report import html
+    from testbed_controller.report.terminal import show
+    from testbed_controller.results.files import is_written, load, load_figures, paper_of, places
+    from testbed_controller.results.recorder import rebuild
+
+    found_in = places(folder)
+    several = found_in != [folder]
+    runs = []
+    for place in found_in:
+        if several and not every_run and is_written(place) and (place / "report.html").is_file():
+            runs.append(load_figures(place))
+            continue
+        run = load(place)
+        rebuild(run)
+        html.write(run)
+        runs.append(run.alone())
+    console = make_console(quiet=as_json)
+    content = summarize(folder, runs, console) if several else runs[0].metrics
+    if not several:
+        show(console, runs[0])
+    part = paper_of(folder, runs)
+    if part:
+        reproduce(folder, part, runs, console)
+    if as_json:
+        dump(content)
+    if show_page == "yes":
+        page = folder / ("paper.html" if part and several else "sweep.html" if several else "report.html")
+        webbrowser.open(page.absolute().as_uri())
+
+
+@click.command()
+@click.argument("folders", metavar="RUN RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the comparison as an HTML page.")
+@click.option(
+    "--plots",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write its plots into this folder, as SVG and PDF for one and two columns.",
+)
+@click.option("--latex", type=click.Path(path_type=Path, dir_okay=False), help="Write its figures as a LaTeX table.")
+@click.option(
+    "--series",
+    multiple=True,
+    metavar="NAME[: LABEL]",
+    help="Show only this column, under this label. May be repeated; columns and lines come in the order given.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def compare(
+    folders: tuple[Path, ...],
+    out: Path | None,
+    plots: Path | None,
+    latex: Path | None,
+    series: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Compare the figures of runs side by side, each also as a ratio to the first run's.
+
+    A folder of a sweep stands for all of its runs; repetitions of one point become one column.
+    Differences between the scenarios that no sweep asked for are warned about. An emulated and a simulated run of one
+    scenario are checked against each other.
+
+    \b
+    Examples:
+      testbed compare results/quickstart results/simulated
+      testbed compare results/sweep --out sweep.html
+      testbed compare results/sweep --plots figures --series 'rate=5mbit: 5 Mbit/s' --series 'rate=50mbit: 50 Mbit/s'
+    """
+    from testbed.common.errors import InputError
+    from testbed.common.lazy import need
+    from testbed.trace.events import finite
+    from testbed_controller.report import comparison
+    from testbed_controller.report.tables import latex as as_latex
+    from testbed_controller.results.comparison import compare as put_side_by_side
+    from testbed_controller.results.comparison import side_by_side
+    from testbed_controller.results.files import load_figures, places
+
+    if plots is not None:
+        need("matplotlib", "plots", "--plots")
+    runs = [load_figures(place) for folder in folders for place in places(folder)]
+    if len(runs) < 2:
+        raise InputError(f"{folders[0]}: is a single run: name at least two to compare")
+    grouped = side_by_side(runs, series)
+    compared = finite(put_side_by_side(grouped))
+    if as_json:
+        dump(compared)
+    else:
+        comparison.show(make_console(), compared)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(comparison.render(grouped, compared), encoding="utf-8")
+        click.echo(f"written to {out}", err=as_json)
+    if latex is not None:
+        latex.write_text(as_latex(comparison.figures_of(compared)), encoding="utf-8")
+        click.echo(f"written to {latex}", err=as_json)
+    if plots is not None:
+        from testbed_controller.report.drawing import save_all
+
+        plots.mkdir(parents=True, exist_ok=True)
+        names = save_all(plots, comparison.plots(grouped))
+        click.echo(f"written to {plots}: {', '.join(names)}", err=as_json)

@@ -1,0 +1,301 @@
+"""`testbed run` and `start`: a scenario, whichever runtime, from the file to the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from testbed.common import kernels
+from testbed.common.errors import InputError
+from testbed.common.formats import visible
+from testbed.prepare import prepare, prepare_all, raise_refused
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load
+from testbed.scenario.schema import Trial
+from testbed_controller.api.execution import emulate_side_by_side, run_one_by_one, run_recorded, simulate_side_by_side
+from testbed_controller.cli.finished import explaining, judge, reproduce, show_run, summarize
+from testbed_controller.cli.options import (
+    accept_links,
+    links,
+    metrics_as_json,
+    on_hosts,
+    out,
+    overrides,
+    run_option,
+    watched,
+)
+from testbed_controller.cli.printing import dump, make_console
+from testbed_controller.results.files import finished_among
+from testbed_controller.results.recorder import keep_paper, numbered
+from testbed_controller.results.run import Run, run_name
+from testbed_controller.running.inputs import InitialWeights
+
+WEIGHTS = "weights.safetensors"
+"""What a run leaves in its results."""
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import Scenario, Trial
+    from testbed_controller.hosts.placement import LabPart
+
+
+@click.command()
+@click.argument("scenario")
+@click.option(
+    "--runtime",
+    type=click.Choice(["emulate", "simulate"]),
+    default="emulate",
+    show_default=True,
+    help="emulate: a container per device on the real clock; simulate: one process on a virtual clock, no Docker.",
+)
+@out
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Continue the runs of SCENARIO in this folder: finished ones are kept, the others are run.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Simulate this many runs of a sweep or of repetitions at the same time.",
+)
+@click.option(
+    "--cluster",
+    metavar="ADDRESS",
+    help="Simulate the runs of a sweep or of repetitions on the workers of the Dask scheduler there.",
+)
+@overrides
+@click.option("--seed", type=int, help="Override the scenario's seed.")
+@click.option("--repetitions", type=int, help="Override how many times each point is run.")
+@links
+@accept_links
+@on_hosts
+@click.option(
+    "--each-on-one-host",
+    "apart",
+    is_flag=True,
+    help="With --hosts, give each run of a sweep or of repetitions a host to itself, one at a time on each.",
+)
+@click.option(
+    "--weights",
+    "--from",
+    "weights",
+    type=click.Path(path_type=Path, exists=True),
+    help="Begin with these weights: the results of another run, a state_dict as safetensors or of torch.save, "
+    "Darknet's for yolov2, or a scenario's, which is simulated first.",
+)
+@click.option(
+    "--stream",
+    "streams",
+    multiple=True,
+    type=click.Choice(["csv", "tensorboard", "mlflow", "wandb"]),
+    help="Write losses, accuracies and latencies as they come, into the results: stream.csv, or for TensorBoard, "
+    "MLflow or, offline, Weights & Biases, each by its library.",
+)
+@watched
+@click.option(
+    "--events/--no-events",
+    default=True,
+    help="--no-events writes neither events.jsonl nor trace.json, which of long runs take nearly all of the space.",
+)
+@click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
+@metrics_as_json
+def run(
+    scenario: str,
+    runtime: Literal["emulate", "simulate"],
+    out: Path | None,
+    resume: Path | None,
+    jobs: int,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    seed: int | None,
+    repetitions: int | None,
+    where: LabPart,
+    apart: bool,
+    weights: Path | None,
+    as_json: bool,
+    events: bool,
+    **options: Any,
+) -> None:
+    """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
+
+    Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
+    its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 4 when training diverged (its
+    loss is not a finite number); 130 when you stop it.
+
+    \b
+    Examples:
+      testbed run quickstart
+      testbed run quickstart --runtime simulate --set network.link.rate=10mbit
+      testbed run my.yaml --repetitions 5 --out results/five
+      testbed run my.yaml --repetitions 5 --resume results/five
+    """
+    changes = [*overrides, *_changes(seed, repetitions, weights)]
+    loaded = load(scenario, changes)
+    found = trials(loaded)
+    _fix_kernels(found, runtime)
+    if where.faults and runtime == "emulate":
+        from testbed_controller.hosts.lab import struck
+
+        found = struck(found, where)
+    prepared, refused = prepare_all(found)
+    console = make_console(stderr=as_json)
+    _print_refused(console, refused)
+    together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
+    if apart:
+        _check_apart(where, runtime, options["keep"])
+    _check_seen(together or ("--each-on-one-host" if apart else ""), events, options)
+    places = _places(found, runtime, out, resume, together)
+    kept: dict[int, Run] = {}
+    if resume is not None:
+        kept = finished_among(places, found)
+        console.print(f"{len(kept)} of {len(places)} runs are there already")
+    already = len(kept)
+    todo = {number: places[number] for number in prepared if number not in kept}
+
+    def done(number: int, finished: Run) -> None:
+        kept[number] = finished if len(found) == 1 else finished.alone()
+        if len(kept) == already + 1:
+            _keep_paper(loaded, finished, several=len(found) > 1)
+        if not as_json:
+            show_run(console, finished, brief=len(found) > 1)
+
+    with explaining(console):
+        if cluster and todo:
+            from testbed_controller.api.cluster import connected, simulate_on_cluster
+
+            with connected(cluster) as client:
+                simulate_on_cluster(loaded, todo, client, console, done, events=events)
+        elif jobs > 1:
+            simulate_side_by_side(scenario, changes, todo, jobs, console, done, events=events)
+        elif apart:
+            given = {"events": events} | {key: options[key] for key in ("links", "accept_links")}
+            emulate_side_by_side(scenario, changes, todo, where, given, console, done)
+        else:
+            rows = {number: (prepared[number], folder) for number, folder in todo.items()}
+            run_one_by_one(rows, runtime, console, done, events=events, **options, **where.places)
+    _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
+    raise_refused(refused)
+
+
+@click.command()
+@click.argument("scenario")
+@run_option
+@out
+@overrides
+@accept_links
+@watched
+@metrics_as_json
+def start(
+    scenario: str, run_id: str | None, out: Path | None, overrides: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Run the workload of SCENARIO on the lab that `testbed up SCENARIO` made, and leave the lab up.
+
+    Its devices and network are those of the lab; method, model, programs, faults and lengths may be others than at the
+    last start. Ends as `testbed run` does.
+
+    \b
+    Examples:
+      testbed up quickstart && testbed start quickstart
+      testbed start quickstart --set workload.method.name=gpipe
+    """
+    from testbed_controller.hosts.lab import open_lab
+    from testbed_controller.lab import runstate
+
+    loaded = load(scenario, overrides)
+    prepared = prepare(trials(loaded)[0])
+    lab = open_lab(runstate.choose(run_id))
+    lab.check_serves(prepared.trial)
+    console = make_console(stderr=as_json)
+    folder = out or numbered(Path("results") / run_name(prepared.trial))
+    with explaining(console):
+        finished = run_recorded(prepared, "emulate", folder, InitialWeights(console), console, standing=lab, **options)
+    _keep_paper(loaded, finished, several=False)
+    if not as_json:
+        show_run(console, finished, brief=False)
+    _show_all([finished], loaded, console, as_json=as_json)
+
+
+def _print_refused(console: Console, refused: Sequence[str]) -> None:
+    for text in refused:
+        console.print(f"[yellow]refused[/] {escape(visible(text))}")
+
+
+def _check_seen(together: str, events: bool, options: Mapping[str, Any]) -> None:
+    """Raise InputError where nobody can see the runs; ``together`` is the option that has several run at once."""
+    if together and (options["watch"] or options["streams"]):
+        raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
+    if options["watch"] and not events:
+        raise InputError("--no-events: the page is made of them: leave --watch away")
+
+
+def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
+    """Fix the kernels of simulations that ask for it; devices on containers fix their own."""
+    if runtime == "simulate" and any(each.scenario.workload.reproducible for each in found):
+        kernels.fix_or_restart()
+
+
+def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:
+    """Raise InputError where runs cannot have a host each."""
+    if not where.hosts or runtime != "emulate":
+        raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
+    if where.place or where.faults or keep:
+        raise InputError(
+            "--each-on-one-host: every device of a run is on one host: leave --place, faults of hosts and --keep away"
+        )
+
+
+def _keep_paper(loaded: Scenario, finished: Run, *, several: bool) -> None:
+    """Write what a publication has beside the runs, where the run of a point leaves it out."""
+    if loaded.paper and finished.trial.point:
+        keep_paper(finished.path.parent if several else finished.path, loaded.paper)
+
+
+def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:
+    """Print what came of all runs together; end with 1 where one failed or missed what was expected."""
+    folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
+    if len(runs) > 1:
+        summarize(folder, runs, console)
+    table = reproduce(folder, loaded.paper, runs, console) if loaded.paper else []
+    if as_json:
+        shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
+        dump(shown[0] if len(runs) == 1 else shown)
+    judge(runs, table)
+
+
+def _changes(seed: int | None, repetitions: int | None, weights: Path | None) -> list[str]:
+    """Return what options of their own change of the scenario, as --set has it."""
+    given: dict[str, object] = {"seed": seed, "repetitions": repetitions}
+    if weights is not None and weights.is_dir():
+        weights = weights / WEIGHTS
+        if not weights.is_file():
+            runs = ", ".join(str(each.parent) for each in sorted(weights.parent.glob(f"*/{WEIGHTS}"))) or "none here"
+            raise InputError(f"--from: {weights.parent} holds no {WEIGHTS}: name the results of one run ({runs})")
+    if weights is not None:
+        # In quotes: whatever the path holds is text.
+        given["workload.model.weights"] = json.dumps(str(weights.absolute()))
+    return [f"{key}={value}" for key, value in given.items() if value is not None]
+
+
+def _places(runs: Sequence[Trial], runtime: str, out: Path | None, resume: Path | None, together: str) -> list[Path]:
+    """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
+    if resume is not None and out is not None:
+        raise InputError("--resume names the folder: leave --out away")
+    if together and runtime != "simulate":
+        text = "containers need the host to themselves: add --runtime simulate, or leave"
+        raise InputError(f"{together}: {text} {together} away")
+    names = [run_name(trial) for trial in runs]
+    asked = resume or out
+    if len(names) == 1:
+        return [asked or numbered(Path("results") / names[0])]
+    if out is not None and out.is_dir() and any(out.iterdir()):
+        raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
+    folder = asked or numbered(Path("results") / runs[0].scenario.name)
+    return [folder / name for name in names]

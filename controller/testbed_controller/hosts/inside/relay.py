@@ -1,0 +1,60 @@
+"""``python -m testbed_controller.hosts.inside.relay``: the far end of a controller's connection to a host.
+
+Speaks `streams` over its standard input and output, which the engine's own exec carries. Connections lead into the
+network namespaces of containers, to ports of their loopback: nothing listens outside of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from testbed_controller.hosts.inside.streams import CLOCK, TIMES, Streams
+from testbed_controller.shaping.namespaces import Namespace
+
+ALIVE = "/run/alive"
+"""Touched whenever the controller is heard of; the keeper looks at it."""
+CONNECT_SECONDS = 5.0
+
+
+async def _connect(target: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    def enter() -> socket.socket:
+        namespace = Namespace.of_process(target["pid"])
+        try:
+            return namespace.run(
+                lambda: socket.create_connection(("127.0.0.1", target["port"]), timeout=CONNECT_SECONDS)
+            )
+        finally:
+            namespace.close()
+
+    connected = await asyncio.get_running_loop().run_in_executor(None, enter)
+    connected.setblocking(False)
+    return await asyncio.open_connection(sock=connected)
+
+
+async def _main() -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    transport, _ = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout.buffer)
+
+    def answer(times: bytes) -> None:
+        arrived = time.monotonic()
+        sent, _, _ = TIMES.unpack(times)
+        Path(ALIVE).touch()  # the keeper itself may just be starting
+        streams.send(CLOCK, 0, TIMES.pack(sent, arrived, time.monotonic()))
+
+    streams = Streams(transport.write, answer, _connect)
+    await streams.take_in(reader)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):  # ahead of the devices' own work, which else would be in the clocks' offsets
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    asyncio.run(_main())

@@ -1,0 +1,124 @@
+"""What `testbed hosts` says of engines: what they are, what is there, how far they are from here, what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from testbed.common.errors import TestbedError
+from testbed_controller.hosts.channel import Channel
+from testbed_controller.hosts.contexts import Host, manager, reach
+from testbed_controller.hosts.provision import make_keeper
+from testbed_controller.lab.diagnosis import HostCheck
+from testbed_controller.lab.engineaddress import context_names
+from testbed_controller.lab.images import exists, present_names
+from testbed_controller.lab.removal import remove_from
+from testbed_controller.lab.runstate import RunState, new_id
+
+_RATE_BYTES = 32 << 20
+BRINGS = "which the first run brings"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """One host; times in seconds, what could not be had is None."""
+
+    context: str
+    node: str = ""
+    address: str = ""
+    cores: int | None = None
+    memory: int | None = None
+    """Bytes."""
+    engine: str = ""
+    manager: bool = False
+    images: tuple[str, ...] = ()
+    """The kinds of ours that are there."""
+    offset: float | None = None
+    """Its clock minus the one here."""
+    uncertainty: float | None = None
+    round_trip: float | None = None
+    """Over the connection of its context."""
+    rate: float | None = None
+    """Bit/s, over that connection."""
+    missing: tuple[str, ...] = field(default=())
+    """What is in the way of a run there, each with what helps."""
+
+
+def survey(wanted: Sequence[str]) -> list[HostReport]:
+    """Return a report of each of these docker contexts; of all there are where none is named."""
+    asked = list(wanted) or context_names()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        reached = list(pool.map(_reach, asked))
+        engines: dict[str, str] = {}
+        doubled = {
+            each.name: other
+            for each in reached
+            if isinstance(each, Host) and (other := engines.setdefault(each.engine, each.name)) != each.name
+        }
+        return list(pool.map(lambda each: _report(each, doubled), zip(asked, reached, strict=True)))
+
+
+def checks(wanted: Sequence[str]) -> Iterator[HostCheck]:
+    """Yield of each of these docker contexts whether runs can go there."""
+    for found in survey(wanted):
+        name, lacking = f"host {found.context}", [each for each in found.missing if not each.endswith(BRINGS)]
+        detail = "; ".join(lacking) or f"Docker {found.engine}, {found.cores} cores, {found.address or found.node}"
+        yield HostCheck(name, "missing" if lacking else "ok", detail, needed=True)
+
+
+def _reach(name: str) -> Host | str:
+    try:
+        return reach(name)
+    except TestbedError as error:
+        return str(error)
+
+
+def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostReport:
+    name, host = asked
+    if isinstance(host, str):
+        return HostReport(name, missing=(host,))
+    tags = present_names(host.client)
+    wanted = {"device": tags.device, "shaper": tags.shaper}
+    there = tuple(kind for kind, tag in wanted.items() if exists(host.client, tag))
+    missing = [f"the same engine as {doubled[name]}: leave one of them away"] if name in doubled else []
+    try:
+        manager({name: host})
+    except TestbedError as error:
+        if not host.address:
+            missing.append(str(error))
+    missing += [f"the image of the {kind}, {BRINGS}" for kind in wanted if kind not in there]
+    facts: dict[str, float] = {}
+    if "shaper" in there:
+        try:
+            facts = _measured(host, tags.shaper)
+        except TestbedError as error:
+            missing.append(str(error))
+    return HostReport(
+        context=name,
+        node=host.node,
+        address=host.address,
+        cores=host.cores,
+        memory=host.memory,
+        engine=host.version,
+        manager=host.manages,
+        images=there,
+        offset=facts.get("offset"),
+        uncertainty=facts.get("uncertainty"),
+        round_trip=facts.get("round_trip"),
+        rate=facts.get("rate"),
+        missing=tuple(missing),
+    )
+
+
+def _measured(host: Host, image: str) -> dict[str, float]:
+    """Return clock, round trip and rate over the connection of a context, by a keeper that is removed at once."""
+    state = RunState(new_id("hosts"), "", lease=1.0)
+    try:
+        channel = Channel(host.name, host.client, make_keeper(host, state, image))
+        try:
+            return {**channel.clock.facts(), "rate": channel.rate(_RATE_BYTES)}
+        finally:
+            channel.close()
+    finally:
+        remove_from(host.client, state.run, settle=False)

@@ -1,0 +1,451 @@
+"""The images of devices and shaper: what goes into them, their tags, how they are built and found again.
+
+Each image is tagged with a hash of all that goes into it, so an image that exists is right and nothing is
+built twice. They stand on each other: ``base`` (Debian and Python), ``runtime`` (Python packages, one each for device
+and shaper), and on top the project's code as a thin layer that a change of code rebuilds within seconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import secrets
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker.errors import APIError, BuildError, ImageNotFound
+from docker.models.images import Image
+
+from testbed.common.errors import HostError
+from testbed_controller.lab.engine import Say, install_packages, refusal_within
+from testbed_controller.lab.paths import BUILD, RECIPES, package_folder
+from testbed_controller.lab.wheels import (
+    PYTHON,
+    Target,
+    describe_full_disk,
+    fetch_cpu_torch,
+    fetch_wheels,
+    host_machine,
+    list_packages,
+    machine_name,
+    read_list,
+    requirements,
+    torch_builds,
+)
+
+REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
+PULL_PATIENCE = 60.0
+_BOOTSTRAP_ROOM = 600 * 10**6
+"""Bytes of temporary files while mmdebstrap makes the base image: packages, their files, and the archive of them."""
+LABEL = "testbed.image"
+_STAGE_SECONDS = 3600.0
+"""Longest time that a build takes."""
+_SYSTEM_CONTAINERD = ("/run/containerd/containerd.sock", "/var/run/containerd/containerd.sock")
+"""Sockets of a containerd that the engine did not start, and whose data is not below the engine's."""
+
+CODE = {
+    "device": ("testbed", "testbed_agent"),
+    "shaper": (
+        "testbed",
+        "testbed_controller/__init__.py",
+        "testbed_controller/shaping",
+        "testbed_controller/hosts/__init__.py",
+        "testbed_controller/hosts/inside",
+    ),
+    "agent": ("testbed", "testbed_agent"),
+}
+"""The packages, and the parts of packages, that each image carries."""
+HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
+"""What no image carries of that: scenarios are read, planned and simulated on the host."""
+
+SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "runtime": 4, "base": 2, "stage": 0}
+"""How many images of each kind stay when others are built, so that going back to another version is quick."""
+
+
+@dataclass(frozen=True)
+class ImageTags:
+    """The tags that the present code needs."""
+
+    base: str
+    device_runtime: str
+    shaper_runtime: str
+    device: str
+    shaper: str
+
+
+def names(target: Target | None = None) -> ImageTags:
+    """Return the tags for the files as they are now; needs no engine.
+
+    Without a target, those for this machine's architecture and the preferred build of torch.
+    """
+    target = target or Target(host_machine(), torch_builds()[0])
+    return _names({kind: _code_files(kind) for kind in ("device", "shaper")}, target)
+
+
+def present_names(client: docker.DockerClient) -> ImageTags:
+    """Return the tags that a run on an engine uses: of the builds of torch, the first whose images are there."""
+    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
+    return _choose(client, [_names(code, target) for target in _targets(client)])
+
+
+def _targets(client: docker.DockerClient) -> list[Target]:
+    machine = machine_name(str(client.info().get("Architecture") or host_machine()))
+    return [Target(machine, torch) for torch in torch_builds()]
+
+
+def target_of(client: docker.DockerClient, tags: ImageTags) -> Target:
+    """Return the target for which images were built."""
+    return next(each for each in _targets(client) if names(each).device_runtime == tags.device_runtime)
+
+
+def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
+    for kind in ("device", "device_runtime"):
+        for tags in choices:
+            if exists(client, getattr(tags, kind)):
+                return tags
+    return choices[0]
+
+
+def _names(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
+    runtimes = {kind: _runtime_name(kind, target) for kind in code}
+    tags = {kind: _code_name(kind, files, runtimes[kind]) for kind, files in code.items()}
+    return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+
+
+def _base_name() -> str:
+    packages, bootstrap = "\n".join(_base_packages()), "\n".join(_bootstrap_command("-"))
+    parts = {"packages": packages.encode(), "recipe": recipe("base"), "bootstrap": bootstrap.encode()}
+    return f"testbed/base:{digest(parts)}"
+
+
+def _runtime_name(kind: str, target: Target) -> str:
+    packages = "\n".join(f"{name}{specifier}" for name, specifier in requirements(kind, target).items())
+    parts = {"base": _base_name().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
+    return f"testbed/runtime:{digest(parts)}"
+
+
+def _code_name(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
+    files = {f"code/{name}": content for name, content in code.items()}
+    return f"testbed/{kind}:{digest({'runtime': runtime.encode(), 'recipe': recipe(kind), **files})}"
+
+
+def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
+    """Return the tags of images that exist, building what does not.
+
+    Raises HostError where an image cannot be had; says what failed and what would help.
+    """
+    # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
+    code = {kind: _code_files(kind) for kind in ("device", "shaper")}
+    choices = {_names(code, target): target for target in _targets(client)}
+    wanted = _choose(client, list(choices))
+    if exists(client, wanted.device) and exists(client, wanted.shaper):
+        return wanted
+    with one_at_a_time():
+        wanted = _choose(client, list(choices))
+        if not exists(client, wanted.device) and not exists(client, wanted.device_runtime):
+            wanted = _obtain_torch(choices, say)
+        for kind, files in code.items():
+            _ensure_image(client, kind, files, choices[wanted], say)
+        remove_images(client, keep=wanted, spare=SPARE)
+    return wanted
+
+
+def _obtain_torch(choices: Mapping[ImageTags, Target], say: Say) -> ImageTags:
+    """Return the tags of the preferred build of torch if pip can fetch it, otherwise those of the other one."""
+    preferred, *others = choices
+    if not others or fetch_cpu_torch(choices[preferred], say):
+        return preferred
+    return others[0]
+
+
+def ensure_agent(client: docker.DockerClient, say: Say) -> str:
+    """Return the tag of the image of the agent alone, which `images/program.Dockerfile` puts beside a user's."""
+    return _ensure_image(client, "agent", _code_files("agent"), _targets(client)[0], say)
+
+
+def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], target: Target, say: Say) -> str:
+    """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
+    runtime, base = _runtime_name(kind, target), _base_name()
+    tag = _code_name(kind, code, runtime)
+    if exists(client, tag):
+        return tag
+    if not exists(client, runtime):
+        if not exists(client, base):
+            _make_base(client, base, say)
+        say(f"building the {kind}'s Python packages into {runtime}")
+        _build_runtime(client, kind, base, runtime, target)
+    say(f"building {tag}")
+    files = {f"code/{name}": content for name, content in code.items()}
+    build(client, tag, recipe(kind), files, {"RUNTIME": runtime}, {LABEL: kind})
+    return tag
+
+
+def remove_images(
+    client: docker.DockerClient, keep: ImageTags | None = None, spare: Mapping[str, int] | None = None
+) -> list[str]:
+    """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
+    kept = set() if keep is None else set(vars(keep).values())
+    gone: list[str] = []
+    for kind in SPARE:
+        found = client.images.list(filters={"label": f"{LABEL}={kind}"})
+        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
+        ours = [
+            image for image in found if kind == "stage" or any(tag.startswith(f"testbed/{kind}:") for tag in image.tags)
+        ]
+        if kind == "stage":
+            ours = [image for image in ours if _is_abandoned(image)]
+        ours.sort(key=lambda image: str(image.attrs["Created"]), reverse=True)
+        for image in ours[(spare or {}).get(kind, 0) :]:
+            for reference in image.tags or [str(image.id)]:
+                if reference not in kept and _remove(client, reference):
+                    gone.append(reference)
+    return gone
+
+
+def _is_abandoned(stage: Image) -> bool:
+    """Return whether no build needs a stage any more: others of this engine may be building at the moment."""
+    created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(tzinfo=UTC)
+    return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
+
+
+def _remove(client: docker.DockerClient, reference: str) -> bool:
+    """Remove one image; leave one that a container uses, or that another image stands on."""
+    try:
+        client.images.remove(reference)
+    except ImageNotFound:
+        return False
+    except APIError as error:
+        if error.status_code == 409:
+            return False
+        raise
+    return True
+
+
+# What goes in
+
+
+def digest(parts: Mapping[str, bytes]) -> str:
+    """Return a short hash of named contents, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        for piece in (name.encode(), parts[name]):
+            digest.update(len(piece).to_bytes(8, "big") + piece)
+    return digest.hexdigest()[:16]
+
+
+def recipe(kind: str) -> bytes:
+    """Return the Dockerfile of a kind of image."""
+    return (RECIPES / f"{kind}.Dockerfile").read_bytes()
+
+
+def _base_packages() -> list[str]:
+    return sorted({*read_list(RECIPES / "base.packages"), *read_list(RECIPES / "shaper.packages")})
+
+
+def _code_files(kind: str) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for part in CODE[kind]:
+        package, _, below = part.partition("/")
+        folder = package_folder(package)
+        root = folder / below
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            name = f"{package}/{path.relative_to(folder).as_posix()}"
+            if (
+                path.is_file()
+                and path.suffix != ".pyc"
+                and not path.name.startswith(".")
+                and not name.startswith(HOSTS)
+            ):
+                files[name] = path.read_bytes()
+    return files
+
+
+# Base image
+
+
+def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
+    refusal = _base_from_registry(client, tag, say)
+    if refusal:
+        say(f"no base image from a registry ({refusal}): making one with mmdebstrap")
+        _base_from_mmdebstrap(client, tag, say)
+
+
+def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
+    """Build the base on the official Python image; return why that is not possible, or an empty text."""
+    if refusal := refusal_within(PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)):
+        return refusal
+    say(f"building {tag} on {REGISTRY_BASE}")
+    arguments = {"PACKAGES": " ".join(name for name in _base_packages() if name != "python3")}
+    try:
+        build(
+            client,
+            tag,
+            recipe("base"),
+            {},
+            arguments,
+            {LABEL: "base", "testbed.source": REGISTRY_BASE},
+            network=None,
+        )
+    except HostError as error:
+        return str(error)
+    return ""
+
+
+def _bootstrap_command(target: str) -> list[str]:
+    excluded = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("man", "doc", "locale", "info")]
+    include = "--include=" + ",".join(_base_packages())
+    return ["mmdebstrap", "--quiet", "--variant=minbase", include, *excluded, "bookworm", target]
+
+
+def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> None:
+    if shutil.which("mmdebstrap") is None:
+        if os.geteuid() != 0:
+            raise HostError(
+                "no base image: no container registry answers and mmdebstrap is not installed; run "
+                "'sudo apt-get install mmdebstrap' and try again"
+            )
+        install_packages(["mmdebstrap"], say, why="the base image is made with mmdebstrap")
+    say(f"making {tag} with mmdebstrap: Debian 12, Python {PYTHON}, {len(_base_packages())} packages")
+    with tempfile.TemporaryDirectory(prefix="testbed-base-") as folder:
+        archive = Path(folder) / "base.tar"
+        command = _bootstrap_command(str(archive))
+        done = subprocess.run(command, cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, text=True)
+        if done.returncode:
+            if full := describe_full_disk(done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM):
+                raise HostError(f"mmdebstrap failed: {full}")
+            complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
+            raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
+        labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
+        try:  # the repository with its tag, since Podman takes no tag beside it
+            client.api.import_image_from_file(str(archive), repository=tag, changes=labelled)
+        except APIError as error:
+            raise HostError(f"the engine does not take the base image: {_reason(error)}") from error
+
+
+# Runtime image
+
+
+def _build_runtime(client: docker.DockerClient, kind: str, base: str, tag: str, target: Target) -> None:
+    wheels = fetch_wheels(requirements(kind, target), target)
+    build(
+        client,
+        tag,
+        recipe("runtime"),
+        {f"wheels/{path.name}": path for path in wheels},
+        {"BASE": base, "MODULES": ", ".join(sorted(name.replace("-", "_") for name in list_packages(kind)))},
+        {LABEL: "runtime", "testbed.runtime": kind},
+    )
+
+
+# Builder
+
+
+def build(
+    client: docker.DockerClient,
+    tag: str,
+    recipe: bytes,
+    files: Mapping[str, bytes | Path],
+    arguments: dict[str, str],
+    labels: dict[str, str],
+    network: str | None = "none",
+) -> None:
+    """Build one image from a context made here, without a network unless asked for one; raises `HostError`.
+
+    Only a build with a network, which fetches packages, gets the proxies of the user's Docker configuration.
+    """
+    # Not among the temporary files, which often lie in memory: the wheels of torch may take gigabytes.
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=BUILD) as context:
+        try:
+            with tarfile.open(fileobj=context, mode="w") as archive:
+                for name, content in {"Dockerfile": recipe, **files}.items():
+                    _add(archive, name, content)
+        except OSError as error:
+            raise HostError(f"the image {tag} cannot be built: {BUILD}: {error.strerror or error}") from error
+        context.seek(0)
+        stage = secrets.token_hex(8)
+        try:
+            client.images.build(
+                fileobj=context,
+                custom_context=True,
+                tag=tag,
+                buildargs={**arguments, "STAGE": stage},
+                labels=labels,
+                network_mode=network,
+                use_config_proxy=network != "none",
+                rm=True,
+                forcerm=True,
+            )
+        except (BuildError, APIError) as error:
+            raise HostError(f"the image {tag} cannot be built: {_reason(error)}") from error
+        finally:
+            # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
+            for image in client.images.list(filters={"label": f"testbed.stage={stage}", "dangling": True}):
+                _remove(client, str(image.id))
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
+    """Add one file with nothing of the host's in its entry, so that equal content gives equal layers."""
+    entry = tarfile.TarInfo(name)
+    entry.mode = 0o644
+    if isinstance(content, Path):
+        entry.size = content.stat().st_size
+        with content.open("rb") as source:
+            archive.addfile(entry, source)
+    else:
+        entry.size = len(content)
+        archive.addfile(entry, io.BytesIO(content))
+
+
+def _reason(error: BaseException) -> str:
+    """Return one line of why the engine refused."""
+    if isinstance(error, BuildError):
+        output = "".join(str(line.get("stream", "")) for line in error.build_log if isinstance(line, dict))
+        lines = [line for line in output.splitlines() if line.strip() and not line.startswith(("Step", " --->"))]
+        return " / ".join([str(error.msg), *lines[-2:]])
+    text = str(getattr(error, "explanation", None) or error)
+    return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+
+
+def exists(client: docker.DockerClient, tag: str) -> bool:
+    """Say whether the engine has an image."""
+    try:
+        client.images.get(tag)
+    except ImageNotFound:
+        return False
+    return True
+
+
+def image_size(client: docker.DockerClient, tag: str) -> int:
+    """Return the bytes that an image takes on the engine's disk."""
+    # A containerd image store inspects the size of the compressed layers, and lists that of all that is stored.
+    return int(client.api.images(name=tag)[0]["Size"])
+
+
+def image_folder(info: Mapping[str, Any]) -> Path:
+    """Return the folder in which an engine keeps images, by what the engine says of itself."""
+    store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
+    daemon = str((info.get("Containerd") or {}).get("Address", ""))
+    if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:
+        return Path("/var/lib/containerd")
+    return Path(str(info.get("DockerRootDir") or "/var/lib/docker"))
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Keep two commands from building the same image at once."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

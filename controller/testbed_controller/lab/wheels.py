@@ -1,0 +1,393 @@
+"""The Python packages of the images: which ones, in which versions and builds, and their wheels.
+
+They are resolved for Python and platform of the images, whichever the controller runs on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging import tags
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import InvalidWheelFilename, NormalizedName, canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+from testbed.common import formats
+from testbed.common.errors import HostError
+from testbed_controller.lab.engine import Say
+from testbed_controller.lab.paths import BUILD, RECIPES
+
+PYTHON = "3.11"
+"""Python of every image, whichever the controller runs on: that of Debian 12."""
+_GLIBC = 36
+"""Minor version of the C library of Debian 12."""
+REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
+"""Which lists of Python packages each image has."""
+_FULL = 20 << 20
+"""Bytes: with fewer free a disk counts as full."""
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The properties of an image that decide on its Python packages.
+
+    >>> Target("aarch64", "2.13.0+cpu").environment["platform_machine"]
+    'aarch64'
+    """
+
+    machine: str
+    """Processor architecture, by the kernel's name."""
+    torch: str
+    """Version of torch with its build, such as 2.13.0+cpu."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of environment markers."""
+        return {
+            "implementation_name": "cpython",
+            "implementation_version": f"{PYTHON}.0",
+            "os_name": "posix",
+            "platform_machine": self.machine,
+            "platform_python_implementation": "CPython",
+            "platform_release": "",
+            "platform_system": "Linux",
+            "platform_version": "",
+            "python_full_version": f"{PYTHON}.0",
+            "python_version": PYTHON,
+            "sys_platform": "linux",
+        }
+
+    @property
+    def platforms(self) -> list[str]:
+        """The platform tags of wheels that the image can load, the closest one first."""
+        names = [f"manylinux_2_{minor}_{self.machine}" for minor in range(_GLIBC, 4, -1)]
+        legacy = [f"manylinux{year}_{self.machine}" for year in ("2014", "2010", "1")]
+        return [*names, *legacy, f"linux_{self.machine}"]
+
+    def supported_tags(self) -> set[tags.Tag]:
+        """Return the tags of all wheels that the image can load."""
+        version = tuple(int(part) for part in PYTHON.split("."))
+        own = tags.cpython_tags(version, platforms=self.platforms)
+        pure = tags.compatible_tags(version, f"cp{version[0]}{version[1]}", self.platforms)
+        return {*own, *pure}
+
+    def is_this_machine(self) -> bool:
+        """Return whether wheels that pip builds or selects for this process fit the image."""
+        library, _, minor = platform.libc_ver()[1].partition(".")
+        old_enough = platform.libc_ver()[0] == "glibc" and library == "2" and int(minor or _GLIBC + 1) <= _GLIBC
+        same_python = platform.python_version_tuple()[:2] == tuple(PYTHON.split("."))
+        return old_enough and same_python and host_machine() == self.machine
+
+
+def host_machine() -> str:
+    """Return the processor architecture of this machine, by Linux's name."""
+    return machine_name(platform.machine())
+
+
+def machine_name(architecture: str) -> str:
+    """Return Linux's name of a processor architecture."""
+    return _MACHINES.get(architecture.lower(), architecture)
+
+
+def torch_builds() -> tuple[str, ...]:
+    """Return the builds of torch that the device image may hold, the preferred one first.
+
+    The version is that of this environment. The CPU build comes first, since it is a tenth of the size; the build of
+    this environment is the alternative, and the only choice where TESTBED_TORCH asks for it. Raises `HostError` where
+    torch is not installed or TESTBED_TORCH is neither cpu nor cuda.
+    """
+    try:
+        installed = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise HostError("the Python package 'torch' is not installed: install it by pip, or run 'make'") from None
+    wish = os.environ.get("TESTBED_TORCH") or "cpu"
+    if wish not in ("cpu", "cuda"):
+        raise HostError(f"TESTBED_TORCH={wish} is unknown: set it to cpu or cuda")
+    if wish == "cuda" or installed.endswith("+cpu"):
+        return (installed,)
+    return (installed.partition("+")[0] + "+cpu", installed)
+
+
+def fetch_cpu_torch(target: Target, say: Say) -> bool:
+    """Fetch the CPU build of torch for an image; return whether a source has it, and report where none has."""
+    folder = _wheel_folder()
+    if _find_wheel(folder, Requirement(f"torch=={target.torch}"), target.supported_tags()) is not None:
+        return True
+    say(f"fetching torch {target.torch} for the images; TESTBED_TORCH=cuda takes the CUDA build")
+    command = ["sh", str(RECIPES / "cpu-torch"), target.torch, *_pip_command(folder, target), "--no-deps"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        say(done.stdout.strip())
+    return done.returncode == 0
+
+
+def requirements(kind: str, target: Target) -> dict[str, str]:
+    """Return the Python packages of an image and of everything that they need: name -> version specifier.
+
+    The result equals that of pip: with extras and markers, for the image's Python and platform. Versions are those of
+    this environment, which is made from ``requirements.lock``, so host and devices compute with the same ones. A
+    package that only the image's platform needs keeps the specifier of its requirement.
+
+    Raises `HostError` where a package of the lists is not installed here.
+    """
+    packages: dict[str, str] = {}
+    absent: dict[str, Requirement] = {}
+    expanded: set[tuple[str, str]] = set()
+    listed = [Requirement(name) for name in list_packages(kind)]
+    waiting = list(listed)
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        try:
+            distribution = metadata.distribution(requirement.name)
+        except metadata.PackageNotFoundError:
+            if requirement in listed:
+                raise HostError(
+                    f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not "
+                    "installed: install it by pip, or in a checkout add it to requirements.lock and run 'make'"
+                ) from None
+            known = absent.setdefault(name, Requirement(name))
+            known.extras |= requirement.extras
+            known.specifier &= requirement.specifier
+            packages[name] = str(known).removeprefix(name)
+            continue
+        environment = target.environment
+        packages[name] = f"=={distribution.version}"
+        if name == "torch":
+            # "==2.13.0" would accept 2.13.0+cpu, too.
+            packages[name] = f"==={target.torch}" if "+" not in target.torch else f"=={target.torch}"
+            if target.torch.endswith("+cpu"):
+                # The CUDA packages of other builds are marked as needed on Linux.
+                environment["platform_system"] = ""
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in expanded:
+                expanded.add((name, extra))
+                waiting += _needed(distribution.requires or (), {**environment, "extra": extra})
+    return dict(sorted(packages.items()))
+
+
+def _needed(lines: Iterable[str], environment: Mapping[str, str]) -> list[Requirement]:
+    found = [Requirement(line) for line in lines]
+    return [each for each in found if each.marker is None or each.marker.evaluate(dict(environment))]
+
+
+def list_packages(kind: str) -> list[str]:
+    """Return the packages that an image imports itself: those required, and the extras that are installed here."""
+    names = []
+    for each in REQUIREMENTS[kind]:
+        names += read_list(RECIPES / f"{each}.requirements")
+    extras = RECIPES / f"{kind}.extras"
+    if extras.exists():
+        names += [name for name in read_list(extras) if _is_installed(name)]
+    return names
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def read_list(path: Path) -> list[str]:
+    """Return the names in a file with one a line, without comments."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+# Wheels
+
+
+def fetch_wheels(packages: Mapping[str, str], target: Target) -> list[Path]:
+    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing.
+
+    Raises `HostError` where pip cannot fetch them.
+    """
+    wanted = {**packages, "pip": f"=={pip_version()}"}
+    return complete_wheels(_wheel_folder(), [Requirement(name + text) for name, text in wanted.items()], target)
+
+
+def complete_wheels(folder: Path, roots: Iterable[Requirement], target: Target) -> list[Path]:
+    """Return the wheels in a folder of some packages and of everything that they need; fetch missing ones.
+
+    pip evaluates markers for the machine that it runs on, so that the dependencies which only the image has are
+    found here, in the metadata of the wheels. Raises `HostError` where pip cannot fetch a wheel.
+    """
+    pinned = {canonicalize_name(each.name): each for each in roots}
+    tried: set[str] = set()
+    while True:
+        wheels, missing = _walk_wheels(folder, pinned, target)
+        if not missing:
+            return sorted(wheels.values())
+        if lost := tried.intersection(missing):
+            raise HostError(f"pip made no wheel of {', '.join(sorted(lost))}: remove {folder} and try again")
+        tried.update(missing)
+        if complaint := pip_wheels(folder, target, "--no-deps", *sorted(missing)):
+            raise HostError(f"pip cannot fetch the wheels for the images: {complaint}")
+
+
+def fetch_program_wheels(folder: Path, packages: Sequence[str], target: Target, say: Say) -> list[Path]:
+    """Return wheels of a program's packages and of everything that they need beyond the device image, and of pip.
+
+    They share the torch of the device image, unless they name another version. Raises `HostError` where pip cannot
+    fetch them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    present = requirements("device", target)
+    roots = _parse_requirements(packages)
+    arguments = [*packages, f"pip=={pip_version()}"]
+    if all(canonicalize_name(each.name) != "torch" for each in roots):
+        if target.torch.endswith("+cpu"):
+            fetch_cpu_torch(target, say)
+        constraints = folder / "constraints.txt"
+        constraints.write_text(f"torch{present['torch']}\n")
+        arguments += ["--constraint", str(constraints), "--find-links", str(_wheel_folder())]
+    if complaint := pip_wheels(folder, target, *arguments):
+        raise HostError(f"pip cannot fetch {', '.join(packages)}: {complaint}; check the names of the packages")
+    if not target.is_this_machine():
+        complete_wheels(folder, roots, target)
+    return [path for path in sorted(folder.glob("*.whl")) if not _is_present(path, present)]
+
+
+def _parse_requirements(packages: Iterable[str]) -> list[Requirement]:
+    """Return the packages that have a name; paths and addresses, which pip takes too, have none."""
+    found = []
+    for text in packages:
+        with suppress(InvalidRequirement):
+            found.append(Requirement(text))
+    return found
+
+
+def _is_present(path: Path, present: Mapping[str, str]) -> bool:
+    """Return whether the device image has the package of a wheel in the same version."""
+    name, version, _, _ = parse_wheel_filename(path.name)
+    return present.get(name, "").lstrip("=") == str(version)
+
+
+def _walk_wheels(
+    folder: Path, pinned: Mapping[NormalizedName, Requirement], target: Target
+) -> tuple[dict[str, Path], set[str]]:
+    """Return the wheels found, by package, and the requirements that no wheel in the folder meets."""
+    supported = target.supported_tags()
+    wheels: dict[str, Path] = {}
+    missing: set[str] = set()
+    expanded: set[tuple[str, str]] = set()
+    waiting = list(pinned.values())
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        extras = ("", *requirement.extras)
+        requirement = pinned.get(name, requirement)
+        path = wheels.get(name) or _find_wheel(folder, requirement, supported)
+        if path is None:
+            missing.add(f"{name}{requirement.specifier}")
+            continue
+        wheels[name] = path
+        for extra in extras:
+            if (name, extra) not in expanded:
+                expanded.add((name, extra))
+                waiting += _needed(_wheel_requirements(path), {**target.environment, "extra": extra})
+    return wheels, missing
+
+
+def _wheel_requirements(path: Path) -> list[str]:
+    with zipfile.ZipFile(path) as archive:
+        # At the top: setuptools carries the metadata of other packages further down.
+        name = next(each for each in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
+        folder = zipfile.Path(archive, name.removesuffix("METADATA"))
+        return metadata.PathDistribution(folder).requires or []
+
+
+def _find_wheel(folder: Path, requirement: Requirement, supported: set[tags.Tag]) -> Path | None:
+    """Return the newest wheel in a folder that meets a requirement and that the image can load."""
+    found: dict[Version, Path] = {}
+    wanted = canonicalize_name(requirement.name)
+    for path in folder.glob("*.whl"):
+        try:
+            name, version, _, fits = parse_wheel_filename(path.name)
+        except InvalidWheelFilename:
+            continue
+        if name == wanted and requirement.specifier.contains(version, prereleases=True) and supported & fits:
+            found[version] = path
+    return found[max(found)] if found else None
+
+
+def _wheel_folder() -> Path:
+    folder = BUILD / "wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def describe_full_disk(errors: str, folder: Path, room: int = _FULL) -> str:
+    """Return a sentence if errors came of a full disk, of a folder or of temporary files; otherwise an empty text.
+
+    A disk with less than ``room`` bytes free is the cause of any error.
+    """
+    for each in (folder, Path(tempfile.gettempdir())):
+        free = shutil.disk_usage(each).free
+        if free < room:
+            size = formats.size(free)
+            return f"the disk of {each} has {size} free: make room there, or name another by TMPDIR"
+    if os.strerror(errno.ENOSPC) in errors:
+        return f"the disk of {folder} or of {tempfile.gettempdir()} became full: make room there"
+    return ""
+
+
+# pip
+
+
+def pip_version() -> str:
+    """Return the version of the host's pip; raises HostError where this environment has none."""
+    try:
+        return metadata.version("pip")
+    except metadata.PackageNotFoundError:
+        text = f"images are made of wheels that pip fetches, and there is none here: '{sys.executable} -m ensurepip'"
+        raise HostError(text) from None
+
+
+def pip_wheels(folder: Path, target: Target, *arguments: str) -> str:
+    """Let the host's pip write wheels for an image into a folder; return its complaint, empty if none.
+
+    Packages that come as source alone can be built only where the host is like the image.
+    """
+    done = subprocess.run(
+        [*_pip_command(folder, target), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    return _explain(done.stderr, folder) if done.returncode else ""
+
+
+def _pip_command(folder: Path, target: Target) -> list[str]:
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    if target.is_this_machine():
+        return [*pip, "wheel", "--wheel-dir", str(folder)]
+    command = [*pip, "download", "--only-binary", ":all:", "--python-version", PYTHON, "--dest", str(folder)]
+    for name in target.platforms:
+        command += ["--platform", name]
+    return command
+
+
+def _explain(errors: str, folder: Path) -> str:
+    """Return the cause of a failure of pip in one line."""
+    if full := describe_full_disk(errors, folder):
+        return full
+    complaint = next((line for line in errors.splitlines() if line.startswith("ERROR")), errors[-200:].strip())
+    if "from versions: none" in complaint and "after connection broken" in errors:
+        return "no package index can be reached: check the network and pip's proxy and indexes ('pip config list')"
+    return f"{complaint}; check pip's configuration"

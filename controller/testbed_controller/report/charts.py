@@ -1,0 +1,203 @@
+"""Charts as facts: lines, bars and maps with their axes. `.drawing` draws them by matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from itertools import product
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from testbed.common.formats import FigureKind
+from testbed.network.link import Pair
+from testbed.network.radio import Position
+
+COLOURS = {
+    "ink": "#1b2330",
+    "soft": "#5b6675",
+    "line": "#e1e5eb",
+    "card": "#ffffff",
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "green": "#009e73",
+    "violet": "#cc79a7",
+    "teal": "#56b4e9",
+    "grey": "#4d4d4d",
+    "fault": "#d6404f",
+    "recovery": "#d99a1c",
+}
+"""The colours of style.css by their names there; a plot in a page takes those of the page, dark ones too. The series
+are after Okabe and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
+SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
+"""Colours of the series of a plot, in this order."""
+Dash = Literal["solid", "dashed", "dotted"]
+STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(get_args(Dash), SERIES))
+"""Colour and dash of the series of a plot, in this order; a plot has at most as many series."""
+MOST_POINTS = 1500
+"""Points drawn of a line at most: more than the plot has pixels add size without detail."""
+FEW = 60
+"""Points that can be distinguished: each point of a line with at most as many gets a mark."""
+Points = Sequence[tuple[float, float]]
+Numbers = Sequence[float] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot: (x, y) in the order of x."""
+
+    name: str
+    points: Points
+    colour: str
+    """One of `COLOURS`."""
+    dash: Dash = "solid"
+    marks: bool = False
+    """Draw a dot at every point, for few of them."""
+    joined: bool = True
+    """Join the points."""
+    printed: bool = False
+    """The line of a publication: drawn paler and dashed, without an entry in the legend."""
+    half_widths: Sequence[float | None] = ()
+    """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
+
+    @property
+    def marked(self) -> bool:
+        """Whether each point has a mark."""
+        return self.marks or not self.joined or len(self.points) == 1
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars of one kind, one for each group of a plot; a value of None draws no bar."""
+
+    name: str
+    values: Sequence[float | None]
+    colour: str
+    half_widths: Sequence[float | None] = ()
+    """Half widths of the intervals around the values."""
+    dash: Dash = "solid"
+    """The hatching, by the dash of lines of the same series."""
+    printed: bool = False
+    """The bars of a publication: drawn paler, without an entry in the legend."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Title and unit of an axis."""
+
+    name: str
+    kind: FigureKind = "number"
+
+    @property
+    def most(self) -> float:
+        """Upper bound of values and of the intervals around them: 1 for shares."""
+        return 1.0 if self.kind == "share" else math.inf
+
+    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
+        """Return the lower and upper half widths of intervals around values, (2, values); NaN without an interval."""
+        half = np.array([math.nan if each is None else each for each in halves], float)
+        room = np.maximum(self.most - np.array(values), np.where(np.array(values) > self.most, math.inf, 0.0))
+        return np.array([half, np.minimum(half, room)])
+
+
+@dataclass(frozen=True)
+class Window:
+    """A shaded interval of x."""
+
+    start: float
+    end: float
+    label: str
+    style: str = "fault"
+    """fault, drawn with its label, or recovery."""
+
+
+@dataclass(frozen=True)
+class LinePlot:
+    """Lines, and windows behind them.
+
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
+    """
+
+    lines: Sequence[Line]
+    windows: Sequence[Window] = ()
+    _: KW_ONLY
+    range_: tuple[float, float]
+    """Ends of the x axis."""
+    y: Axis
+    x: str = "time (s)"
+    """Title of the x axis."""
+    at: Sequence[float] | None = None
+    """Places on the x axis that have a figure; by default at round numbers."""
+
+
+@dataclass(frozen=True)
+class StackedPlot:
+    """The part of each line in the whole, over the seconds from 0 to ``end``; a value holds until the next."""
+
+    lines: Sequence[Line]
+    marks: Sequence[float]
+    """Seconds at which something happened to the whole."""
+    _: KW_ONLY
+    end: float
+    y: Axis
+
+
+@dataclass(frozen=True)
+class BarPlot:
+    """Bars side by side in groups, each with its figure above it if there is room for all of them.
+
+    The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
+    """
+
+    groups: Sequence[str]
+    kinds: Sequence[Bars]
+    _: KW_ONLY
+    y: Axis
+    x: str = ""
+    """Title of the x axis."""
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Devices at their positions, and links between them.
+
+    A link is two halves: the one at a device is the reception of its casts at the other.
+    """
+
+    positions: Mapping[str, Position]
+    ratios: Mapping[Pair, float]
+    """Packet reception ratio of each directed link, from 0 to 1."""
+    held: Mapping[str, str]
+    """The holdings of devices, in words."""
+    area: tuple[float, float]
+    """Width and height in metres."""
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """A disc for each device and class, its area in proportion to the samples."""
+
+    owned: Mapping[str, Mapping[str, int]]
+    """Samples of each device by class, as a manifest has them."""
+    order: str = "the scenario"
+    """The source of the devices' order."""
+
+
+Plot = LinePlot | StackedPlot | BarPlot | DeviceMap | Ownership
+Chart = tuple[str, str, Plot | None]
+"""Title, note and plot; without a plot, the note gives the reason."""
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """Return at most ``most`` points, keeping the lowest and the highest of every stretch."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    if len(finite) <= most:
+        return finite
+    size = math.ceil(len(finite) / (most // 2))
+    kept: list[tuple[float, float]] = []
+    for start in range(0, len(finite), size):
+        stretch = finite[start : start + size]
+        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept

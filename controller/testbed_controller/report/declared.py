@@ -1,0 +1,105 @@
+"""What is declared of runs: lines at the head of a report, tables and charts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from testbed.common import formats
+from testbed.common.formats import FigureKind
+from testbed.scenario.expect import look_up
+from testbed.trace import figures
+from testbed.trace.figures import Figure, Row
+from testbed.trace.registry import kind_of, rows_of, tables_of
+from testbed_controller.report.tables import Cell, Column, Section
+from testbed_controller.results.run import Run
+
+_NAMED = re.compile(r"\{([\w.-]+)\}")
+
+
+def head(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yield (what, figure, what it is made of) for the figures that matter most."""
+    for row in rows_of(run.declared):
+        written = _line(row, run)
+        if written is not None:
+            yield (row.label, *written)
+
+
+def _line(row: Row, run: Run) -> tuple[str, str] | None:
+    """Return the text and the note of a line; None where there is nothing to say."""
+    if row.when is not None and not row.when(run.metrics):
+        return None
+    texts = []
+    # In this order: the function that makes a note may count on the figures of the text.
+    for template in (row.text, row.note):
+        text = fill(template if isinstance(template, str) else template(run.metrics), run)
+        if text is None:
+            return None
+        texts.append(text)
+    return texts[0], texts[1]
+
+
+def figure(name: str, value: Any, figures: Mapping[str, Figure]) -> str:
+    """Write a figure of metrics.json as its kind asks for; ``figures`` are those that there are."""
+    return formats.of_kind(kind_of(name, figures), value)
+
+
+def fill(template: str, run: Run) -> str | None:
+    """Write a template of `testbed.trace.figures.Row`; None where the run lacks a figure that it names."""
+    values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
+    if any(value is None for value in values.values()):
+        return None
+    return _NAMED.sub(lambda found: figure(found[1], values[found[1]], run.figures), template)
+
+
+def tables(run: Run) -> Iterator[Section]:
+    """Yield the declared tables that have a row: on the terminal the first sentence of the note, and the last rows."""
+    for table in tables_of(run.declared):
+        columns = tuple(
+            Column(each.heading, _kind(each, first=not number), "wide" if each.wide else "")
+            for number, each in enumerate(table.columns)
+        )
+        rows = [[Cell(_text(column, item)) for column in table.columns] for item in table.listed(run.metrics)]
+        brief = table.note.partition(". ")[0].rstrip(".")
+        if rows:
+            yield Section(table.title, table.note, brief, columns, rows, most=-12)
+
+
+def _kind(column: figures.Column, *, first: bool) -> Literal["name", "text", "figure"]:
+    return "figure" if column.kind != "text" else "name" if first else "text"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart over the time of the run, ready to be drawn."""
+
+    title: str
+    note: str
+    kind: FigureKind
+    lines: list[tuple[str, list[tuple[float, float]]]]
+    """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
+    stacked: bool = False
+    marks: tuple[float, ...] = ()
+    """Seconds of the run."""
+
+
+def curves(run: Run) -> Iterator[Drawn]:
+    """Yield the charts that the run's method adds and that have a point."""
+    for curve in run.declared.curves:
+        points: dict[str, list[tuple[float, float]]] = {}
+        for item in run.metrics.get(curve.items, ()):
+            if item.get(curve.value) is not None:
+                name = "" if curve.by is None else str(item.get(curve.by))
+                points.setdefault(name, []).append((item["time"], item[curve.value]))
+        if points:
+            marks = tuple(item["time"] for item in run.metrics.get(curve.marks or "", ()))
+            yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
+
+
+def _text(column: figures.Column, item: Mapping[str, Any]) -> str:
+    value = column.of(item)
+    if column.kind == "text":
+        return str(value) if value not in (None, "") else formats.NONE
+    return formats.moment(value) if column.kind == "moment" else formats.of_kind(column.kind, value)

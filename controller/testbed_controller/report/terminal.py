@@ -1,0 +1,125 @@
+"""The end of a run in the terminal: figures, devices, links, faults, what was expected, the verdict, the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from testbed.common import formats
+from testbed.trace.outcome import LinkMeasurement
+from testbed_controller.report import declared
+from testbed_controller.report.grouping import group_links
+from testbed_controller.report.sections import expected, sections
+from testbed_controller.report.tables import Cell, Column, Section, draw
+from testbed_controller.results.run import Run
+
+VERDICTS = {"trusted": ("✔", "green"), "not trusted": ("✘", "red"), "prediction": ("◌", "cyan")}
+
+
+def show(console: Console, run: Run) -> None:
+    """Print a finished run."""
+    console.print(render(run, console.width))
+
+
+def show_briefly(console: Console, run: Run) -> None:
+    """Print one of many runs in a line."""
+    found = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
+    parts = [f"{_heading(each.name)} {formats.of_kind(each.kind, value)}" for each, value in found if value is not None]
+    sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
+    console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
+
+
+def render(run: Run, width: int) -> RenderableType:
+    """Return what `show` prints, laid out for a width."""
+    parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(run), Text()]
+    parts += [draw(section, width) for section in sections(run)]
+    if run.expectations:
+        parts.append(draw(expected(run), width))
+    parts.append(_verdict(run.metrics["verdict"]))
+    if kept := sorted(path.name for path in run.path.glob("weights-*.safetensors")):
+        more = f" and {len(kept) - 2} more" if len(kept) > 2 else ""
+        text = f"{', '.join(kept[:2])}{more} hold the newest weights of each stage"
+        parts.append(Text(" Weights ", style="dim").append(text, style="not dim"))
+    parts.append(where(run.path))
+    return Group(*parts)
+
+
+def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
+    """Return what was asked of each kind of link and what was found, those outside their tolerance first."""
+    found = [
+        {
+            "source": each.source,
+            "destination": each.destination,
+            "requested": each.expected.to_json(),
+            "measured": each.figures(),
+            "problem": each.problem,
+            "bytes": 0,
+            "used_share": None,
+        }
+        for each in measurements
+    ]
+    rows = []
+    for group in group_links(found):
+        wrong = group.problem or ""
+        cells = [Cell(group.measured, tone="no" if wrong else ""), Cell(wrong, tone="no")]
+        rows.append([Cell(group.name), Cell(group.requested), *cells])
+    columns = (Column("Link", "name"), Column("Requested"), Column("Measured"), Column("What is wrong"))
+    return Section("", "", "", columns, rows)
+
+
+def _title(run: Run) -> Text:
+    workload = run.trial.scenario.workload
+    runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
+    if workload.numerics == "none":
+        runtime += ", timing only: nothing was computed"
+    text = Text(" ")
+    text.append(run.trial.scenario.name, style="bold")
+    count = len(run.experiment.devices)
+    verb = "training" if workload.task == "train" else "inference"
+    work = f"{workload.method.name} {verb} of {workload.model.title} on {workload.data.title}"
+    if workload.task == "program":
+        work = "programs of one's own"
+    text.append(f"  {work}, {count} device{'' if count == 1 else 's'}, {runtime}", style="dim")
+    if run.outcome.status != "finished":
+        text.append(f"  {run.outcome.status}", style="bold red")
+    return text
+
+
+def _figures(run: Run) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(style="bold")
+    grid.add_column(style="dim")
+    for row in declared.head(run):
+        grid.add_row(*(Text(cell) for cell in row))
+    return Padding(grid, (0, 0, 0, 1))
+
+
+def _verdict(judged: Mapping[str, Any]) -> Panel:
+    sign, colour = VERDICTS[judged["kind"]]
+    text = Text(f"{sign} {judged['kind']}", style=f"bold {colour}")
+    if judged["reasons"]:
+        for reason in judged["reasons"]:
+            text.append(f"\n  {reason}", style="default")
+    else:
+        text.append(f"  {judged['summary']}", style="not bold default")
+    return Panel(text, box=box.ROUNDED, border_style=colour, title="Verdict", title_align="left", padding=(0, 1))
+
+
+def where(folder: Path, name: str = "report.html") -> Text:
+    """Say where the page of a run, or of several, is."""
+    shown = folder / name
+    path = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
+    return Text(" Report  ", style="dim").append(str(path), style="bold cyan" if shown.exists() else "cyan")
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ").capitalize()

@@ -1,0 +1,80 @@
+"""What a page shows of very many devices, links or rows: those that a reader would look for, and how many are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from heapq import nlargest
+from itertools import islice
+from typing import Any, TypeVar
+
+from testbed_controller.report.tables import Section
+
+MOST = 400
+"""Devices, links, rows of a table or members of a list that a page shows: of more only some."""
+EACH = 10
+"""Devices or links that are shown for each figure by which they stand out, and members of a longer list."""
+Item = TypeVar("Item")
+
+
+def standing_out(items: Sequence[Item], by: Mapping[str, Callable[[Item], float]]) -> list[tuple[Item, str]]:
+    """Return the items to be shown, each with what it stands out by, in words.
+
+    All of them and without words where they are not more than `MOST`; otherwise those with the largest of each figure,
+    as far as it is above 0. Of items that are alike the first stand for all.
+    """
+    if len(items) <= MOST:
+        return [(item, "") for item in items]
+    found: dict[int, list[str]] = {}
+    for words, figure in by.items():
+        values = [figure(item) for item in items]
+        for place in nlargest(EACH, range(len(items)), key=values.__getitem__):
+            if values[place] > 0:
+                found.setdefault(place, []).append(words)
+    return [(items[place], ", ".join(words)) for place, words in found.items()]
+
+
+def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the devices to be shown, given as ``metrics()["devices"]``, each with what it stands out by."""
+    figures: dict[str, Callable[[str], float]] = {
+        "longest down": lambda name: devices[name]["down"],
+        "busiest": lambda name: devices[name]["compute_share"] + devices[name]["communicate_share"],
+        "computes longest": lambda name: devices[name]["compute"],
+        "sends most": lambda name: devices[name]["bytes_sent"],
+        "receives most": lambda name: devices[name]["bytes_received"],
+        "most idle": lambda name: devices[name]["idle"],
+        "slowed most by the host": lambda name: devices[name]["deficit_share"],
+    }
+    return dict(standing_out(list(devices), figures))
+
+
+def links_shown(links: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the links to be shown, given as ``metrics()["links"]``, each with what it stands out by."""
+    figures: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "out of tolerance": lambda link: link["problem"] is not None,
+        "lost most casts": lambda link: link["casts"] - link["casts_heard"],
+        "carried most": lambda link: link["bytes"],
+        "used most": lambda link: link["used_share"] or 0.0,
+    }
+    return standing_out(links, figures)
+
+
+def shortened(section: Section) -> Section:
+    """Return a table with no more rows than are shown: the first, or the last where a terminal has the last."""
+    if (beyond := len(section.rows) - MOST) <= 0:
+        return section
+    rows = section.rows[beyond:] if section.most < 0 else section.rows[:MOST]
+    return replace(section, rows=rows, left_out=beyond)
+
+
+def abridged(value: Any, file: str) -> Any:
+    """Return plain values with the beginnings of long lists and mappings, which say that the others are in a file."""
+    if not isinstance(value, Mapping | list):
+        return value
+    many = len(value) > MOST
+    more = f"{len(value) - EACH:,} more are in {file}"
+    if isinstance(value, Mapping):
+        shown = {key: abridged(each, file) for key, each in islice(value.items(), EACH if many else None)}
+        return {**shown, "...": more} if many else shown
+    begun = [abridged(each, file) for each in islice(value, EACH if many else None)]
+    return [*begun, f"... {more}"] if many else begun

@@ -1,0 +1,228 @@
+"""Runs side by side: their figures, ratios to the first, and in what their scenarios differ.
+
+The repetitions of one point, on one clock, stand side by side as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
+from statistics import fmean
+from typing import Any
+
+from testbed.common import kernels
+from testbed.common.errors import InputError
+from testbed.scenario.points import point_parts
+from testbed_controller.results.run import Run
+from testbed_controller.results.summary import all_figures, interval, is_number
+
+UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
+"""Keys of a scenario that change no figure."""
+TWO_CLOCKS = 0.10
+"""Step times of an emulated and a simulated run of one scenario should agree within this share."""
+
+
+def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Return the comparison of runs as plain JSON values; see `side_by_side`.
+
+    ``runs``: path (of the first), label, runtime, count, verdict, status; ``figures``: name, kind, about, values
+    (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
+    share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody
+    asked for, runs not trusted; ``clocks``: what the two runtimes say of one scenario, or None.
+    """
+    groups = list(grouped.values())
+    firsts = [group[0] for group in groups]
+    plain = [
+        dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in firsts
+    ]
+    differences = _differences(plain)
+    return {
+        "runs": [
+            {
+                "path": str(group[0].path),
+                "label": label,
+                "runtime": group[0].outcome.runtime,
+                "count": len(group),
+                **_worst(group),
+            }
+            for label, group in grouped.items()
+        ],
+        "figures": list(_figures(groups)),
+        "devices": _devices(groups),
+        "differences": differences,
+        "warnings": list(_warnings(grouped, differences)),
+        "clocks": _clocks(firsts, differences),
+    }
+
+
+def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, list[Run]]:
+    """Return the runs by what distinguishes them, the repetitions of one point together, in their order.
+
+    ``series`` chooses some of them, in that order, each as its name or as ``NAME: LABEL`` to call it otherwise.
+    Raises `InputError` for a name that there is not.
+    """
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        alike.setdefault(f"{run.outcome.runtime} {run.path.parent} {run.point}", []).append(run)
+    groups: list[list[Run]] = []
+    for group in alike.values():
+        # Two runs of a scenario that were made one by one are not repetitions.
+        apart = len({run.trial.repetition for run in group}) == len(group)
+        groups += [group] if apart else [[run] for run in group]
+    groups.sort(key=lambda group: min(map(runs.index, group)))
+    found = dict(zip(_labels([group[0] for group in groups]), groups, strict=True))
+    chosen = {}
+    for text in series:
+        name, _, label = text.partition(": ")
+        if name not in found:
+            raise InputError(f"--series: there is no '{name}': choose among {'; '.join(found)}")
+        chosen[label or name] = found[name]
+    return chosen or found
+
+
+def _worst(group: Sequence[Run]) -> dict[str, str]:
+    """Return the status and the verdict of the first run of a group that did not finish or is not trusted."""
+    run = next((run for run in group if run.outcome.status != "finished" or not run.metrics["trusted"]), group[0])
+    return {"status": run.outcome.status, "verdict": run.metrics["verdict"]["kind"]}
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """Return short names that distinguish the runs: of the runs of one sweep, only where they differ."""
+    parts = [_name_parts(run) for run in runs]
+    names = [",".join(each) for each in parts]
+    if len({len(each) for each in parts}) == 1 and len(parts[0]) > 1 and len(set(names)) > 1:
+        differ = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
+        names = [",".join(compress(each, differ)) for each in parts]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{number} {name}" for number, name in enumerate(names, 1)]
+
+
+def _name_parts(run: Run) -> list[str]:
+    """Return the parts of a run's name: its point of the sweep and its repetition, or the name of its folder."""
+    if not run.trial.point:
+        return run.path.name.split(",")
+    repetition = [f"repetition={run.trial.repetition + 1}"] if run.trial.repetition else []
+    return [*point_parts(run.trial.point), *repetition]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, list | tuple):
+        items = iter(enumerate(value))
+    else:
+        yield prefix, value
+        return
+    for key, item in items:
+        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    keys = list(dict.fromkeys(key for one in plain for key in one))
+    return {
+        key: [one.get(key) for one in plain]
+        for key in keys
+        if not any(key == other or key.startswith(f"{other}.") for other in UNIMPORTANT)
+        and len({repr(one.get(key)) for one in plain}) > 1
+    }
+
+
+def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
+    for name, figure in all_figures([run for group in grouped for run in group]).items():
+        found = [_mean([run.metrics.get(name) for run in group]) for group in grouped]
+        values = [value for value, _ in found]
+        if figure.compared and any(value is not None for value in values):
+            yield {
+                "name": name,
+                "kind": figure.kind,
+                "about": figure.meaning,
+                "values": values,
+                "half_widths": [half for _, half in found],
+                "ratios": [_ratio(value, values[0]) for value in values],
+            }
+
+
+def _mean(values: Sequence[Any]) -> tuple[Any, float | None]:
+    """Return the mean of numbers and the half width of its interval; of anything else what the first has."""
+    numbers = [value for value in values if is_number(value)]
+    return interval(numbers) if numbers else (values[0], None)
+
+
+def _ratio(value: float | None, first: float | None) -> float | None:
+    return None if value is None or not first else value / first
+
+
+def _devices(grouped: Sequence[Sequence[Run]]) -> dict[str, list[dict[str, float] | None]]:
+    names = list(dict.fromkeys(name for group in grouped for run in group for name in run.metrics["devices"]))
+    return {name: [_shares([run.metrics["devices"].get(name) for run in group]) for group in grouped] for name in names}
+
+
+def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+    """Return the mean shares of a device's activities over some runs; None where it is in none of them."""
+    some = [row for row in rows if row is not None]
+    parts = ("compute", "communicate", "down", "idle")
+    return {part: fmean(row[f"{part}_share"] for row in some) for part in parts} if some else None
+
+
+def _warnings(grouped: Mapping[str, Sequence[Run]], differences: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    runs = [run for group in grouped.values() for run in group]
+    swept = {key for run in runs for key in run.trial.point}
+    # Repetitions differ in their seeds by intention, points of a sweep in what is swept.
+    repeated = len({run.trial.repetition for run in runs}) > 1
+    tasks = {run.trial.scenario.workload.task for run in runs}
+    unlike = "program" in tasks and len(tasks) > 1
+    if unlike:
+        yield "some run programs of one's own and some a method: check that the workloads match"
+    for key, values in differences.items():
+        asked = any(key == other or key.startswith(f"{other}.") for other in swept) or (key == "seed" and repeated)
+        if not asked and not (unlike and key.startswith("workload.")):
+            shown = " | ".join("–" if value is None else str(value) for value in values)
+            yield f"the scenarios differ in {key}: {shown}"
+    for label, group in grouped.items():
+        doubtful = [run for run in group if not run.metrics["trusted"]]
+        if doubtful:
+            name = label if len(group) == 1 else f"{label}: {len(doubtful)} of {len(group)} runs"
+            verb = "are" if len(doubtful) > 1 else "is"
+            yield f"{name} {verb} not trusted: {doubtful[0].metrics['verdict']['summary']}"
+    algorithms = {
+        run.outcome.fidelity.get("congestion_control", "that of the host")
+        for run in runs
+        if run.outcome.runtime == "emulate"
+    }
+    if len(algorithms) > 1:
+        yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
+    computing = {_computed_on(run) for run in runs if run.manifest.get("host", {}).get("computing")}
+    if len(computing) > 1:
+        yield f"losses and weights may differ, since the runs computed on {' | '.join(sorted(computing))}"
+    revisions = {run.manifest.get("revision") for run in runs}
+    if len(revisions) > 1:
+        yield "the runs were made by different revisions of the testbed"
+
+
+def _computed_on(run: Run) -> str:
+    """Return the processors, instruction sets and versions of torch that a run's numerics depend on."""
+    fixed = " with fixed kernels" if run.trial.scenario.workload.reproducible else ""
+    return kernels.named(run.manifest["host"]["computing"]) + fixed
+
+
+def _clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Hold the first emulated run against the first simulated one, when they ran the same scenario."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        if run.metrics.get("step_time", run.metrics.get("latency")) is not None:
+            found.setdefault(run.outcome.runtime, run)
+    if len(found) < 2 or any(key != "name" for key in differences):
+        return None
+    figure = "step_time" if "step_time" in found["emulate"].metrics else "latency"
+    emulated, simulated = found["emulate"].metrics.get(figure), found["simulate"].metrics.get(figure)
+    if emulated is None or not simulated:
+        return None
+    ratio = emulated / simulated
+    return {
+        "figure": figure,
+        "emulated": emulated,
+        "simulated": simulated,
+        "ratio": ratio,
+        "agree": abs(ratio - 1) <= TWO_CLOCKS,
+    }

@@ -1,0 +1,272 @@
+"""What a run leaves on disk, read back.
+
+One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
+``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
+that finds objects ``boxes.json``, of a method of one's own ``declared.json``. `.recorder` writes them,
+`testbed_controller.report` the pages. Reading them executes nothing.
+A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``, and ``paper.yaml`` where
+its scenario has a publication's figures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from testbed.common.errors import InputError
+from testbed.plan import Plan
+from testbed.scenario.expand import trials
+from testbed.scenario.loading import load as load_scenario
+from testbed.scenario.loading import parse, read_keys
+from testbed.scenario.schema import PaperPart, Scenario, Trial
+from testbed.trace.events import LEADING, Event, restore_loss
+from testbed.trace.log import EventLog, Form
+from testbed.trace.metrics import metrics
+from testbed.trace.outcome import LinkMeasurement, Outcome
+from testbed_controller.results.declared import declared_in
+from testbed_controller.results.recorder import PAPER, RUNNING, with_local_sources
+from testbed_controller.results.run import Run
+
+ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
+"""Figures of every run that pages of several runs take for granted; an older run may lack some."""
+UNSHOWN = ("description", "time_limit", "paper")
+"""Keys of a scenario that change no figure of a run."""
+READ = 1 << 18
+"""Bytes at the end of the events that are looked at."""
+_AT_ONCE = 4096
+"""Lines of a file that are read together, which takes half the time."""
+_DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
+"""What reading a line raises that is no event."""
+
+
+def begun(folder: Path) -> Trial:
+    """Return what is run in a folder, whether or not it is over; raise `InputError` where it holds no run."""
+    return _trial(folder, _manifest(folder))
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / "scenario.yaml").is_file():
+        raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
+    return _read_json(folder / "manifest.json")
+
+
+def _trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
+    trial = trials(load_scenario(folder / "scenario.yaml"))[0]
+    return replace(trial, point=facts["point"], repetition=facts["repetition"])
+
+
+def load(folder: Path) -> Run:
+    """Read a run back, its figures computed again from its events; raise `InputError` where there is none.
+
+    Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
+    """
+    if is_written(folder) and not (folder / "events.jsonl").is_file():
+        raise InputError(f"{folder}: has no events, being run with --no-events: run it again without")
+    return _load(folder, _read_events(folder / "events.jsonl"), None)
+
+
+def load_figures(folder: Path) -> Run:
+    """Read a run back without its events, with the figures that were written at its end; computes what is missing."""
+    if not is_written(folder):
+        return load(folder).alone()
+    figures = _read_json(folder / "metrics.json")
+    figures.pop("expectations", None)
+    return _load(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
+
+
+def is_written(folder: Path) -> bool:
+    """Return whether a run was written to its end, with its figures."""
+    return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
+
+
+def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
+    """Read what there is beside the events; without ``figures`` compute them."""
+    facts = _manifest(folder)
+    fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
+    if facts.get("status") == RUNNING:
+        last = events.latest
+        facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
+    try:
+        trial = _trial(folder, facts)
+        plan = Plan.model_validate(_read_json(folder / "plan.json"))
+        outcome = Outcome(
+            runtime=facts["runtime"],
+            status=facts["status"],
+            events=events,
+            error=facts["error"],
+            links=[LinkMeasurement.from_json(item) for item in fidelity.get("links", [])],
+            host=facts["host"],
+            fidelity=fidelity.get("figures", {}),
+            wall_seconds=facts["wall_seconds"],
+        )
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{folder}: was not written by this version of the testbed: lacks {error}") from None
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise InputError(f"{folder}: was not written by this version of the testbed: plan.json: {key}") from None
+    declared = declared_in(folder, trial)
+    if figures is None:
+        figures = metrics(outcome, trial.experiment, plan, declared)
+    return Run(folder, trial, plan, outcome, facts, figures, declared)
+
+
+def places(folder: Path) -> list[Path]:
+    """Return the folder of a run, or those of a sweep or of repetitions: in the scenario's order, others by name."""
+    if (folder / "scenario.yaml").is_file() or not folder.is_dir():
+        return [folder]
+    summary = folder / "summary.json"
+    points = _read_json(summary).get("points", ()) if summary.is_file() else ()
+    order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
+    found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
+    return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
+
+
+def paper_of(folder: Path, runs: Sequence[Run]) -> PaperPart | None:
+    """Return what a publication has beside the runs in a folder; raise `InputError` where that cannot be read."""
+    kept = folder / PAPER
+    if not kept.is_file():  # a run of no point has it, and so has each of an older sweep
+        return runs[0].trial.scenario.paper
+    keys = read_keys(kept)
+    try:
+        return parse(PaperPart, keys)
+    except InputError as error:
+        raise InputError(f"{kept}: {error}") from None
+
+
+def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
+    """Return, by number, the runs of these trials that finished in these folders; remove what is left of the others.
+
+    The runs are without their events. Raises InputError where a folder holds a run of another trial.
+    """
+    found = {}
+    for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
+        if not place.exists():
+            continue
+        run = load_figures(place)
+        if _facts(run.trial.scenario) != _facts(with_local_sources(trial.scenario)[0]):
+            raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
+        if run.outcome.status == "finished":
+            found[number] = run
+        else:
+            shutil.rmtree(place)
+    return found
+
+
+def _facts(scenario: Scenario) -> dict[str, Any]:
+    return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True)
+
+
+def _natural(path: Path) -> list[tuple[bool, float, str]]:
+    parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
+    return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing: the run was not written to its end") from None
+    except ValueError:
+        raise InputError(f"{path}: is not JSON: the file is damaged, run the scenario again") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a JSON object: the file is damaged, run the scenario again")
+    return content
+
+
+def _read_events(path: Path) -> EventLog:
+    """Read events as far as they are whole."""
+    events, forms = EventLog(), dict[Form, Form]()
+    add = events.add
+    if not path.is_file():
+        return events
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first = 1
+        while lines := list(islice(file, _AT_ONCE)):
+            try:
+                found = _read_lines(lines)
+                begun = {keys[:3] for keys in set(map(tuple, found))}
+                if begun != {LEADING} or {type(fields["event"]) for fields in found} != {str}:
+                    raise ValueError
+            except _DAMAGED:
+                for event in _one_by_one(path, lines, first):
+                    events.append(event)
+            else:
+                for fields in found:  # no `Event` of each, which takes as long as all else
+                    keys, values = tuple(fields), tuple(fields.values())
+                    if (form := forms.get((values[2], keys))) is None:
+                        form = forms[values[2], keys] = (values[2], keys[3:])
+                    add(form, values[:2] + values[3:])
+            first += len(lines)
+    return events
+
+
+def _read_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Read lines of events together."""
+    text = f"[{','.join(lines)}]"
+    found: list[dict[str, Any]] = json.loads(text)
+    if '"loss": null' in text:
+        for fields in found:
+            restore_loss(fields)
+    return found
+
+
+def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
+    """Read lines of which one holds no event, as the last of a file may, if it was cut off."""
+    found = []
+    for number, line in enumerate(lines, first):
+        try:
+            found.append(Event.from_json(line))
+        except _DAMAGED:
+            if line.endswith("\n"):
+                raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
+    return found
+
+
+@dataclass
+class Progress:
+    """What the last events say."""
+
+    time: float = 0.0
+    """Seconds of the run, at its last event."""
+    step: int | None = None
+    """Last step or request that is done."""
+    loss: float | None = None
+    doing: dict[str, str] = field(default_factory=dict)
+    """By device, what it does or did last."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.time:.1f} s"]
+        parts += [] if self.step is None else [f"step {self.step}"]
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        return ", ".join(parts)
+
+
+def progress(folder: Path) -> Progress:
+    """Return how far the run in a folder has come; nothing done where there are no events yet."""
+    found = Progress()
+    try:
+        with (folder / "events.jsonl").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - READ))
+            text = file.read()
+    except FileNotFoundError:
+        return found
+    # Neither the first nor the last line need be whole.
+    first = 0 if size <= READ else text.find(b"\n") + 1
+    for line in text[first : text.rfind(b"\n") + 1].splitlines():
+        event = Event.from_json(line.decode())
+        found.time = max(found.time, event.time)
+        if event.event in ("step", "request"):
+            found.step = event.fields.get(event.event)
+            found.loss = event.fields.get("loss", found.loss)
+        elif event.event in ("begin", "compute"):
+            found.doing[event.device] = str(event.fields.get("span"))
+    return found

@@ -1,0 +1,343 @@
+"""Writes a run while it goes on, so that what was seen is there however the run ends; and what its manifest says."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+from testbed.common import usercode
+from testbed.common.errors import HostError, InputError
+from testbed.common.usercode import Code
+from testbed.common.version import VERSION
+from testbed.common.yamltext import written
+from testbed.plan import Plan
+from testbed.scenario.schema import PaperPart, Scenario, Trial
+from testbed.trace import perfetto
+from testbed.trace.events import Event, finite
+from testbed.trace.log import EventLog
+from testbed.trace.metrics import metrics
+from testbed.trace.outcome import Outcome
+from testbed.workload import WorkloadPart
+from testbed_controller.lab.paths import ROOT
+from testbed_controller.results.declared import declared_by, keep
+from testbed_controller.results.run import Run
+
+RUNNING = "running"
+"""Status of a run that is not over, or was cut off."""
+PAPER = "paper.yaml"
+"""What a publication has, in the folder of a sweep."""
+RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
+
+
+def manifest(
+    trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is known as a run begins; its status is ``running``."""
+    return {
+        "scenario": trial.scenario.name,
+        "seed": trial.scenario.seed,
+        "point": trial.point,
+        "repetition": trial.repetition,
+        "runtime": runtime,
+        "status": RUNNING,
+        "error": None,
+        "wall_seconds": 0.0,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weights": weights or _drawn(trial.scenario.workload),
+        "command": shlex.join(["testbed", *sys.argv[1:]]),
+        "revision": revision(),
+        "versions": {
+            "testbed": VERSION,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in RECORDED_PACKAGES},
+        },
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "processors": os.cpu_count(),
+        "host": {},
+    }
+
+
+def finished(facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    """Return the manifest of a run that began with these ``facts`` and is over."""
+    return {
+        **facts,
+        "status": outcome.status,
+        "error": outcome.error,
+        "wall_seconds": outcome.wall_seconds,
+        "host": outcome.host,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def revision(checkout: Path = ROOT) -> str | None:
+    """Return the git revision of the code, with a mark when it was changed since; None outside a checkout.
+
+    What is said in ``docs``, where `testbed papers` writes, changes no run.
+    """
+    if not (checkout / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _drawn(workload: WorkloadPart) -> str:
+    text = "random, drawn from the seed"
+    return text if workload.initialisation is None else f"{text} as of {workload.initialisation}"
+
+
+class Recorder:
+    """The folder of one run, from before anything starts.
+
+    What is known of the run is written at once, each event as it happens, what is computed from them at the end. A run
+    that was cut off leaves a folder that `files.load` reads. Without ``events`` neither they nor their trace are
+    written, which take nearly all of the space.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trial: Trial,
+        plan: Plan,
+        runtime: Literal["emulate", "simulate"],
+        weights: Mapping[str, Any] | None = None,
+        owned: Mapping[str, Mapping[int, int]] | None = None,
+        events: bool = True,
+    ) -> None:
+        """Make ``folder``, which must not exist or be empty.
+
+        ``weights`` says which file the first weights were read from, ``owned`` how many training samples of which
+        classes each device owns. Raises InputError where the folder holds something, HostError where it cannot be
+        written.
+        """
+        self.path = folder.absolute()
+        self._trial = trial
+        self._plan = plan
+        self._declared = declared_by(trial)
+        self.keeps_events = events
+        self._written = 0
+        self._latest = float("-inf")
+        self._ordered = True
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            if any(self.path.iterdir()):
+                raise _taken(folder)
+            # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
+            # lines a second: the last few do not matter.
+            file, mode = (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
+            try:
+                self._events = file.open(mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1)
+            except FileExistsError:  # by another run, a moment ago
+                raise _taken(folder) from None
+            self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
+            self._manifest_file(self._manifest)
+            scenario, sources = with_local_sources(trial.scenario)
+            for name, text in {
+                "scenario.yaml": written(facts_of(replace(trial, scenario=scenario))),
+                **sources,
+            }.items():
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (self.path / name).write_text(text, encoding="utf-8")
+            keep(self.path, trial, self._declared, {})
+            _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
+
+    def event(self, event: Event) -> None:
+        """Write an event; raise `HostError` where that is impossible."""
+        self.lines(event.to_json() + "\n")
+        self._ordered = self._ordered and event.time >= self._latest
+        self._latest = event.time
+
+    def lines(self, text: str) -> None:
+        """Write the lines of events that are in order; raise `HostError` where that is impossible."""
+        with self._writing():
+            self._events.write(text)
+        self._written += text.count("\n")
+
+    def finish(self, outcome: Outcome) -> Run:
+        """Write how the run ended and everything that is computed from its events; return it."""
+        facts, log = finished(self._manifest, outcome), EventLog.made_of(outcome.events)
+        # As the file has them, so that the figures are those that will be computed from it.
+        kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
+        figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
+        run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
+        with self._writing():
+            self._events.close()
+            if self.keeps_events and (not self._ordered or self._written != len(log)):
+                _replace(self.path / "events.jsonl", log.lines())
+            if outcome.weights_file is not None:
+                (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
+            for device, weights in outcome.parts.items():
+                (self.path / f"weights-{device}.safetensors").write_bytes(weights)
+            keep(self.path, self._trial, self._declared, figures)
+            _write_figures(run)
+            if self.keeps_events:
+                _write_trace(run)
+            self._manifest_file(facts)
+        return run
+
+    def abandon(self, error: BaseException) -> None:
+        """Note why a run ended without an outcome; one that never began leaves no folder."""
+        if self._written == 0:
+            self._events.close()
+            shutil.rmtree(self.path, ignore_errors=True)
+            return
+        # Nothing more can be done where the disk is full: what is there stays.
+        with suppress(OSError):
+            self._events.close()
+            self._manifest_file({**self._manifest, "status": "failed", "error": str(error) or type(error).__name__})
+
+    def _manifest_file(self, facts: Mapping[str, Any]) -> None:
+        _replace(self.path / "manifest.json", [json.dumps(finite(facts), indent=2, default=str) + "\n"])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> HostError:
+        return HostError(f"{self.path}: cannot be written: {error.strerror or error}")
+
+
+def _taken(folder: Path) -> InputError:
+    return InputError(f"{folder}: holds something already: name another folder, or remove this one")
+
+
+def rebuild(run: Run) -> None:
+    """Write again everything in a run's folder that is computed: figures, verdict and trace."""
+    _write_figures(run)
+    _write_trace(run)
+
+
+def _write_figures(run: Run) -> None:
+    expected = [asdict(expectation) for expectation in run.expectations]
+    _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
+    _write_json(run.path / "fidelity.json", _fidelity(run.outcome, run.metrics))
+    if run.metrics["series"]["objects"]:
+        _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
+
+
+def _write_trace(run: Run) -> None:
+    with (run.path / "trace.json").open("w", encoding="utf-8") as file:
+        perfetto.write(file, run.outcome.events, run.end, run.trial.scenario.name)
+
+
+def numbered(folder: Path) -> Path:
+    """Make ``folder``, or with a number the first such folder that does not exist, and return it: no other run has it.
+
+    Raises HostError where it cannot be made.
+    """
+    for number in count(1):
+        place = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        try:
+            place.mkdir(parents=True)
+            break
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
+    return place
+
+
+def scenario_yaml(scenario: Scenario) -> str:
+    """Return the scenario as YAML with every default spelled out; it loads back equal."""
+    return written(_keys(scenario))
+
+
+def facts_of(trial: Trial) -> dict[str, Any]:
+    """Return the scenario of a run by its keys: without the publication's figures where these are of a whole sweep."""
+    return _keys(trial.scenario.model_copy(update={"paper": None}) if trial.point else trial.scenario)
+
+
+def _keys(scenario: Scenario) -> dict[str, Any]:
+    return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def keep_paper(folder: Path, part: PaperPart) -> None:
+    """Write what a publication has into the folder of runs: once, and not in each of them."""
+    (folder / PAPER).write_text(written(part.model_dump(mode="json", by_alias=True, exclude_none=True)), "utf-8")
+
+
+def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
+    """Return the scenario as it can lie beside the Python files that it names, and their texts by name.
+
+    What these files import from beside them lies there, too.
+    """
+    sources: dict[str, str] = {}
+    parts: dict[str, Any] = {}
+    for file in _further_files(scenario.workload):
+        if Path(file).name == file:
+            _add_sources(sources, usercode.read(scenario.source.folder / file, "", ("training", "file")), "")
+    for key in ("method", "model", "data"):
+        part = getattr(scenario.workload, key)
+        if part.file is not None:
+            code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
+            parts[key] = part.model_copy(update={"file": _add_sources(sources, code, f"{key}/")})
+    workload = scenario.workload.model_copy(update=parts)
+    return scenario.model_copy(update={"workload": workload}), sources
+
+
+def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
+    """Add the texts of a code, below a folder where others have their names; return the name of its own file."""
+    texts = usercode.texts_of(code)
+    if any(sources.get(name, text) != text for name, text in texts.items()):
+        texts = {folder + name: text for name, text in texts.items()}
+    for name, text in texts.items():
+        sources.setdefault(name, text)
+    return next(iter(texts))
+
+
+def _further_files(workload: WorkloadPart) -> Iterator[str]:
+    """Yield the Python files that training and the options of the method name."""
+    yield from (part.file for _, part in workload.training.parts() if part.file is not None)
+    waiting: list[Mapping[str, Any]] = [workload.method.options()]
+    while waiting:
+        for each in waiting.pop().values():
+            if isinstance(each, Mapping):
+                waiting.append(each)
+                yield from (str(value) for key, value in each.items() if key == "file")
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that there is always the former one or the new one, and never half of it."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+    draft.replace(path)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
+    links = [item.to_json() for item in outcome.links]
+    return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}

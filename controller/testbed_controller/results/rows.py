@@ -1,0 +1,138 @@
+"""A run as tables: rows of plain values, for programs that make tables of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import need
+from testbed.scenario.points import value_label, value_text
+from testbed_controller.results.run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
+
+
+def _figures(run: Run) -> list[Row]:
+    plain = (int, float, str, bool)
+    return [
+        {"figure": name, "value": value, "kind": figure.kind, "meaning": figure.meaning}
+        for name, figure in run.figures.items()
+        if isinstance(value := run.metrics.get(name), plain)
+    ]
+
+
+def _events(run: Run) -> list[Row]:
+    return [
+        {"time": event.time, "device": event.device, "event": event.event, **event.fields}
+        for event in run.outcome.events
+    ]
+
+
+def _devices(run: Run) -> list[Row]:
+    return [{"device": name, **figures} for name, figures in run.metrics["devices"].items()]
+
+
+def _links(run: Run) -> list[Row]:
+    """Return each direction of each link, a link's properties as columns: ``requested.rate``."""
+    found = []
+    for row in run.metrics["links"]:
+        columns: Row = {}
+        for key, value in row.items():
+            columns |= (
+                {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
+            )
+        found.append(columns)
+    return found
+
+
+def _series(name: str) -> Callable[[Run], list[Row]]:
+    return lambda run: [dict(row) for row in run.metrics["series"][name]]
+
+
+TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
+    "figures": _figures,
+    "events": _events,
+    "devices": _devices,
+    "links": _links,
+    "steps": _series("steps"),
+    "evaluations": _series("evaluations"),
+    "requests": _series("requests"),
+    "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
+}
+"""What a run can be had as, and how. Times and durations are in seconds."""
+
+
+def rows(run: Run, table: str) -> list[Row]:
+    """Return a table of a run, a mapping for each row; raises `InputError` for one that there is not."""
+    if table not in TABLES:
+        raise InputError(f"there is no table '{table}': there are {', '.join(TABLES)}")
+    return TABLES[table](run)
+
+
+def every_table(run: Run) -> dict[str, list[Row]]:
+    """Return all tables of a run by name."""
+    return {name: table(run) for name, table in TABLES.items()}
+
+
+def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
+    """Write the tables that have a row as files of a kind, ``csv`` or ``parquet``."""
+    for name, found in tables.items():
+        if found:
+            (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", found)
+
+
+def points(runs: Sequence[Run]) -> list[Row]:
+    """Return a row for each run of a sweep: where in the sweep it is, its verdict, and its figures of one value."""
+    return [
+        {
+            **{key: value_text(value) if value_label(value) else value for key, value in run.trial.point.items()},
+            "repetition": run.trial.repetition,
+            "verdict": run.metrics["verdict"]["kind"],
+            # A simulation is neither trusted nor not: the verdict says so.
+            **{row["figure"]: row["value"] for row in _figures(run) if row["figure"] != "trusted"},
+        }
+        for run in runs
+    ]
+
+
+def frame(found: Sequence[Row]) -> pd.DataFrame:
+    """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
+    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(found)
+    return made
+
+
+def write_parquet(path: Path, found: Sequence[Row]) -> None:
+    """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow.
+
+    What a row lacks, or has as None, is missing there.
+    """
+    table = frame(found)
+    for name, kind in table.dtypes.items():
+        if str(kind) == "object":
+            lacking = table[name].isna()
+            table[name] = [
+                None if none else each if isinstance(each, str) else json.dumps(each, default=str)
+                for each, none in zip(table[name], lacking, strict=True)
+            ]
+    table.to_parquet(path)
+
+
+def write_csv(path: Path, found: Iterable[Row]) -> None:
+    """Write rows as CSV, a column for each key that any of them has; composed values are written as JSON."""
+    found = list(found)
+    columns = dict.fromkeys(key for row in found for key in row)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows({key: _cell(value) for key, value in row.items()} for row in found)
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, dict | list | tuple) else value

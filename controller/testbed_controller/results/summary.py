@@ -1,0 +1,135 @@
+"""Sweeps and repetitions: mean and 95 % confidence interval of every figure at every point."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, TypeGuard
+
+from testbed.scenario.points import value_label
+from testbed.trace.events import finite
+from testbed.trace.figures import Figure
+from testbed_controller.results.rows import Row, write_csv
+from testbed_controller.results.run import Run
+
+CONFIDENCE = 0.95
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and the half width of its confidence interval after Student.
+
+    The half width is None for a single value, which says nothing of its spread. Raises ValueError for none.
+    """
+    if not values:
+        raise ValueError("no values to take a mean of")
+    if len(values) == 1:
+        return values[0], None
+    quantile = student_quantile(len(values) - 1, CONFIDENCE)
+    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
+
+
+@cache
+def student_quantile(freedom: int, confidence: float) -> float:
+    """Return t such that a share ``confidence`` of Student's distribution lies between -t and t.
+
+    Example: ``student_quantile(9, 0.95)`` is 2.262. The share is a finite sum for whole degrees of freedom
+    (Abramowitz and Stegun, equations 26.7.3 and 26.7.4); t is found by bisection.
+    """
+    low, high = 0.0, 1.0
+    while _student_share(high, freedom) < confidence:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        if _student_share(middle, freedom) < confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _student_share(t: float, freedom: int) -> float:
+    """Return the share of Student's distribution between -t and t."""
+    angle = math.atan(t / math.sqrt(freedom))
+    cosine = math.cos(angle)
+    odd = freedom % 2 == 1
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for power in range(freedom // 2):
+        total += term
+        divisor = 2 * power + (3 if odd else 2)
+        term *= cosine * cosine * (divisor - 1) / divisor
+    if odd:
+        return 2 / math.pi * (angle + math.sin(angle) * total)
+    return math.sin(angle) * total
+
+
+def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
+    """Write ``summary.json`` and ``summary.csv`` over the runs in a folder; return `summary_of` them."""
+    summary = summary_of(runs)
+    (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
+    write_csv(folder / "summary.csv", _rows(summary))
+    return summary
+
+
+def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the summary of runs of one scenario, whose events are not needed.
+
+    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.figures.Figure`).
+    ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
+    ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.point, []).append(run)
+    points: list[dict[str, Any]] = [
+        {
+            "point": group[0].trial.point,
+            "runs": [run.path.name for run in group],
+            "trusted": sum(bool(run.metrics["trusted"]) for run in group),
+            "figures": _figures(group),
+        }
+        for group in groups.values()
+    ]
+    name = runs[0].trial.scenario.name if runs else ""
+    about = {
+        name: {"kind": figure.kind, "brief": figure.brief}
+        for name, figure in all_figures(runs).items()
+        if any(name in point["figures"] for point in points)
+    }
+    return {"scenario": name, "confidence": CONFIDENCE, "figures": about, "points": points}
+
+
+def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    table = {}
+    for name in all_figures(runs):
+        values = [run.metrics[name] for run in runs if is_number(run.metrics.get(name))]
+        if values:
+            mean, half = interval(values)
+            table[name] = {"mean": mean, "ci95": half, "n": len(values)}
+    return table
+
+
+def all_figures(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Return the figures that any of these runs may have, by name."""
+    return {name: figure for run in runs for name, figure in run.figures.items()}
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a figure is a number, which truth is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a row for each point: the swept keys, then mean and half width of each figure."""
+    points = summary["points"]
+    keys = dict.fromkeys(key for point in points for key in point["point"])
+    for point in points:
+        values = {key: point["point"].get(key) for key in keys}
+        row = {key: value_label(value) or value for key, value in values.items()}
+        row |= {"runs": len(point["runs"]), "trusted": point["trusted"]}
+        for name, figure in point["figures"].items():
+            row |= {name: figure["mean"], f"{name}_ci95": figure["ci95"]}
+        yield row

@@ -1,0 +1,98 @@
+"""Runs one experiment in containers on the real clock: a lab, its links measured, a run on it, and its removal."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from testbed.common.errors import HostError
+from testbed.common.lazy import torch
+from testbed.prepare import Prepared
+from testbed.trace.events import Event
+from testbed.trace.outcome import Outcome
+from testbed_controller.hosts.lab import AnyLab, create_lab
+from testbed_controller.lab import capability
+from testbed_controller.lab.lab import LinkBackend
+from testbed_controller.running.execution import Execution
+from testbed_controller.running.fidelity import since, verified
+from testbed_controller.running.logs import controller_log, save_container_logs
+
+if TYPE_CHECKING:
+    from testbed.ml.data.dataset import Dataset
+
+_LOG = logging.getLogger(__name__)
+
+
+def emulate(
+    prepared: Prepared,
+    dataset: Dataset,
+    on_event: Callable[[Event], None] = lambda _event: None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    *,
+    on_stage: Callable[[str], None] = lambda _text: None,
+    links: LinkBackend = "auto",
+    accept_links: bool = False,
+    keep: bool = False,
+    results: Path | None = None,
+    standing: AnyLab | None = None,
+    hosts: Sequence[str] = (),
+    place: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Create the lab, verify its links, run the method on it with its faults, and remove it.
+
+    The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
+    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``hosts`` are the docker
+    contexts of several engines to run on, ``place`` the host of devices that are to be on a certain one. Raises
+    HostError where the lab cannot be had; `LinksError` when a link is outside its tolerance and not
+    accepted so; InputError where a link asks for more than this host was measured to carry.
+    """
+    began = time.monotonic()
+    if not accept_links and standing is None and not hosts:
+        capability.check(prepared.experiment, links)
+
+    def stage(text: str) -> None:
+        _LOG.info("%s", text)
+        on_stage(text)
+
+    with ExitStack() as stack:
+        if results is not None:
+            stack.enter_context(controller_log(results))
+        if standing is not None:
+            lab = standing
+            if results is not None:
+                lab.note_results(results)
+        else:
+            lab = create_lab(
+                prepared.trial, hosts, place or {}, links=links, progress=stage, results=results, keep=keep
+            )
+            if not keep:
+                stack.callback(_remove, lab, stage)
+        if results is not None:
+            stack.callback(save_container_logs, lab, results)
+        stage("measuring the links")
+        measured = verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
+        stage("handing out the work")
+        # Asked for before the run: what it has found must not be lost if nothing answers after it.
+        facts, before = lab.facts(), lab.shaper.statistics(reset=True)
+        outcome = Execution(lab, prepared, dataset, weights, on_event).run(stage)
+        _LOG.info("the run is %s%s", outcome.status, f": {outcome.error}" if outcome.error else "")
+        outcome.links = measured
+        outcome.host |= facts
+        with suppress(HostError):
+            outcome.fidelity |= since(before, lab.shaper.statistics())
+        engines = [each["engine"] for each in facts.get("hosts", {"": facts}).values()]
+        outcome.fidelity["unlimited"] = sorted({name for engine in engines for name in engine["unlimited"]})
+        if keep or standing is not None:
+            stage(f"the lab stays up: testbed down {lab.run_id}")
+    outcome.wall_seconds = time.monotonic() - began
+    return outcome
+
+
+def _remove(lab: AnyLab, on_stage: Callable[[str], None]) -> None:
+    on_stage("removing the containers")
+    if not lab.down():
+        on_stage("what is left is removed in the background, as soon as the engine answers")

@@ -1,0 +1,43 @@
+"""``python -m testbed_controller.shaping``: serve the shaper of one run on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+from testbed.common.errors import TestbedError
+from testbed.common.logs import log_to_stderr
+from testbed.wire.ports import CONTROL_PORT
+from testbed.wire.token import Lease
+from testbed_controller.shaping import server
+from testbed_controller.shaping.confinement import confine
+from testbed_controller.shaping.shaper import Shaping
+
+
+def main() -> int:
+    """Read the environment (TESTBED_TOKEN, TESTBED_LINKS, TESTBED_HOST, TESTBED_PORT) and serve until ended."""
+    token = os.environ.get("TESTBED_TOKEN", "")
+    if not token:
+        print("shaper: TESTBED_TOKEN is not set: give the token of the run", file=sys.stderr)
+        return 2
+    log_to_stderr(os.environ)
+    confine()  # before there are threads, each of which would have to do so itself
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Ahead of the devices' own work, so that probes measure links and not how busy the host is.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+    try:
+        shaping = Shaping(os.environ.get("TESTBED_LINKS") or "auto")
+    except TestbedError as error:
+        print(f"shaper: {error}", file=sys.stderr)
+        return error.exit_code
+    host, port = os.environ.get("TESTBED_HOST", "0.0.0.0"), int(os.environ.get("TESTBED_PORT") or CONTROL_PORT)
+    lease = Lease(os.environ, lambda: os._exit(0))
+    server.serve(shaping, token, host, port, lease.renew)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

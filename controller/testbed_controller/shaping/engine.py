@@ -1,0 +1,390 @@
+"""The delay line's process: holds queued packets until they are due; loses, alters and repeats some.
+
+It owns one netfilter socket per device and answers the server's requests on a local socket (`helper.py` is the
+server's end). What happens to a packet is decided in `impairments.py`; here it is carried out, in time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from functools import partial
+from random import Random
+from typing import Any
+
+from testbed.network import impairments
+from testbed.network.link import Link
+from testbed.wire.framing import ETHERNET_HEADER
+from testbed_controller.shaping import nfqueue
+from testbed_controller.shaping.helper import LatenessHistogram, serve_request
+from testbed_controller.shaping.medium import Bottleneck
+
+_MOST_READ = 64
+"""Packets read from one device before those that are due are let go."""
+_PATIENCE = 2e-3
+"""Seconds at most for which arrivals are left to gather, since the kernel has noted when each came."""
+_EARLY = 60e-6
+"""Seconds by which a packet may leave early along with another: one waking then serves several."""
+_IP_HEADER = 20
+_LOOPBACK_FRAME = bytes(12) + b"\x08\x00"
+_SO_TIMESTAMPNS = 35
+
+_Entry = tuple[float, bytearray | bytes, int, bytes | None]
+"""When due; what names the packet in a verdict, and a mark more for a second copy; bytes on the wire where they
+matter; its content where that is not what the kernel holds."""
+_COPY = b"+"
+
+
+class _DelayQueue:
+    """One queue: the packets on their way over one link."""
+
+    def __init__(self, queue: int, link: Link, seed: str) -> None:
+        self.queue = queue
+        self.accept = nfqueue.verdict_prefix(queue, nfqueue.ACCEPT)
+        self.accept_all = nfqueue.verdict_prefix(queue, nfqueue.ACCEPT, batch=True)
+        self.drop = nfqueue.verdict_prefix(queue, nfqueue.DROP)
+        self.heap: list[_Entry] = []
+        self.latest = 0.0
+        self.ordered = True
+        """Whether the packets here leave as they came: in their order, once, unaltered."""
+        self.listed = math.inf
+        """When the loop has noted to look at this line."""
+        self.passed = self.dropped = self.duplicated = self.spoiled = 0
+        self.alter(link, seed)
+
+    def alter(self, link: Link, seed: str) -> None:
+        """Treat packets that arrive from now on so; those under way keep the time that they were given."""
+        self.constant = link.delay
+        self.delay = impairments.delays(link, f"{seed} delay")
+        self.lost = impairments.losses(link, f"{seed} loss")
+        self.duplicates = impairments.chance(link.duplicate, f"{seed} duplicate")
+        self.corrupts = impairments.chance(link.corrupt, f"{seed} corrupt")
+        self.random = Random(f"{seed} bit")
+
+
+class _Port:
+    """A device: the netfilter socket of its namespace, its lines, and its downlink if that has a rate."""
+
+    def __init__(self, opened: socket.socket, injector: socket.socket) -> None:
+        opened.setblocking(False)
+        injector.setblocking(False)
+        self.socket = opened
+        self.injector = injector
+        """A packet socket on the namespace's loopback: what is sent there is received."""
+        self.lines: dict[int, _DelayQueue] = {}
+        self.downlink: Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None = None
+        """Once there it stays, since packets may wait in it; without a rate it lets all pass."""
+        self.downlink_listed = math.inf
+        self.verdicts: list[bytes | bytearray] = []
+        self.overflows = 0
+        self.refused = 0
+
+
+class Loop:
+    """Waits for packets, for their time to come, and for the server; never busy."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._epoll = select.epoll()
+        self._epoll.register(control.fileno(), select.EPOLLIN)
+        self._ports: dict[str, _Port] = {}
+        self._by_descriptor: dict[int, _Port] = {}
+        self._due: list[tuple[float, int, _Port, _DelayQueue | None]] = []
+        """When to look at a line, or (None) at a port's downlink; void when that has another time by now."""
+        self._ties = 0
+        self._buffer = bytearray(1 << 17)
+        self._arrivals = nfqueue.Stamps()
+        self._lateness = LatenessHistogram()
+        self._patience = 0.0
+        # Any socket that asks for timestamps makes the kernel note every packet's arrival, so that a packet that
+        # waits for this process is not late because of it.
+        self._stamps = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._stamps.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+
+    def run(self) -> None:
+        """Go on until the server is gone."""
+        look_again = 0.0
+        while True:
+            now = time.monotonic()
+            due = self._due[0][0] if self._due else math.inf
+            if now < look_again:
+                time.sleep(max(0.0, min(due, look_again) - now))
+            else:
+                # select waits with microseconds, epoll only with milliseconds.
+                wait = None if due == math.inf else max(0.0, due - now)
+                select.select([self._epoll.fileno()], [], [], wait)
+            self._release()
+            if time.monotonic() < look_again:
+                continue
+            emptied = True
+            for descriptor, _ in self._epoll.poll(0):
+                if descriptor == self._control.fileno():
+                    if not serve_request(self._control, self._carry_out, 2):
+                        return
+                elif descriptor in self._by_descriptor:
+                    emptied &= self._read(self._by_descriptor[descriptor])
+                    self._release()
+            look_again = time.monotonic() + self._patience if emptied else 0.0
+
+    # Packets in
+
+    def _read(self, port: _Port) -> bool:
+        """Take what has arrived for a device; say whether that was all."""
+        buffer, receive = self._buffer, port.socket.recv_into
+        now = time.monotonic()
+        wall = time.time() - now
+        emptied = False
+        for _ in range(_MOST_READ):
+            try:
+                length = receive(buffer)
+            except BlockingIOError:
+                emptied = True
+                break
+            except OSError:
+                port.overflows += 1  # ENOBUFS: the kernel has lost packets that it could not announce
+                continue
+            kind = buffer[4] | buffer[5] << 8
+            if kind == nfqueue.PACKET:
+                self._arrive(port, buffer, length, now, wall)
+            elif kind == nfqueue.NLMSG_ERROR:
+                port.refused += 1
+        self._send(port)
+        return emptied
+
+    def _arrive(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
+        line = port.lines[nfqueue.packet_queue(buffer)]
+        identity = nfqueue.packet_identity(buffer)
+        stamp = self._arrivals.read(buffer, length)
+        arrived = now
+        # A clock that was set between the two readings would make nonsense of the difference.
+        if stamp is not None and -1.0 < stamp - wall - now < 1e-3:
+            arrived = stamp - wall
+        if line.duplicates or line.corrupts or port.downlink:
+            self._arrive_with_content(port, line, identity, nfqueue.content(buffer, length), arrived)
+        elif line.lost is not None and line.lost():
+            line.dropped += 1
+            port.verdicts += (line.drop, identity)
+        else:
+            self._hold(port, line, arrived, (identity, 0, None))
+
+    def _arrive_with_content(
+        self, port: _Port, line: _DelayQueue, identity: bytearray, packet: bytes, arrived: float
+    ) -> None:
+        size = ETHERNET_HEADER + (packet[2] << 8 | packet[3]) if packet else 0
+        copies = 1
+        if packet and line.duplicates is not None and line.duplicates():
+            line.duplicated += 1
+            copies = 2
+        for copy in range(copies):
+            content: bytes | None = packet if copy else None
+            lost = line.lost is not None and line.lost()
+            if not lost and packet and line.corrupts is not None and line.corrupts():
+                line.spoiled += 1
+                content = impairments.corrupted(packet, line.random)
+                lost = content is None
+            if not lost:
+                self._hold(port, line, arrived, (identity + _COPY if copy else identity, size, content))
+            elif not copy:
+                line.dropped += 1
+                port.verdicts += (line.drop, identity)
+
+    def _hold(
+        self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
+    ) -> None:
+        """Keep a packet, or a copy of one, until its delay is over."""
+        due = arrived + (line.constant if line.delay is None else line.delay())
+        if due < line.latest or entry[2] is not None:
+            line.ordered = False
+        if due > line.latest:
+            line.latest = due
+        heapq.heappush(line.heap, (due, *entry))
+        if due < line.listed:
+            line.listed = due
+            self._list(port, line, due)
+
+    def _list(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
+        """Note when to look at a line or a downlink; an older note about the same one is void from now on."""
+        self._ties += 1
+        heapq.heappush(self._due, (when, self._ties, port, line))
+
+    # Packets out
+
+    def _release(self) -> None:
+        """Let everything go whose time has come."""
+        touched: set[_Port] = set()
+        while self._due:
+            now = time.monotonic()
+            ripe = now + _EARLY
+            due, _, port, line = self._due[0]
+            if due > ripe:
+                break
+            heapq.heappop(self._due)
+            if line is None:
+                if due == port.downlink_listed:
+                    port.downlink_listed = math.inf
+                    self._lateness.add(max(0.0, now - due), self._serve(port, ripe))
+                    touched.add(port)
+                continue
+            if due != line.listed:
+                continue
+            count = self._ripen(port, line, ripe)
+            self._lateness.add(max(0.0, now - due), count)
+            line.passed += count
+            touched.add(port)
+            if port.downlink is not None:
+                self._serve(port, ripe)
+            if line.heap:
+                line.listed = line.heap[0][0]
+                self._list(port, line, line.listed)
+            else:
+                line.listed, line.ordered = math.inf, True
+        for port in touched:
+            self._send(port)
+
+    def _ripen(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
+        """Take what is due off a line, towards the device or into its downlink; return how much that was."""
+        heap = line.heap
+        count = 0
+        identity: bytearray | bytes | None = None
+        while heap and heap[0][0] <= ripe:
+            due, identity, size, content = heapq.heappop(heap)
+            count += 1
+            if port.downlink is not None:
+                if not port.downlink.enter(line.queue, due, size, (line, identity, content)):
+                    line.dropped += 1
+                    if len(identity) == nfqueue.IDENTITY:
+                        port.verdicts += (line.drop, identity)
+            elif not line.ordered:
+                self._let_go(port, line, identity, content)
+        if identity is not None and port.downlink is None and line.ordered:
+            port.verdicts += (line.accept_all, identity)
+            self._send(port)
+        return count
+
+    def _serve(self, port: _Port, ripe: float) -> int:
+        """Let through a downlink what it has had time for; return how many packets that was."""
+        assert port.downlink is not None
+        count = 0
+        while port.downlink.due <= ripe:
+            self._let_go(port, *port.downlink.leave())
+            count += 1
+        if (due := port.downlink.due) < port.downlink_listed:
+            port.downlink_listed = due
+            self._list(port, None, due)
+        return count
+
+    def _let_go(self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None) -> None:
+        if content is None:
+            port.verdicts += (line.accept, identity)
+        elif len(identity) == nfqueue.IDENTITY:
+            self._send(port)
+            self._send_messages(port, nfqueue.accept_altered(line.queue, identity, content))
+        else:
+            try:
+                port.injector.send(_LOOPBACK_FRAME + content)
+            except OSError:
+                port.refused += 1
+
+    def _send(self, port: _Port) -> None:
+        """Send the kernel what was decided for a device's packets."""
+        while port.verdicts:
+            some, port.verdicts = port.verdicts[:256], port.verdicts[256:]
+            self._send_messages(port, b"".join(some))
+
+    @staticmethod
+    def _send_messages(port: _Port, messages: bytes) -> None:
+        try:
+            port.socket.send(messages)
+        except OSError:
+            port.refused += 1
+
+    # Requests
+
+    def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+        match request["do"]:
+            case "open":
+                self._open(request["device"], *(socket.socket(fileno=each) for each in descriptors))
+            case "close":
+                self._close(request["device"])
+            case "set":
+                self._set(self._ports[request["device"]], request)
+            case "statistics":
+                return self._statistics()
+            case "reset":
+                self._lateness = LatenessHistogram()
+        return None
+
+    def _open(self, device: str, opened: socket.socket, injector: socket.socket) -> None:
+        self._close(device)
+        port = _Port(opened, injector)
+        self._ports[device] = port
+        self._by_descriptor[opened.fileno()] = port
+        self._epoll.register(opened.fileno(), select.EPOLLIN)
+
+    def _close(self, device: str) -> None:
+        port = self._ports.pop(device, None)
+        if port is None:
+            return
+        self._epoll.unregister(port.socket.fileno())
+        del self._by_descriptor[port.socket.fileno()]
+        self._due = [entry for entry in self._due if entry[2] is not port]
+        heapq.heapify(self._due)
+        port.socket.close()
+        port.injector.close()
+
+    def _set(self, port: _Port, request: Mapping[str, Any]) -> None:
+        def arrived(length: int) -> None:  # while the kernel is configured
+            now = time.monotonic()
+            self._arrive(port, self._buffer, length, now, time.time() - now)
+
+        rate, limit = request["downlink"] or (math.inf, sys.maxsize)
+        if port.downlink is not None:
+            port.downlink.alter(time.monotonic(), rate, limit)
+        elif rate < math.inf:
+            port.downlink = Bottleneck(rate, limit)
+        for each in request["impairments"]:
+            queue, link, seed = each["queue"], Link.from_json(each["link"]), each["seed"]
+            content = nfqueue.WHOLE if link.duplicate or link.corrupt else _IP_HEADER if port.downlink else 0
+            if queue in port.lines:
+                port.lines[queue].alter(link, seed)
+            else:
+                port.lines[queue] = _DelayQueue(queue, link, seed)
+                nfqueue.agree(port.socket, partial(nfqueue.bind, queue), self._buffer, arrived)
+            limits = partial(nfqueue.configure, queue, each["limit"], content)
+            nfqueue.agree(port.socket, limits, self._buffer, arrived)
+        shortest = min((line.constant for each in self._ports.values() for line in each.lines.values()), default=0.0)
+        self._patience = min(_PATIENCE, shortest / 4)
+        if port.downlink is not None:
+            self._serve(port, time.monotonic())
+            self._send(port)
+
+    def _statistics(self) -> dict[str, Any]:
+        usage = os.times()
+        return {
+            "lateness": self._lateness.summary(),
+            "processor_seconds": usage.user + usage.system,
+            "devices": {
+                device: {
+                    "overflows": port.overflows,
+                    "refused": port.refused,
+                    "downlink_drops": port.downlink.refused if port.downlink else 0,
+                    "lines": {
+                        str(queue): {
+                            "passed": line.passed,
+                            "dropped": line.dropped,
+                            "duplicated": line.duplicated,
+                            "corrupted": line.spoiled,
+                            "under_way": len(line.heap),
+                        }
+                        for queue, line in port.lines.items()
+                    },
+                }
+                for device, port in self._ports.items()
+            },
+        }

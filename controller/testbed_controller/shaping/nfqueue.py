@@ -1,0 +1,210 @@
+"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes; and whether there are any queues.
+
+Packets are asked for without their content, or with as much of it as is needed; a message then names a queue, a
+packet, and perhaps when it arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from testbed.common.errors import HostError
+from testbed_controller.shaping.namespaces import read_proc
+
+ACCEPT = 1
+DROP = 0
+
+_NETLINK_NETFILTER = 12
+_SO_RCVBUFFORCE = 33
+_SO_SNDBUFFORCE = 32
+_NLM_F_REQUEST, _NLM_F_ACK = 1, 4
+NLMSG_ERROR = 2
+_SUBSYSTEM = 3 << 8
+PACKET = _SUBSYSTEM | 0
+_VERDICT = _SUBSYSTEM | 1
+_CONFIG = _SUBSYSTEM | 2
+_VERDICT_BATCH = _SUBSYSTEM | 3
+
+_ATTRIBUTE_VERDICT = 2
+_ATTRIBUTE_TIMESTAMP = 4
+_ATTRIBUTE_PAYLOAD = 10
+_CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
+_COMMAND_BIND = 1
+_COPY_META, _COPY_PACKET = 1, 2
+WHOLE = 0xFFFF
+"""Bytes to ask for when all of a packet is needed."""
+
+_HEADER = struct.Struct("=IHHII")
+_ATTRIBUTE = struct.Struct("=HH")
+_STAMP = struct.Struct(">QQ")
+_FIRST_ATTRIBUTE = 20
+_SEQUENCES = count(1)
+IDENTITY = 4
+"""Bytes that name a packet."""
+
+
+def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
+    """Open a socket to the netfilter subsystem of the calling thread's network namespace; raises `HostError`."""
+    try:
+        opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
+        opened.bind((0, 0))
+        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
+        opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
+    except OSError as error:
+        raise HostError(f"no netfilter queue can be opened: {error.strerror} (needs CAP_NET_ADMIN)") from error
+    return opened
+
+
+def _message(kind: int, queue: int, flags: int, sequence: int, attributes: bytes) -> bytes:
+    body = struct.pack(">BBH", 0, 0, queue) + attributes
+    return _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
+
+
+def _attribute(kind: int, value: bytes) -> bytes:
+    return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
+
+
+def bind(queue: int, sequence: int) -> bytes:
+    """Return the message that binds a queue to the socket it is sent on."""
+    command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
+    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, _attribute(_CONFIG_COMMAND, command))
+
+
+def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
+    """Return the message that bounds a queue's length, and asks for this many bytes of each packet's content."""
+    parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
+    attributes = _attribute(_CONFIG_PARAMETERS, parameters) + _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit))
+    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
+
+
+def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
+    """Return a verdict up to the packet's identity, which is the last thing in it.
+
+    ``batch`` makes it hold for all packets of the queue up to that one.
+    """
+    message = _message(
+        _VERDICT_BATCH if batch else _VERDICT,
+        queue,
+        0,
+        0,
+        _attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
+    )
+    return message[:-4]
+
+
+def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
+    """Return the verdict that lets a packet go with another content."""
+    verdict = struct.pack(">I", ACCEPT) + identity
+    attributes = _attribute(_ATTRIBUTE_VERDICT, verdict) + _attribute(_ATTRIBUTE_PAYLOAD, packet)
+    return _message(_VERDICT, queue, 0, 0, attributes)
+
+
+def content(data: bytearray, length: int) -> bytes:
+    """Return what a message of type `PACKET` holds of the packet, from its IP header on."""
+    at = _FIRST_ATTRIBUTE
+    while at + 4 <= length:
+        size, kind = _ATTRIBUTE.unpack_from(data, at)
+        if kind == _ATTRIBUTE_PAYLOAD:
+            return bytes(data[at + 4 : at + size])
+        at += max(4, (size + 3) & ~3)
+    return b""
+
+
+def packet_queue(data: bytearray) -> int:
+    """Return the queue of a message of type `PACKET`."""
+    return data[18] << 8 | data[19]
+
+
+def packet_identity(data: bytearray) -> bytearray:
+    """Return what names the packet in a verdict: four bytes, ascending in the order of arrival until they wrap.
+
+    The packet's header always is the first attribute of the message.
+    """
+    return data[24:28]
+
+
+def check() -> None:
+    """Bind a queue in the calling thread's network namespace and let go of it; raises HostError when there are none.
+
+    A socket alone proves nothing: that it can be had without the queues.
+    """
+    with open_socket() as opened:
+        opened.setblocking(False)
+        try:
+            agree(opened, partial(bind, 1), bytearray(4096))
+        except OSError as error:
+            raise HostError(f"no netfilter queue can be bound: {error.strerror or error}") from error
+
+
+def agree(
+    opened: socket.socket,
+    message: Callable[[int], bytes],
+    buffer: bytearray,
+    arrived: Callable[[int], None] = lambda length: None,
+) -> None:
+    """Send a configuration message, made of its sequence number, and wait until the kernel has agreed to it.
+
+    ``arrived`` is called with the length of each packet's message that comes meanwhile and is in ``buffer``. Raises
+    OSError when the kernel refuses or does not answer within two seconds.
+    """
+    sequence = next(_SEQUENCES)
+    opened.send(message(sequence))
+    patience = time.monotonic() + 2.0
+    while time.monotonic() < patience:
+        select.select([opened], [], [], 0.1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                length = opened.recv_into(buffer)
+                kind = message_type(buffer)
+                if kind == PACKET:
+                    arrived(length)
+                elif kind == NLMSG_ERROR:
+                    error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
+                    if answered == sequence:
+                        if error:
+                            raise OSError(-error, f"the kernel refuses a netfilter queue: {os.strerror(-error)}")
+                        return
+    raise OSError("the kernel did not answer the request for a netfilter queue")
+
+
+class Stamps:
+    """Finds the time of arrival in packets' messages, remembering where in them it was found last."""
+
+    def __init__(self) -> None:
+        self._stamp_at = 48
+
+    def read(self, data: bytearray, length: int) -> float | None:
+        """Return when the packet arrived (CLOCK_REALTIME, seconds), or None when the kernel did not note it."""
+        at = self._stamp_at
+        if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
+            at = _FIRST_ATTRIBUTE
+            while at + 4 <= length:
+                size, kind = _ATTRIBUTE.unpack_from(data, at)
+                if kind == _ATTRIBUTE_TIMESTAMP and size == 20:
+                    break
+                at += max(4, (size + 3) & ~3)
+            else:
+                return None
+            self._stamp_at = at
+        seconds, micro = _STAMP.unpack_from(data, at + 4)
+        return float(seconds) + float(micro) * 1e-6
+
+
+def message_type(data: bytearray) -> int:
+    """Return the type of the message in a buffer."""
+    return data[4] | data[5] << 8
+
+
+def kernel_queues() -> list[dict[str, int]]:
+    """Read the netfilter queues of the calling thread's namespace, with what the kernel had to drop."""
+    columns = ("queue", "port", "waiting", "mode", "range", "queue_dropped", "user_dropped")
+    text = read_proc("netfilter/nfnetlink_queue")
+    return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]
