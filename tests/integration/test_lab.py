@@ -115,6 +115,14 @@ def test_devices_are_locked_down(lab: Lab, client: docker.DockerClient) -> None:
     assert "Read-only file system" in said
 
 
+def test_the_shaper_has_the_engines_filter_of_system_calls_and_its_own(lab: Lab, client: docker.DockerClient) -> None:
+    pid = client.api.inspect_container(container_name(lab.run_id, "shaper"))["State"]["Pid"]
+    status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")
+    engine = any("seccomp" in option for option in client.info()["SecurityOptions"])
+    assert int(status["Seccomp_filters"]) == 1 + engine
+
+
 def test_an_idle_device_that_was_asked_takes_little_memory(lab: Lab) -> None:
     for name in lab.devices:
         agent = lab.agent(name)

@@ -1,80 +1,40 @@
-"""System calls that the shaper gives up: what its capabilities would allow, and no shaping of links needs.
+"""System calls that the shaper gives up because no shaping of links needs them, although its capabilities allow them.
 
-SYS_ADMIN lets it enter namespaces, and would let it mount; SYS_PTRACE lets it open them, and would let it read and
-change the memory of every process of the host. The filter holds for all that it starts, and cannot be taken off.
+SYS_ADMIN lets the shaper enter namespaces, and would let it mount; SYS_PTRACE lets it open them, and would let it read
+and change the memory of every process of the host. The filter adds to the engine's own seccomp profile, applies to all
+child processes, and cannot be removed.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
-import struct
+import errno
 
-_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""linux/audit.h: how the kernel's filter knows a machine, and the column of its numbers."""
-DENIED = {
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "move_mount": (429, 429),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "process_madvise": (440, 440),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "kexec_load": (246, 104),
-    "keyctl": (250, 219),
-    "sethostname": (170, 161),
-    "swapon": (167, 224),
-}
-"""Numbers of system calls on each machine."""
-_OTHER_NUMBERS = 0x40000000
-"""From here on x86_64 has the same calls under other numbers."""
-_NUMBER, _ARCHITECTURE = 0, 4
-"""Where the kernel puts them, for the filter to read."""
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _NOT_PERMITTED = 0x7FFF0000, 0x00050001
-_SET_NO_NEW_PRIVILEGES, _SET_SECCOMP, _FILTER = 38, 22, 2
+DENIED = (
+    *("mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "fsopen", "fsmount", "mount_setattr"),
+    *("open_by_handle_at", "ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "process_madvise"),
+    *("bpf", "perf_event_open", "init_module", "finit_module", "kexec_load", "keyctl", "sethostname", "swapon"),
+)
+_LIBRARY = "libseccomp.so.2"
+"""Part of every Debian, since apt depends on it."""
+_ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
-def instructions(machine: str) -> list[tuple[int, int, int, int]]:
-    """Return the filter for a machine: code, how far to jump if true and if false, operand."""
-    architecture, column = _ARCHITECTURES[machine]
-    numbers = [each[column] for each in DENIED.values()]
-    count = len(numbers)
-    return [
-        (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 0, count + 3, architecture),
-        (_LOAD, 0, 0, _NUMBER),
-        (_IF_AT_LEAST, count + 1, 0, _OTHER_NUMBERS),
-        *((_IF_EQUAL, count - place, 0, number) for place, number in enumerate(numbers)),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _NOT_PERMITTED),
-    ]
+def confine() -> None:
+    """Make each system call of `DENIED` fail with EPERM, for this process and its children.
 
-
-def confine() -> bool:
-    """Give up these calls for this process and all that it starts; return False on a machine of unknown numbers.
-
-    Raises OSError where the kernel takes no filter.
+    Raises OSError where the library is missing or the kernel rejects the filter.
     """
-    if platform.machine() not in _ARCHITECTURES:
-        return False
-    made = instructions(platform.machine())
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in made))
-    program = ctypes.create_string_buffer(struct.pack("@HP", len(made), ctypes.addressof(code)))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for request in ((_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), (_SET_SECCOMP, _FILTER, ctypes.addressof(program), 0, 0)):
-        if libc.prctl(*map(ctypes.c_ulong, request)) != 0:
-            raise OSError(ctypes.get_errno(), "system calls cannot be given up")
-    return True
+    library = ctypes.CDLL(_LIBRARY)
+    library.seccomp_init.restype = ctypes.c_void_p
+    filter_ = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+    for name in DENIED:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        _check(library.seccomp_rule_add(filter_, _FAIL | errno.EPERM, number, 0))
+    _check(library.seccomp_load(filter_))
+    library.seccomp_release(filter_)
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        raise OSError(-result, "the kernel rejects the filter of system calls")
