@@ -7,18 +7,21 @@ import time
 from pathlib import Path
 
 
-def deadly(files: dict[str, str], _argv: list[str], _version: str, number: int, *_: object) -> dict[str, bytes]:
+def deadly(counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object) -> dict[str, bytes]:
     """End the worker of the second trial."""
-    if number == 1:
-        with Path(files["counts"]).open("a") as file:
+    if place.endswith("run1"):
+        with Path(counts).open("a") as file:
             file.write("x")
         os._exit(1)
     return {"figure": b"1"}
 
 
-def deadly_twice(files: dict[str, str], _argv: list[str], _version: str, number: int, *_: object) -> dict[str, bytes]:
+def deadly_twice(
+    counts: str, _files: object, _argv: list[str], _version: str, place: str, *_: object
+) -> dict[str, bytes]:
     """End the workers of the first two trials, twice each."""
-    deaths = Path(f"{files['counts']}{number}")
+    number = int(place[-1])
+    deaths = Path(f"{counts}{number}")
     if number < 2 and (not deaths.exists() or len(deaths.read_text()) < 2):
         with deaths.open("a") as file:
             file.write("x")
@@ -26,8 +29,8 @@ def deadly_twice(files: dict[str, str], _argv: list[str], _version: str, number:
     return {"figure": b"1"}
 
 
-def endless(files: dict[str, str], _argv: list[str], _version: str, _number: int, *_: object) -> dict[str, bytes]:
-    """Say that it has begun, and go on for long."""
-    Path(files["begun"]).touch()
+def endless(begun: str, *_: object) -> dict[str, bytes]:
+    """Create a file to report the beginning, and continue for long."""
+    Path(begun).touch()
     time.sleep(300)
     return {}

@@ -9,11 +9,10 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -24,7 +23,8 @@ from testbed.prepare import Prepared, prepare, prepare_all
 from testbed.scenario import loading
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import TOGETHER, Scenario, Source
-from testbed_controller.api.execution import run_one_by_one, run_recorded
+from testbed_controller.api.execution import RunOptions, Runtime, run_recorded
+from testbed_controller.api.executors import Executor, InTurn, PlannedRun
 from testbed_controller.results import files
 from testbed_controller.results.recorder import numbered
 from testbed_controller.results.rows import Row, frame, points, rows
@@ -56,7 +56,6 @@ __all__ = [
     "sweep",
 ]
 
-Runtime = Literal["simulate", "emulate"]
 T = TypeVar("T")
 
 
@@ -249,7 +248,7 @@ def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Se
     >>> testbed.simulate(scenario, "one").path.name
     'one'
     """
-    return _one(scenario, "simulate", out, callbacks=callbacks)
+    return _one(scenario, "simulate", out, RunOptions(callbacks=callbacks))
 
 
 def emulate(
@@ -275,9 +274,16 @@ def emulate(
     from testbed_controller.hosts.placement import read_lab
 
     where = read_lab(None if lab is None else Path(lab), tuple(hosts), place)
-    options = {"links": links, "accept_links": accept_links, "keep": keep, **where.places}
+    options = RunOptions(
+        callbacks=callbacks,
+        links=links,
+        accept_links=accept_links,
+        keep=keep,
+        hosts=where.hosts,
+        place=where.place,
+    )
     strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
-    return _one(scenario, "emulate", out, strike, callbacks=callbacks, **options)
+    return _one(scenario, "emulate", out, options, strike)
 
 
 def sweep(
@@ -308,18 +314,16 @@ def sweep(
         scenario = loading.validate(tree, scenario.source)
     prepared, refused = prepare_all(trials(scenario))
     folder = Path(out) if out is not None else numbered(Path("results") / scenario.name)
-    todo = {number: (each, folder / run_name(each.trial)) for number, each in prepared.items()}
-    found: dict[int, Run] = {}
+    runs = {number: PlannedRun(each, folder / run_name(each.trial)) for number, each in prepared.items()}
+    executor: Executor = InTurn(runtime)
     if cluster is not None:
         if runtime != "simulate":
             raise InputError("cluster: containers need a host to themselves: runtime has to be 'simulate'")
-        from testbed_controller.api.cluster import connected, simulate_on_cluster
+        from testbed_controller.api.cluster import Cluster
 
-        places = {number: folder for number, (_, folder) in todo.items()}
-        with connected(cluster) if isinstance(cluster, str) else nullcontext(cluster) as client:
-            simulate_on_cluster(scenario, places, client, _silent(), found.__setitem__)
-    else:
-        _in_its_own_loop(lambda: run_one_by_one(todo, runtime, _silent(), found.__setitem__))
+        executor = Cluster(cluster)
+    found: dict[int, Run] = {}
+    _in_its_own_loop(lambda: executor.execute(runs, _silent(), found.__setitem__))
     results = Results(Result(found[number]) for number in sorted(found))
     results.refused = refused
     return results
@@ -341,8 +345,8 @@ def _one(
     scenario: Scenario,
     runtime: Runtime,
     out: str | Path | None,
+    options: RunOptions,
     change: Callable[[Trial], Trial] | None = None,
-    **options: Any,
 ) -> Result:
     from testbed_controller.running.inputs import InitialWeights
 
@@ -353,7 +357,7 @@ def _one(
     folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
     silent = _silent()
     initial = InitialWeights(silent)
-    run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, **options))
+    run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, options))
     return Result(run)
 
 

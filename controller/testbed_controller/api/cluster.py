@@ -1,4 +1,4 @@
-"""Trials of a sweep simulated on the workers of a Dask cluster: the same folders as `simulate_side_by_side` leaves."""
+"""The executor of a Dask cluster: its workers simulate trials, and the folders of results lie here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,13 +21,14 @@ from rich.console import Console
 
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.version import VERSION
-from testbed_controller.api.execution import Done, simulate_one, take_in
+from testbed_controller.api.execution import DEFAULTS, RunOptions
+from testbed_controller.api.executors import Done, PlannedRun, collect, simulate_trial
 from testbed_controller.lab.paths import package_folder
 
 if TYPE_CHECKING:
     from distributed import Client
 
-    from testbed.scenario.schema import Scenario
+    from testbed.scenario.schema import Trial
 
 SECONDS = 10
 """Seconds for a scheduler to answer."""
@@ -63,83 +65,106 @@ def connected(address: str) -> Iterator[Client]:
         yield client
 
 
-def simulate_on_cluster(
-    scenario: Scenario,
-    todo: Mapping[int, Path],
-    client: Client,
-    console: Console,
-    done: Done,
-    *,
-    events: bool = True,
-) -> None:
-    """Simulate the trials of these numbers on the workers of a cluster, each as one task, and take in their folders.
+@dataclass(frozen=True)
+class Cluster:
+    """Simulates runs on the workers of a cluster, each as one task, and takes in their folders.
 
-    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and said at the end. Dask
-    counts a death for all tasks that a worker was to run, so who really began is counted here. Without ``events``
-    none are written, nor sent here.
-    Raises HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of the
-    testbed; TestbedError for what is given up.
+    A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and named at the end. Dask
+    counts a death for all tasks that a worker was to run, so the trials that really began are counted here.
     """
-    from distributed import KilledWorker, Queue
 
-    files, argv, batch = _files_of(scenario), list(sys.argv), secrets.token_hex(4)
-    _check(client)
-    client.run_on_scheduler(_bound_deaths)
-    executor, ours = client.get_executor(pure=False), version()
-    console.print(f"{len(todo)} runs on {_workers(client)} workers of {client.scheduler.address}")
-    given_up: list[str] = []
-    attempts = Counter[int]()
+    scheduler: Client | str
+    """A client, or the address of a scheduler."""
+    options: RunOptions = DEFAULTS
 
-    def submit(number: int) -> Future[Files]:
-        attempts[number] += 1
-        begun, place = f"{todo[number].name}-{batch}", str(todo[number].absolute())
-        key = f"{begun}-{attempts[number]}"
-        given = (files, argv, ours, number, place, events)
-        submitted: Future[Files] = executor.submit(_task, _simulate, begun, *given, key=key)
+    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+        """See `Executor.execute`.
+
+        Raises HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of
+        the testbed; InputError for files that cannot travel; TestbedError for trials that are given up.
+        """
+        packed = {number: _packed(run.trial) for number, run in runs.items()}
+        scheduler = self.scheduler
+        with connected(scheduler) if isinstance(scheduler, str) else nullcontext(scheduler) as client:
+            _check(client)
+            client.run_on_scheduler(_bound_deaths)
+            console.print(f"{len(runs)} runs on {_workers(client)} workers of {client.scheduler.address}")
+            _Batch(runs, packed, client, console, self.options).execute(done)
+
+
+class _Batch:
+    """The tasks of some runs on a cluster."""
+
+    def __init__(
+        self,
+        runs: Mapping[int, PlannedRun],
+        packed: Mapping[int, tuple[Trial, Files]],
+        client: Client,
+        console: Console,
+        options: RunOptions,
+    ) -> None:
+        self._runs, self._packed, self._options = runs, packed, options
+        self._client, self._console = client, console
+        self._executor = client.get_executor(pure=False)
+        self._id, self._version = secrets.token_hex(4), version()
+        self._attempts = Counter[int]()
+        self._given_up: list[str] = []
+
+    def execute(self, done: Done) -> None:
+        try:
+            collect(
+                self._runs,
+                self._submit,
+                self._take,
+                self._console,
+                done,
+                lost=self._lost,
+                at_once=lambda: max(1, _workers(self._client)),
+                look=_Watch(self._client, self._console),
+            )
+        except BaseException:
+            self._executor.shutdown(wait=False)  # cancels them
+            raise
+        if self._given_up:
+            raise TestbedError(
+                f"{len(self._given_up)} of {len(self._runs)} runs ended with their workers {DEATHS} times "
+                f"({', '.join(self._given_up)}): look at the workers' memory and logs, then go on with --resume"
+            )
+
+    def _begun(self, number: int) -> str:
+        """Return the name of the queue that counts how often a run began."""
+        return f"{self._runs[number].folder.name}-{self._id}"
+
+    def _submit(self, number: int) -> Future[Files]:
+        self._attempts[number] += 1
+        begun, place = self._begun(number), str(self._runs[number].folder.absolute())
+        given = (*self._packed[number], list(sys.argv), self._version, place, self._options)
+        key = f"{begun}-{self._attempts[number]}"
+        submitted: Future[Files] = self._executor.submit(_task, _simulate, begun, *given, key=key)
         return submitted
 
-    def taken(number: int, ended: Future[Files]) -> Path:
-        folder = todo[number]
+    def _take(self, number: int, ended: Future[Files]) -> Path:
+        """Write the files of a run that ended; the folder appears with all of them."""
+        folder = self._runs[number].folder
         draft = folder.with_name(f".{folder.name}")
         shutil.rmtree(draft, ignore_errors=True)
-        for name, content in ended.result().items():
-            path = draft / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        _write(ended.result(), draft)
         if folder.is_dir():
             shutil.rmtree(folder)
         draft.rename(folder)
         return folder
 
-    def lost(number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
+    def _lost(self, number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
+        from distributed import KilledWorker, Queue
+
         if not isinstance(ended.exception(), KilledWorker):
             return None
-        name = todo[number].name
-        if Queue(f"{name}-{batch}", client=client).qsize() < DEATHS:
+        if Queue(self._begun(number), client=self._client).qsize() < DEATHS:
             return "again"
-        given_up.append(name)
-        console.print(f"{name} is given up: {DEATHS} workers died that ran it")
+        name = self._runs[number].folder.name
+        self._given_up.append(name)
+        self._console.print(f"{name} is given up: {DEATHS} workers died that ran it")
         return "given up"
-
-    try:
-        take_in(
-            todo,
-            submit,
-            taken,
-            console,
-            done,
-            lost=lost,
-            at_once=lambda: max(1, _workers(client)),
-            look=_Watch(client, console),
-        )
-    except BaseException:
-        executor.shutdown(wait=False)  # cancels them
-        raise
-    if given_up:
-        raise TestbedError(
-            f"{len(given_up)} of {len(todo)} runs ended with their workers {DEATHS} times ({', '.join(given_up)}): "
-            "look at the workers' memory and logs, then go on with --resume"
-        )
 
 
 class _Watch:
@@ -200,16 +225,26 @@ def _bound_deaths(dask_scheduler: Any) -> None:
     dask_scheduler.allowed_failures = min(dask_scheduler.allowed_failures, DEATHS - 1)
 
 
-def _files_of(scenario: Scenario) -> dict[str, str]:
-    """Return the texts of a scenario and of the Python files that it names, by what they are called."""
-    from testbed_controller.results.recorder import scenario_yaml, with_local_sources
+def _packed(trial: Trial) -> tuple[Trial, Files]:
+    """Return a trial as it can lie beside the Python files that it names, and these files."""
+    from testbed_controller.results.recorder import with_local_sources
 
+    scenario = trial.scenario
     data, model = scenario.workload.data, scenario.workload.model
     for key, named in (("data.folder", data.folder), ("data.path", data.path), ("model.weights", model.weights)):
         if named is not None and not Path(named).is_absolute():
             raise InputError(f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker")
     moved, sources = with_local_sources(scenario)
-    return {"scenario.yaml": scenario_yaml(moved), **sources}
+    experiment = replace(trial.experiment, workload=moved.workload)
+    files = {name: text.encode() for name, text in sources.items()}
+    return replace(trial, scenario=moved, experiment=experiment), files
+
+
+def _write(files: Files, folder: Path) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
@@ -222,19 +257,17 @@ def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
         return simulate(*arguments)
 
 
-def _simulate(
-    files: Mapping[str, str], argv: Sequence[str], wanted: str, number: int, there: str, events: bool
-) -> Files:
-    """Simulate one trial, in a worker, and return the files of its folder, which is to lie ``there``."""
+def _simulate(trial: Trial, files: Files, argv: Sequence[str], wanted: str, there: str, options: RunOptions) -> Files:
+    """Simulate a trial, in a worker, and return the files of its folder, which is to lie ``there``."""
     if version() != wanted:  # a worker that joined later
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
-        for file, text in files.items():
-            Path(name, file).parent.mkdir(parents=True, exist_ok=True)
-            Path(name, file).write_text(text, encoding="utf-8")
+        _write(files, Path(name))
+        source = replace(trial.scenario.source, file=str(Path(name, "scenario.yaml")))
+        trial = replace(trial, scenario=trial.scenario.located(source))
         sys.argv, before = list(argv), sys.argv
         try:
-            folder = simulate_one(str(Path(name, "scenario.yaml")), [], number, Path(name, "run"), events=events)
+            folder = simulate_trial(trial, Path(name, "run"), options)
         finally:
             sys.argv = before
         found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -18,7 +19,8 @@ from testbed.prepare import prepare, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
-from testbed_controller.api.execution import emulate_side_by_side, run_one_by_one, run_recorded, simulate_side_by_side
+from testbed_controller.api.execution import RunOptions, Runtime, run_recorded
+from testbed_controller.api.executors import Executor, InTurn, OneRunPerHost, PlannedRun, Processes
 from testbed_controller.cli.finished import explaining, judge, reproduce, show_run, summarize
 from testbed_controller.cli.options import (
     accept_links,
@@ -42,6 +44,142 @@ WEIGHTS = "weights.safetensors"
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
     from testbed_controller.hosts.placement import LabPart
+    from testbed_controller.lab.lab import LinkBackend
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The arguments of `testbed run`."""
+
+    scenario: str
+    runtime: Runtime
+    out: Path | None
+    resume: Path | None
+    jobs: int
+    cluster: str | None
+    overrides: tuple[str, ...]
+    seed: int | None
+    repetitions: int | None
+    links: LinkBackend
+    accept_links: bool
+    where: LabPart
+    one_run_per_host: bool
+    weights: Path | None
+    streams: tuple[str, ...]
+    watch: bool
+    events: bool
+    keep: bool
+    as_json: bool
+
+    def execute(self) -> None:
+        """Run all runs of the scenario that are not there yet, and print their results."""
+        self.check()
+        loaded = load(self.scenario, self.changes)
+        planned = self._trials(loaded)
+        prepared, refused = prepare_all(planned)
+        console = make_console(stderr=self.as_json)
+        _print_refused(console, refused)
+        folders = self._folders(planned)
+        kept: dict[int, Run] = {}
+        if self.resume is not None:
+            kept = finished_among(folders, planned)
+            console.print(f"{len(kept)} of {len(folders)} runs are there already")
+        already, several = len(kept), len(planned) > 1
+        runs = {number: PlannedRun(each, folders[number]) for number, each in prepared.items() if number not in kept}
+
+        def done(number: int, finished: Run) -> None:
+            kept[number] = finished.alone() if several else finished
+            if len(kept) == already + 1:
+                _keep_paper(loaded, finished, several=several)
+            if not self.as_json:
+                show_run(console, finished, brief=several)
+
+        if runs:
+            with explaining(console):
+                self.executor().execute(runs, console, done)
+        _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=self.as_json)
+        raise_refused(refused)
+
+    def check(self) -> None:
+        """Raise InputError for options that cannot be combined."""
+        if self.resume is not None and self.out is not None:
+            raise InputError("--out cannot be combined with --resume")
+        if self.one_run_per_host and (not self.where.hosts or self.runtime != "emulate"):
+            raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
+        if self.one_run_per_host and (self.where.place or self.where.faults or self.keep):
+            text = "every device of a run is on one host: leave --place, faults of hosts and --keep away"
+            raise InputError(f"--each-on-one-host: {text}")
+        together = self._together
+        if together in ("--cluster", "--jobs") and self.runtime != "simulate":
+            text = "containers need the host to themselves: add --runtime simulate, or leave"
+            raise InputError(f"{together}: {text} {together} away")
+        if together and (self.watch or self.streams):
+            raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
+        if self.watch and not self.events:
+            raise InputError("--no-events: the page is made of them: leave --watch away")
+
+    @property
+    def _together(self) -> str:
+        """The option by which several runs are executed at once; empty without one."""
+        if self.cluster:
+            return "--cluster"
+        if self.jobs > 1:
+            return "--jobs"
+        return "--each-on-one-host" if self.one_run_per_host else ""
+
+    @property
+    def changes(self) -> list[str]:
+        """The changes of the scenario, as `--set` has them: those of options of their own come last."""
+        given: dict[str, object] = {"seed": self.seed, "repetitions": self.repetitions}
+        if self.weights is not None:
+            # In quotes: whatever the path holds is text.
+            given["workload.model.weights"] = json.dumps(str(_weights_in(self.weights).absolute()))
+        return [*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
+
+    def executor(self) -> Executor:
+        """Return the executor that the options ask for."""
+        together = self._together
+        if together == "--cluster":
+            from testbed_controller.api.cluster import Cluster
+
+            return Cluster(str(self.cluster), RunOptions(events=self.events))
+        if together == "--jobs":
+            return Processes(self.jobs, RunOptions(events=self.events))
+        options = RunOptions(
+            events=self.events,
+            watch=self.watch,
+            streams=self.streams,
+            links=self.links,
+            accept_links=self.accept_links,
+            keep=self.keep,
+            hosts=self.where.hosts,
+            place=self.where.place,
+        )
+        if together == "--each-on-one-host":
+            return OneRunPerHost(self.where.hosts, options)
+        return InTurn(self.runtime, options)
+
+    def _trials(self, loaded: Scenario) -> list[Trial]:
+        """Return the trials, with the faults of hosts among their own."""
+        planned = trials(loaded)
+        _fix_kernels(planned, self.runtime)
+        if self.where.faults and self.runtime == "emulate":
+            from testbed_controller.hosts.lab import struck
+
+            return struck(planned, self.where)
+        return planned
+
+    def _folders(self, planned: Sequence[Trial]) -> list[Path]:
+        """Return the folder of each run; those of a sweep lie together, and never among those of an earlier sweep."""
+        names = [run_name(trial) for trial in planned]
+        asked = self.resume or self.out
+        if len(names) == 1:
+            return [asked or numbered(Path("results") / names[0])]
+        out = self.out
+        if out is not None and out.is_dir() and any(out.iterdir()):
+            raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
+        folder = asked or numbered(Path("results") / planned[0].scenario.name)
+        return [folder / name for name in names]
 
 
 @click.command()
@@ -79,7 +217,7 @@ if TYPE_CHECKING:
 @on_hosts
 @click.option(
     "--each-on-one-host",
-    "apart",
+    "one_run_per_host",
     is_flag=True,
     help="With --hosts, give each run of a sweep or of repetitions a host to itself, one at a time on each.",
 )
@@ -107,23 +245,7 @@ if TYPE_CHECKING:
 )
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
 @metrics_as_json
-def run(
-    scenario: str,
-    runtime: Literal["emulate", "simulate"],
-    out: Path | None,
-    resume: Path | None,
-    jobs: int,
-    cluster: str | None,
-    overrides: tuple[str, ...],
-    seed: int | None,
-    repetitions: int | None,
-    where: LabPart,
-    apart: bool,
-    weights: Path | None,
-    as_json: bool,
-    events: bool,
-    **options: Any,
-) -> None:
+def run(**given: Any) -> None:
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
 
     Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
@@ -137,52 +259,7 @@ def run(
       testbed run my.yaml --repetitions 5 --out results/five
       testbed run my.yaml --repetitions 5 --resume results/five
     """
-    changes = [*overrides, *_changes(seed, repetitions, weights)]
-    loaded = load(scenario, changes)
-    found = trials(loaded)
-    _fix_kernels(found, runtime)
-    if where.faults and runtime == "emulate":
-        from testbed_controller.hosts.lab import struck
-
-        found = struck(found, where)
-    prepared, refused = prepare_all(found)
-    console = make_console(stderr=as_json)
-    _print_refused(console, refused)
-    together = "--cluster" if cluster else "--jobs" if jobs > 1 else ""
-    if apart:
-        _check_apart(where, runtime, options["keep"])
-    _check_seen(together or ("--each-on-one-host" if apart else ""), events, options)
-    places = _places(found, runtime, out, resume, together)
-    kept: dict[int, Run] = {}
-    if resume is not None:
-        kept = finished_among(places, found)
-        console.print(f"{len(kept)} of {len(places)} runs are there already")
-    already = len(kept)
-    todo = {number: places[number] for number in prepared if number not in kept}
-
-    def done(number: int, finished: Run) -> None:
-        kept[number] = finished if len(found) == 1 else finished.alone()
-        if len(kept) == already + 1:
-            _keep_paper(loaded, finished, several=len(found) > 1)
-        if not as_json:
-            show_run(console, finished, brief=len(found) > 1)
-
-    with explaining(console):
-        if cluster and todo:
-            from testbed_controller.api.cluster import connected, simulate_on_cluster
-
-            with connected(cluster) as client:
-                simulate_on_cluster(loaded, todo, client, console, done, events=events)
-        elif jobs > 1:
-            simulate_side_by_side(scenario, changes, todo, jobs, console, done, events=events)
-        elif apart:
-            given = {"events": events} | {key: options[key] for key in ("links", "accept_links")}
-            emulate_side_by_side(scenario, changes, todo, where, given, console, done)
-        else:
-            rows = {number: (prepared[number], folder) for number, folder in todo.items()}
-            run_one_by_one(rows, runtime, console, done, events=events, **options, **where.places)
-    _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=as_json)
-    raise_refused(refused)
+    RunRequest(**given).execute()
 
 
 @click.command()
@@ -216,7 +293,9 @@ def start(
     console = make_console(stderr=as_json)
     folder = out or numbered(Path("results") / run_name(prepared.trial))
     with explaining(console):
-        finished = run_recorded(prepared, "emulate", folder, InitialWeights(console), console, standing=lab, **options)
+        finished = run_recorded(
+            prepared, "emulate", folder, InitialWeights(console), console, RunOptions(standing=lab, **options)
+        )
     _keep_paper(loaded, finished, several=False)
     if not as_json:
         show_run(console, finished, brief=False)
@@ -228,28 +307,10 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
         console.print(f"[yellow]refused[/] {escape(visible(text))}")
 
 
-def _check_seen(together: str, events: bool, options: Mapping[str, Any]) -> None:
-    """Raise InputError where nobody can see the runs; ``together`` is the option that has several run at once."""
-    if together and (options["watch"] or options["streams"]):
-        raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
-    if options["watch"] and not events:
-        raise InputError("--no-events: the page is made of them: leave --watch away")
-
-
 def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
     """Fix the kernels of simulations that ask for it; devices on containers fix their own."""
     if runtime == "simulate" and any(each.scenario.workload.reproducible for each in found):
         kernels.fix_or_restart()
-
-
-def _check_apart(where: LabPart, runtime: str, keep: bool) -> None:
-    """Raise InputError where runs cannot have a host each."""
-    if not where.hosts or runtime != "emulate":
-        raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
-    if where.place or where.faults or keep:
-        raise InputError(
-            "--each-on-one-host: every device of a run is on one host: leave --place, faults of hosts and --keep away"
-        )
 
 
 def _keep_paper(loaded: Scenario, finished: Run, *, several: bool) -> None:
@@ -270,32 +331,12 @@ def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: b
     judge(runs, table)
 
 
-def _changes(seed: int | None, repetitions: int | None, weights: Path | None) -> list[str]:
-    """Return what options of their own change of the scenario, as --set has it."""
-    given: dict[str, object] = {"seed": seed, "repetitions": repetitions}
-    if weights is not None and weights.is_dir():
-        weights = weights / WEIGHTS
-        if not weights.is_file():
-            runs = ", ".join(str(each.parent) for each in sorted(weights.parent.glob(f"*/{WEIGHTS}"))) or "none here"
-            raise InputError(f"--from: {weights.parent} holds no {WEIGHTS}: name the results of one run ({runs})")
-    if weights is not None:
-        # In quotes: whatever the path holds is text.
-        given["workload.model.weights"] = json.dumps(str(weights.absolute()))
-    return [f"{key}={value}" for key, value in given.items() if value is not None]
-
-
-def _places(runs: Sequence[Trial], runtime: str, out: Path | None, resume: Path | None, together: str) -> list[Path]:
-    """Return where the results of each run go; runs of one sweep lie together, and never among those of an earlier."""
-    if resume is not None and out is not None:
-        raise InputError("--resume names the folder: leave --out away")
-    if together and runtime != "simulate":
-        text = "containers need the host to themselves: add --runtime simulate, or leave"
-        raise InputError(f"{together}: {text} {together} away")
-    names = [run_name(trial) for trial in runs]
-    asked = resume or out
-    if len(names) == 1:
-        return [asked or numbered(Path("results") / names[0])]
-    if out is not None and out.is_dir() and any(out.iterdir()):
-        raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
-    folder = asked or numbered(Path("results") / runs[0].scenario.name)
-    return [folder / name for name in names]
+def _weights_in(given: Path) -> Path:
+    """Return the file with weights: the given one, or that of a folder of results."""
+    if not given.is_dir():
+        return given
+    file = given / WEIGHTS
+    if not file.is_file():
+        runs = ", ".join(str(each.parent) for each in sorted(given.glob(f"*/{WEIGHTS}"))) or "none here"
+        raise InputError(f"--from: {given} holds no {WEIGHTS}: name the results of one run ({runs})")
+    return file

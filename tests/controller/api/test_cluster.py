@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from rich.console import Console
 
 import testbed_controller.api as api
 from testbed.common.errors import HostError, InputError, TestbedError
+from testbed.prepare import prepare
+from testbed.scenario.expand import trials
 from testbed_controller.api import cluster
+from testbed_controller.api.executors import PlannedRun
 from tests.helpers import cluster_tasks
 from tests.helpers.runs import scenario
 
@@ -23,6 +27,26 @@ distributed = pytest.importorskip("distributed", reason="the extra 'cluster' is 
 
 pytestmark = pytest.mark.timeout(400)  # workers of a cluster each import torch, and some are killed
 
+MODEL = """
+from torch import nn
+
+def own(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, {width}), nn.ReLU(), nn.Linear({width}, classes))
+"""
+FILES_OF_POINTS = """
+name: files
+devices: {alone: {profile: slow.yaml}}
+workload:
+  model: {file: slow.py, name: own}
+  data: {name: digits, train: 64, test: 20}
+  method: {name: single}
+  batch_size: 16
+  steps: 2
+sweep:
+  together:
+    devices.alone.profile: [slow.yaml, fast.yaml]
+    workload.model.file: [slow.py, fast.py]
+"""
 SILENT = Console(file=StringIO())
 
 
@@ -33,6 +57,10 @@ def client() -> Iterator[distributed.Client]:
         distributed.Client(workers) as found,
     ):
         yield found
+
+
+def planned(folder: Path) -> PlannedRun:
+    return PlannedRun(prepare(trials(scenario())[0]), folder)
 
 
 def kept(folder: Path) -> dict[str, object]:
@@ -56,17 +84,30 @@ def test_a_sweep_leaves_the_files_that_it_leaves_here(client, tmp_path: Path) ->
     assert str(tmp_path / "there") in page
 
 
+def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
+    for name in ("slow", "fast"):
+        speed = "1mflops" if name == "slow" else "1gflops"
+        (tmp_path / f"{name}.yaml").write_text(f"speed: {speed}\nmemory: 1GiB\n")
+        (tmp_path / f"{name}.py").write_text(MODEL.format(width=16 if name == "slow" else 8))
+    (tmp_path / "scenario.yaml").write_text(FILES_OF_POINTS)
+    given = api.load(tmp_path / "scenario.yaml")
+    here = api.sweep(given, out=tmp_path / "here")
+    there = api.sweep(given, out=tmp_path / "there", cluster=client)
+    assert [each.figures for each in there] == [each.figures for each in here]
+    assert here[0].figures["duration"] > here[1].figures["duration"]
+
+
 def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly)
-    monkeypatch.setattr("testbed_controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
     done: list[int] = []
     counts = tmp_path / "deaths"
-    todo = {number: tmp_path / f"run{number}" for number in range(3)}
-    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(counts)})
+    runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
+    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(counts), {}))
     with pytest.raises(TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"):
-        cluster.simulate_on_cluster(scenario(), todo, client, SILENT, lambda number, _run: done.append(number))
+        cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
     assert sorted(done) == [0, 2]
     assert len(counts.read_text()) == cluster.DEATHS
 
@@ -75,11 +116,11 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly_twice)
-    monkeypatch.setattr("testbed_controller.api.execution.load_figures", lambda place: type("Run", (), {"path": place}))
-    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"counts": str(tmp_path / "deaths")})
+    monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
+    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(tmp_path / "deaths"), {}))
     done: list[int] = []
-    todo = {number: tmp_path / f"run{number}" for number in range(8)}
-    cluster.simulate_on_cluster(scenario(), todo, client, SILENT, lambda number, _run: done.append(number))
+    runs = {number: planned(tmp_path / f"run{number}") for number in range(8)}
+    cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
     assert sorted(done) == [*range(8)]
 
 
@@ -87,9 +128,9 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "_simulate", cluster_tasks.endless)
-    monkeypatch.setattr(cluster, "_files_of", lambda _scenario: {"begun": str(tmp_path / "begun")})
+    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(tmp_path / "begun"), {}))
     monkeypatch.setattr(cluster, "PATIENCE", 1.0)
-    monkeypatch.setattr("testbed_controller.api.execution.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("testbed_controller.api.executors.LOOK_SECONDS", 0.2)
     said = StringIO()
     with (
         distributed.LocalCluster(1, threads_per_worker=1, dashboard_address=None) as workers,
@@ -103,22 +144,23 @@ def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
 
         threading.Thread(target=remove).start()
         with pytest.raises(HostError, match="no worker for 1 s: start some, then go on with --resume"):
-            cluster.simulate_on_cluster(scenario(), {0: tmp_path / "r"}, found, Console(file=said), lambda *_: None)
+            cluster.Cluster(found).execute({0: planned(tmp_path / "r")}, Console(file=said), lambda *_: None)
     assert "no worker is left" in said.getvalue()
 
 
 def test_workers_of_another_version_are_refused(client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "version", lambda: "9.9-theirs")
     with pytest.raises(HostError, match=r"the worker .* has the testbed .*, and here is 9.9-theirs"):
-        cluster.simulate_on_cluster(scenario(), {0: tmp_path}, client, SILENT, lambda *_: None)
+        cluster.Cluster(client).execute({0: planned(tmp_path)}, SILENT, lambda *_: None)
 
 
-def test_files_that_do_not_travel_are_refused(client, tmp_path: Path) -> None:
-    given = scenario()
-    model = given.workload.model.model_copy(update={"weights": "w.safetensors"})
-    given = given.model_copy(update={"workload": given.workload.model_copy(update={"model": model})})
+def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
+    trial = planned(tmp_path).trial
+    workload = trial.scenario.workload
+    model = workload.model.model_copy(update={"weights": "w.safetensors"})
+    given = trial.scenario.model_copy(update={"workload": workload.model_copy(update={"model": model})})
     with pytest.raises(InputError, match=r"workload.model.weights: w.safetensors does not travel"):
-        cluster.simulate_on_cluster(given, {0: tmp_path}, client, SILENT, lambda *_: None)
+        cluster._packed(replace(trial, scenario=given))
 
 
 def test_where_no_scheduler_answers_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:

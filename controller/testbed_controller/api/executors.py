@@ -1,0 +1,233 @@
+"""Executors of prepared runs: in turn in this process, in several processes, or one run on each host.
+
+All of them, `testbed_controller.api.cluster.Cluster` among them, are an `Executor`. A run travels to another process as
+its `Trial`, which is plain data. Method, model and plan may hold code of the user's: `prepare` makes them again there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import StringIO
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+from rich.console import Console
+
+from testbed.common import formats
+from testbed.common.logs import PACKAGES
+from testbed.prepare import Prepared, prepare
+from testbed.scenario.points import value_text
+from testbed_controller.api.execution import DEFAULTS, RunOptions, Runtime, run_recorded
+from testbed_controller.results.files import load_figures
+from testbed_controller.results.run import Run
+from testbed_controller.running.inputs import InitialWeights
+
+if TYPE_CHECKING:
+    from queue import Queue
+
+    from testbed.scenario.schema import Trial
+
+T = TypeVar("T")
+LOOK_SECONDS = 5.0
+Done = Callable[[int, Run], None]
+"""Receives the number of a run, and the run when it is over."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A prepared trial and the folder for its results."""
+
+    prepared: Prepared
+    folder: Path
+
+    @property
+    def trial(self) -> Trial:
+        """The part of it that travels."""
+        return self.prepared.trial
+
+
+class Executor(Protocol):
+    """Executes runs, each into its own folder."""
+
+    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+        """Execute all runs, which are given by their numbers; ``done`` receives each as soon as it is over.
+
+        A run that cannot be executed ends all, once those under way are over.
+        """
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Executes one run after another in this process, until the last or until the user stops one."""
+
+    runtime: Runtime
+    options: RunOptions = DEFAULTS
+
+    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+        """See `Executor.execute`."""
+        initial = InitialWeights(console)
+        began = time.monotonic()
+        for over, (number, run) in enumerate(runs.items()):
+            if len(runs) > 1:
+                left = _left(began, over, len(runs))
+                console.print(f"[bold]run {over + 1} of {len(runs)}[/] {_point(run.trial)}{left}")
+            finished = run_recorded(run.prepared, self.runtime, run.folder, initial, console, self.options)
+            done(number, finished)
+            if finished.outcome.status == "interrupted":
+                return
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Simulates several runs at once, each in a process of its own."""
+
+    jobs: int
+    options: RunOptions = DEFAULTS
+
+    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+        """See `Executor.execute`."""
+        console.print(f"{len(runs)} runs, {self.jobs} at once")
+        with _pool(self.jobs) as pool:
+
+            def submit(number: int) -> Future[Path]:
+                run = runs[number]
+                return pool.submit(simulate_trial, run.trial, run.folder, self.options)
+
+            collect(runs, submit, _result, console, done)
+
+
+@dataclass(frozen=True)
+class OneRunPerHost:
+    """Executes runs in containers, one at a time on each host, each in a process of its own."""
+
+    hosts: tuple[str, ...]
+    options: RunOptions = DEFAULTS
+
+    def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
+        """See `Executor.execute`. Raises the errors of `reach_all` and `manager`."""
+        from testbed_controller.hosts.contexts import manager, reach_all
+
+        managing = manager(reach_all(self.hosts)).name  # makes the networks of all
+        free = get_context("spawn").Manager().Queue()
+        for host in self.hosts:
+            free.put(host)
+        console.print(f"{len(runs)} runs, one at a time on each of {', '.join(self.hosts)}")
+        with _pool(len(self.hosts)) as pool:
+
+            def submit(number: int) -> Future[Path]:
+                run = runs[number]
+                return pool.submit(_emulate_on_free_host, run.trial, run.folder, self.options, free, managing)
+
+            collect(runs, submit, _result, console, done)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    level = logging.getLogger("testbed_controller").level
+    # Spawned, since torch's threads do not survive a fork.
+    with ProcessPoolExecutor(
+        processes, mp_context=get_context("spawn"), initializer=_prepare_child, initargs=(level,)
+    ) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _prepare_child(level: int) -> None:
+    """Log from the parent's level on, and end this process with it: it would finish its run, and then wait for ever."""
+    for name in PACKAGES:
+        logging.getLogger(name).setLevel(level)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
+    """Simulate a trial that has travelled to this process; return the folder of its results."""
+    return _execute(prepare(trial), "simulate", folder, options)
+
+
+def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str) -> Path:
+    prepared, host = prepare(trial), free.get()
+    place = {device.name: host for device in trial.experiment.devices}
+    try:
+        options = replace(options, hosts=sorted({host, managing}), place=place)
+        return _execute(prepared, "emulate", folder, options)
+    finally:
+        free.put(host)
+
+
+def _execute(prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions) -> Path:
+    silent = Console(file=StringIO())
+    return run_recorded(prepared, runtime, folder, InitialWeights(silent), silent, options).path
+
+
+def _result(_number: int, ended: Future[Path]) -> Path:
+    return ended.result()
+
+
+def collect(
+    todo: Iterable[int],
+    submit: Callable[[int], Future[T]],
+    place: Callable[[int, Future[T]], Path],
+    console: Console,
+    done: Done,
+    *,
+    lost: Callable[[int, Future[T]], Literal["again", "given up"] | None] = lambda _number, _ended: None,
+    at_once: Callable[[], int] = lambda: sys.maxsize,
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Submit runs, at most ``at_once()`` at a time, and pass each to ``done`` when it ends.
+
+    ``place`` returns the folder of a run that ended. ``lost`` decides about one that has none: to submit it again or
+    to give it up. ``look`` is called every `LOOK_SECONDS` in which none ends.
+    """
+    began, waiting, left = time.monotonic(), list(todo), dict[Future[T], int]()
+    total = len(waiting)
+    while waiting or left:
+        while waiting and len(left) < at_once():
+            number = waiting.pop(0)
+            left[submit(number)] = number
+        over = wait(left, LOOK_SECONDS, return_when=FIRST_COMPLETED).done
+        if not over:
+            look()
+        for ended in over:
+            number = left.pop(ended)
+            if (verdict := lost(number, ended)) is not None:
+                waiting += [number] if verdict == "again" else []
+                continue
+            count = total - len(left) - len(waiting)
+            finished = load_figures(place(number, ended))
+            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{_left(began, count, total)}")
+            done(number, finished)
+
+
+def _left(began: float, over: int, total: int) -> str:
+    """Return the estimated rest of the time as text; empty before the first run is over."""
+    if not 0 < over < total:
+        return ""
+    return f", about {formats.seconds((time.monotonic() - began) / over * (total - over))} left"
+
+
+def _point(trial: Trial) -> str:
+    """Return the point of a sweep and the repetition as text."""
+    parts = [f"{key}={value_text(value)}" for key, value in trial.point.items()]
+    if trial.repetition:
+        parts.append(f"repetition {trial.repetition + 1}")
+    return ", ".join(parts)

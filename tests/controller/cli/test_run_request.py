@@ -1,0 +1,42 @@
+"""Options of `testbed run` that choose an executor, and those that cannot be combined."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from testbed.common.errors import InputError
+from testbed_controller.cli.run import run
+from testbed_controller.results import files
+
+RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-events")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--out", "here", "--resume", "."), "--out cannot be combined with --resume"),
+        (("--jobs", "2"), "--jobs: containers need the host to themselves"),
+        (("--cluster", "tcp://x:1"), "--cluster: containers need the host to themselves"),
+        (("--jobs", "2", "--runtime", "simulate", "--watch"), "--jobs: runs side by side are neither watched"),
+        (("--each-on-one-host",), "--each-on-one-host: is for runs in containers"),
+        (("--each-on-one-host", "--hosts", "one", "--keep"), "--each-on-one-host: every device of a run"),
+    ],
+)
+def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(options, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        run.main(["no-such-scenario", *options], standalone_mode=False)
+
+
+def test_resume_runs_only_the_missing_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run.main([*RING, "--out", str(out)], standalone_mode=False)
+    first, second, third = files.places(out)
+    before = {place: (place / "manifest.json").read_bytes() for place in (first, second, third)}
+    figures = (second / "metrics.json").read_bytes()
+    shutil.rmtree(second)
+    run.main([*RING, "--resume", str(out), "--jobs", "2"], standalone_mode=False)
+    assert [(place / "manifest.json").read_bytes() == before[place] for place in before] == [True, False, True]
+    assert (second / "metrics.json").read_bytes() == figures
