@@ -1,0 +1,168 @@
+"""Decoder-only transformers of the Llama family, as numbers: parameters, FLOPs, bytes of weights and of the KV cache.
+
+Planning works on these numbers alone and does not import torch. The network itself is in
+`testbed_generation.network`.
+
+A layer is: RMSNorm, attention with grouped queries and rotary positions, RMSNorm, and a SwiGLU feed-forward network
+or a mixture of such networks (experts). Before the first layer stands the token embedding, after the last one an
+RMSNorm and the output matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from testbed.common.errors import InputError, nearest
+from testbed_generation.formats import Format, stored_bytes
+
+CACHE_BYTES = 2
+"""Bytes of a value in the KV cache of a plan whose weights are not float32; llama.cpp keeps the cache in f16."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a decoder-only transformer, in the terms of the Llama family."""
+
+    layers: int
+    width: int
+    """Values of a token between layers (``hidden_size`` in Hugging Face's configuration)."""
+    heads: int
+    """Query heads of an attention layer."""
+    kv_heads: int
+    """Key and value heads, which groups of query heads share."""
+    hidden: int
+    """Values between the two products of a feed-forward network (``intermediate_size``), of each expert."""
+    vocabulary: int
+    context: int
+    """Tokens of the longest sequence, prompt included."""
+    rope_base: float = 10_000.0
+    epsilon: float = 1e-5
+    """Added to the mean square by RMSNorm."""
+    tied: bool = False
+    """Whether the output matrix is the token embedding."""
+    head_width: int = 0
+    """Values of a head; 0: width / heads."""
+    experts: int = 0
+    """Feed-forward networks of a layer, of which a router chooses ``active_experts`` for a token; 0: there is one."""
+    active_experts: int = 0
+
+    @property
+    def values_per_head(self) -> int:
+        """Values of a query, key or value of one head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def query_values(self) -> int:
+        """Values of all query heads of a token together."""
+        return self.heads * self.values_per_head
+
+    @property
+    def kv_values(self) -> int:
+        """Values of all key heads of a token together; the value heads have as many."""
+        return self.kv_heads * self.values_per_head
+
+    @property
+    def attention_values(self) -> int:
+        """Values of the four matrices of an attention layer: query, key, value, output."""
+        return 2 * self.width * (self.query_values + self.kv_values)
+
+    @property
+    def expert_values(self) -> int:
+        """Values of the three matrices of one SwiGLU network: gate, up, down."""
+        return 3 * self.width * self.hidden
+
+    @property
+    def router_values(self) -> int:
+        """Values of the matrix that scores the experts for a token."""
+        return self.width * self.experts
+
+    @property
+    def layer_values(self) -> int:
+        """Values of all matrices of a layer; the two normalisations have 2 * width more."""
+        return self.attention_values + max(1, self.experts) * self.expert_values + self.router_values
+
+    @property
+    def read_values(self) -> int:
+        """Values of a layer's matrices that one decoded token reads: of a mixture only the chosen experts."""
+        return self.attention_values + max(1, self.active_experts) * self.expert_values + self.router_values
+
+    @property
+    def embedding_values(self) -> int:
+        """Values of the token embedding; the output matrix has as many."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All values of the network; a tied output matrix counts once."""
+        matrices = 1 if self.tied else 2
+        norms = (2 * self.layers + 1) * self.width
+        return matrices * self.embedding_values + self.layers * self.layer_values + norms
+
+    def layer_bytes(self, storage: Format) -> int:
+        """Return the bytes of a layer's weights as stored."""
+        return stored_bytes(self.layer_values, storage) + stored_bytes(2 * self.width, "f32")
+
+    def read_bytes(self, storage: Format) -> int:
+        """Return the bytes of a layer's weights that one decoded token reads."""
+        return stored_bytes(self.read_values, storage) + stored_bytes(2 * self.width, "f32")
+
+    def embedding_bytes(self, storage: Format) -> int:
+        """Return the bytes of the token embedding as stored."""
+        return stored_bytes(self.embedding_values, storage)
+
+    def output_bytes(self, storage: Format) -> int:
+        """Return the bytes of the last normalisation and the output matrix as stored."""
+        return stored_bytes(self.embedding_values, storage) + stored_bytes(self.width, "f32")
+
+    def cache_bytes(self, value_bytes: int = CACHE_BYTES) -> int:
+        """Return the bytes that one token adds to the KV cache of one layer: its key and its value."""
+        return 2 * self.kv_values * value_bytes
+
+    def layer_flops(self, tokens: int, past: int = 0) -> float:
+        """Return the FLOPs of one layer for so many tokens of a sequence after ``past`` tokens in the cache.
+
+        A multiplication and an addition are two FLOPs. Each token is multiplied with the matrices that it reads, and
+        attends to itself and to all tokens before it: a product with each key and a weighted sum of each value.
+        """
+        pairs = tokens * past + tokens * (tokens + 1) / 2
+        return 2.0 * tokens * self.read_values + 4.0 * self.query_values * pairs
+
+    def output_flops(self, tokens: int) -> float:
+        """Return the FLOPs of the output matrix for so many tokens."""
+        return 2.0 * tokens * self.embedding_values
+
+    def with_layers(self, layers: int) -> Architecture:
+        """Return the same architecture with another number of layers."""
+        return replace(self, layers=layers)
+
+
+PRESETS: dict[str, Architecture] = {
+    "tinystories-260k": Architecture(5, 64, 8, 4, 172, 512, 512, tied=True),
+    "smollm2-135m": Architecture(30, 576, 9, 3, 1536, 49_152, 8192, rope_base=100_000.0, tied=True),
+    "tinyllama-1.1b": Architecture(22, 2048, 32, 4, 5632, 32_000, 2048),
+    "llama-2-7b": Architecture(32, 4096, 32, 32, 11_008, 32_000, 4096),
+    "llama-3-8b": Architecture(32, 4096, 32, 8, 14_336, 128_256, 8192, rope_base=500_000.0),
+    "llama-3-70b": Architecture(80, 8192, 64, 8, 28_672, 128_256, 8192, rope_base=500_000.0),
+    "qwen3-30b-a3b": Architecture(
+        48,
+        2048,
+        32,
+        4,
+        768,
+        151_936,
+        40_960,
+        rope_base=1_000_000.0,
+        epsilon=1e-6,
+        head_width=128,
+        experts=128,
+        active_experts=8,
+    ),
+}
+"""Published shapes, from each model's ``config.json``; the first is that of llama2.c's ``stories260K``."""
+
+
+def preset(name: str) -> Architecture:
+    """Return a published architecture; raises `InputError` for a name that is not known."""
+    if name not in PRESETS:
+        raise InputError(f"there is no preset '{name}': {nearest(name, PRESETS)}")
+    return PRESETS[name]

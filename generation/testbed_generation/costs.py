@@ -1,0 +1,100 @@
+"""What a device is charged for layers of a network, and how much memory they take. Pure; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from testbed.device import Cost
+from testbed.hardware import DeviceSpec
+from testbed_generation.architecture import CACHE_BYTES, Architecture
+from testbed_generation.formats import Format
+from testbed_generation.sharding import Shard
+
+VALUE_BYTES = 4
+"""Bytes of a value between layers, which are computed and sent in float32."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs and sizes of one network as it is stored and used."""
+
+    architecture: Architecture
+    storage: Format = "f32"
+    tokens: int = 0
+    """Tokens of the longest sequence, which every KV cache has room for; 0: the network's context."""
+    sequences: int = 1
+    """Sequences in flight at once, each with a KV cache of its own."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a KV cache has room for."""
+        return self.tokens or self.architecture.context
+
+    @property
+    def cache_value_bytes(self) -> int:
+        """Bytes of a value in the KV cache."""
+        return VALUE_BYTES if self.storage == "f32" else CACHE_BYTES
+
+    def layers(self, count: float, tokens: int, past: int) -> Cost:
+        """Return the cost of so many layers for tokens of one sequence, after ``past`` tokens in the cache.
+
+        Weights are read once for all tokens together; each token reads the cache of those before it.
+        """
+        architecture = self.architecture
+        activations = 2 * VALUE_BYTES * architecture.width * tokens
+        cached = architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
+        weights = architecture.read_bytes(self.storage)
+        if architecture.experts and tokens > 1:
+            # The tokens of a prompt choose different experts: together they read all of them, or nearly so.
+            weights = architecture.layer_bytes(self.storage)
+        flops = architecture.layer_flops(tokens, past)
+        return Cost(count * flops, count * (activations + cached), count * weights, "linear")
+
+    def shard(self, shard: Shard, layers: int, tokens: int, past: int) -> Cost:
+        """Return the cost of a device's shard of all layers."""
+        architecture = self.architecture
+        heads = shard.heads / architecture.kv_heads
+        columns = shard.columns / architecture.hidden
+        attention = architecture.attention_values * heads
+        feed_forward = max(1, architecture.active_experts) * architecture.expert_values * columns
+        share = (attention + feed_forward + architecture.router_values) / architecture.read_values
+        return self.layers(layers * share, tokens, past)
+
+    def embedding(self, tokens: int) -> Cost:
+        """Return the cost of looking tokens up in the embedding."""
+        return Cost(0.0, VALUE_BYTES * self.architecture.width * tokens, 0.0, "linear")
+
+    def output(self, tokens: int) -> Cost:
+        """Return the cost of the last normalisation and the output matrix for tokens."""
+        values = VALUE_BYTES * (self.architecture.width + self.architecture.vocabulary) * tokens
+        weights = self.architecture.output_bytes(self.storage)
+        return Cost(self.architecture.output_flops(tokens), values, weights, "linear")
+
+    def layer_memory(self) -> float:
+        """Return the bytes of one layer: its weights, and the caches of all sequences at their longest."""
+        cache = self.architecture.cache_bytes(self.cache_value_bytes) * self.longest * self.sequences
+        return self.architecture.layer_bytes(self.storage) + cache
+
+    def end_memory(self, first: bool, last: bool) -> float:
+        """Return the bytes of the embedding on the first stage and of the output matrix on the last one.
+
+        A tied matrix that is on one device as both counts once.
+        """
+        embedding = self.architecture.embedding_bytes(self.storage) if first else 0
+        output = self.architecture.output_bytes(self.storage) if last else 0
+        if self.architecture.tied and first and last:
+            return output
+        return embedding + output
+
+    def buffer_memory(self) -> float:
+        """Return the bytes of activations while the longest prompt passes a layer."""
+        values = max(2 * self.architecture.hidden, self.architecture.vocabulary) + 4 * self.architecture.width
+        return VALUE_BYTES * values * min(self.longest, 512)
+
+    def layer_seconds(self, device: DeviceSpec, past: int) -> float:
+        """Return the seconds that one layer takes a device for one decoded token."""
+        return device.seconds(self.layers(1, 1, past))
+
+    def message_bytes(self, tokens: int) -> int:
+        """Return the bytes of the values of tokens between two layers."""
+        return VALUE_BYTES * self.architecture.width * tokens

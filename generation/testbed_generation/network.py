@@ -1,0 +1,116 @@
+"""The layers of a Llama-family network in torch, whole or as a shard of heads and hidden columns, with KV caches.
+
+Weights have the names and shapes of Hugging Face's Llama checkpoints: ``model.layers.3.mlp.up_proj.weight`` is
+``mlp.up_proj`` of its layer. A shard of a layer holds some key-value heads with their query heads, and some columns
+of the feed-forward network. The outputs of all shards add up to the output of the layer, as in Megatron-LM (Shoeybi
+et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from testbed_generation.architecture import Architecture
+
+
+@dataclass
+class Cache:
+    """The keys and values of one layer for the tokens of one sequence so far; shapes (heads, tokens, head values)."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of the next tokens; return those of all tokens."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys, values
+        else:
+            self.keys = torch.cat((self.keys, keys), dim=1)
+            self.values = torch.cat((self.values, values), dim=1)
+        return self.keys, self.values
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position ``length`` on."""
+        if self.keys is not None and self.values is not None:
+            self.keys = self.keys[:, :length]
+            self.values = self.values[:, :length]
+
+
+def normalise(values: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Return RMSNorm (Zhang and Sennrich, 2019): each token over the root of its mean square, times a scale."""
+    mean_square = values.pow(2).mean(dim=-1, keepdim=True)
+    return values * torch.rsqrt(mean_square + epsilon) * scale
+
+
+def rotate(values: Tensor, first: int, base: float) -> Tensor:
+    """Return queries or keys of shape (heads, tokens, values) with rotary positions (Su et al., 2021).
+
+    ``first`` is the position of the first token. As in Hugging Face's layout, value i is paired with value i + half.
+    """
+    half = values.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, dtype=torch.float32) / half)
+    positions = torch.arange(first, first + values.shape[1], dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    cosine, sine = angles.cos(), angles.sin()
+    low, high = values[..., :half], values[..., half:]
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
+
+
+@dataclass(frozen=True)
+class LayerShard:
+    """A layer, or a shard of it; the weights are matrices of shape (outputs, inputs)."""
+
+    architecture: Architecture
+    weights: Mapping[str, Tensor] = field(repr=False)
+
+    def attend(self, values: Tensor, cache: Cache) -> Tensor:
+        """Return what the shard's heads add to tokens of shape (tokens, width); appends to the cache."""
+        architecture = self.architecture
+        normal = normalise(values, self.weights["input_layernorm"], architecture.epsilon)
+        first = cache.length
+        queries = rotate(self._heads(normal, "q_proj"), first, architecture.rope_base)
+        keys = rotate(self._heads(normal, "k_proj"), first, architecture.rope_base)
+        keys, cached = cache.extend(keys, self._heads(normal, "v_proj"))
+        mask = None
+        if len(values) > 1:
+            mask = torch.ones(len(values), keys.shape[1], dtype=torch.bool).tril(diagonal=first)
+        attended = functional.scaled_dot_product_attention(queries, keys, cached, attn_mask=mask, enable_gqa=True)
+        together = attended.transpose(0, 1).reshape(len(values), -1)
+        return functional.linear(together, self.weights["self_attn.o_proj"])
+
+    def _heads(self, normal: Tensor, name: str) -> Tensor:
+        """Return a projection of shape (heads, tokens, values of a head)."""
+        projected = functional.linear(normal, self.weights[f"self_attn.{name}"])
+        return projected.view(len(normal), -1, self.architecture.values_per_head).transpose(0, 1)
+
+    def feed_forward(self, values: Tensor) -> Tensor:
+        """Return what the shard's hidden columns add to tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
+        normal = normalise(values, self.weights["post_attention_layernorm"], self.architecture.epsilon)
+        gate = functional.silu(functional.linear(normal, self.weights["mlp.gate_proj"]))
+        up = functional.linear(normal, self.weights["mlp.up_proj"])
+        return functional.linear(gate * up, self.weights["mlp.down_proj"])
+
+    def forward(self, values: Tensor, cache: Cache) -> Tensor:
+        """Return the output of a whole layer for tokens of shape (tokens, width)."""
+        values = values + self.attend(values, cache)
+        return values + self.feed_forward(values)
+
+
+def embed(tokens: Tensor, embedding: Tensor) -> Tensor:
+    """Return the values of tokens, shape (tokens, width)."""
+    return functional.embedding(tokens, embedding)
+
+
+def score(values: Tensor, scale: Tensor, output: Tensor, epsilon: float) -> Tensor:
+    """Return the logits of the next token after each of the given ones, shape (tokens, vocabulary)."""
+    return functional.linear(normalise(values, scale, epsilon), output)

@@ -1,0 +1,248 @@
+"""Which device holds which layers: ranges of layers in a row, from the source's device on. Pure.
+
+The layers of a decoder are alike, so how long a stage takes depends on how many layers it has and not on which ones.
+That makes the choice of devices, of their order and of their numbers of layers solvable exactly:
+
+- `least_latency` finds the row of devices with the least time of one token, as EdgeShard's first problem asks for
+  (Zhang et al., 2024): the source holds the first layer, any other device may stay unused, memory is limited, and the
+  token returns to the source.
+- `least_bottleneck` finds the row with the most tokens a second when many requests are in flight, its second problem.
+- `even` and `by_memory` keep the given row; the latter is exo's rule, which looks at memory alone.
+
+All functions take one `Row` and return layers by device; they raise `InputError` where the network does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from testbed.common.errors import InputError
+from testbed_generation.sharding import apportion
+
+Layers = tuple[tuple[str, int], ...]
+"""Devices in the order of the row, each with its number of layers."""
+
+MOST_DEVICES = 16
+"""Devices among which an exact choice is made; time and memory double with each one."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a choice of layers depends on."""
+
+    devices: tuple[str, ...]
+    """The source first."""
+    layers: int
+    seconds: Mapping[str, float]
+    """Time of one layer on each device."""
+    capacity: Mapping[str, int]
+    """Layers that fit into the memory of each device, beside what else it holds."""
+    send: Callable[[str, str], float]
+    """Seconds that a token's values take from a device to another; infinite where there is no link."""
+    answer: Callable[[str, str], float] = lambda one, other: 0.0
+    """Seconds that the chosen token takes from the last device to the source."""
+    last_seconds: Mapping[str, float] | None = None
+    """Time of the output matrix on each device, where it is the last one of the row; None: no time."""
+
+    def output_seconds(self, device: str) -> float:
+        """Return the seconds of the output matrix on a device."""
+        return 0.0 if self.last_seconds is None else self.last_seconds[device]
+
+    def latency(self, layers: Layers) -> float:
+        """Return the seconds of one token through a row and back to the source."""
+        computing = sum(count * self.seconds[name] for name, count in layers)
+        return computing + self._travel(layers) + self.output_seconds(layers[-1][0])
+
+    def _travel(self, layers: Layers) -> float:
+        names = [name for name, _ in layers]
+        forward = sum(self.send(one, other) for one, other in pairwise(names))
+        return forward + (self.answer(names[-1], names[0]) if len(names) > 1 else 0.0)
+
+    def bottleneck(self, layers: Layers) -> float:
+        """Return the seconds between two tokens when all stages and links of a row are always busy."""
+        names = [name for name, _ in layers]
+        busy = [count * self.seconds[name] for name, count in layers]
+        busy[-1] += self.output_seconds(names[-1])
+        busy += [self.send(one, other) for one, other in pairwise(names)]
+        if len(names) > 1:
+            busy.append(self.answer(names[-1], names[0]))
+        return max(busy)
+
+
+def even(row: Row) -> Layers:
+    """Return about as many layers for each device, in the given order."""
+    return _given_row(row, [1.0] * len(row.devices))
+
+
+def by_memory(row: Row) -> Layers:
+    """Return layers in proportion to the memory of the devices, in the given order."""
+    return _given_row(row, [max(row.capacity[name], 1e-9) for name in row.devices])
+
+
+def _given_row(row: Row, shares: Sequence[float]) -> Layers:
+    counts = apportion(row.layers, shares, "layers")
+    layers = tuple(zip(row.devices, counts, strict=True))
+    for name, count in layers:
+        if count > row.capacity[name]:
+            raise InputError(f"{name} has room for {row.capacity[name]} layers of {count}: give it more memory")
+    return layers
+
+
+def least_latency(row: Row) -> Layers:
+    """Return the devices, their order and their layers with the least latency of one token."""
+    best: Layers | None = None
+    best_seconds = math.inf
+    for names, travel in _shortest_rows(row):
+        filled = _fill(row, names)
+        if filled is None:
+            continue
+        seconds = travel + sum(count * row.seconds[name] for name, count in filled)
+        if seconds < best_seconds:
+            best, best_seconds = filled, seconds
+    if best is None:
+        raise _does_not_fit(row)
+    return best
+
+
+def least_bottleneck(row: Row) -> Layers:
+    """Return the devices, their order and their layers with the least time between tokens.
+
+    The bottleneck is one of finitely many times: those of 1 to all layers on some device, and those of links. The
+    least one that some row can keep is found by bisection.
+    """
+    times = sorted(_possible_bottlenecks(row))
+    best: Layers | None = None
+    low, high = 0, len(times) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        layers = _row_within(row, times[middle])
+        if layers is None:
+            low = middle + 1
+        else:
+            best, high = layers, middle - 1
+    if best is None:
+        raise _does_not_fit(row)
+    return best
+
+
+def _does_not_fit(row: Row) -> InputError:
+    rooms = ", ".join(f"{name} {row.capacity[name]}" for name in row.devices)
+    return InputError(
+        f"{row.layers} layers do not fit into the memory of the devices with links between them (room for layers: "
+        f"{rooms}): add memory or devices, shorten the sequences, or store the weights in fewer bits"
+    )
+
+
+def _check_number(row: Row) -> None:
+    if len(row.devices) > MOST_DEVICES:
+        raise InputError(
+            f"{len(row.devices)} devices are too many to choose from: name at most {MOST_DEVICES}, or use partition: "
+            "even or memory"
+        )
+
+
+def _fill(row: Row, names: Sequence[str]) -> Layers | None:
+    """Return the layers of a row with the least computing time: one for each device, and the rest on the fastest."""
+    left = row.layers - len(names)
+    if left < 0 or any(row.capacity[name] < 1 for name in names):
+        return None
+    counts = dict.fromkeys(names, 1)
+    for name in sorted(names, key=lambda name: row.seconds[name]):
+        more = min(left, row.capacity[name] - 1)
+        counts[name] += more
+        left -= more
+    return None if left else tuple(counts.items())
+
+
+def _shortest_rows(row: Row) -> list[tuple[tuple[str, ...], float]]:
+    """Return for each set of devices with the source the order that travels least, with its seconds.
+
+    The recurrence is that of Held and Karp (1962): the best way through a set that ends at a device extends the best
+    way through the set without that device.
+    """
+    _check_number(row)
+    source, number = row.devices[0], len(row.devices)
+    ways: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(1, 0): (0.0, (0,))}
+    rows: list[tuple[tuple[str, ...], float]] = [((source,), row.output_seconds(source))]
+    for size in range(2, number + 1):
+        longer: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (members, last), (seconds, way) in ways.items():
+            for following in range(1, number):
+                if members >> following & 1:
+                    continue
+                total = seconds + row.send(row.devices[last], row.devices[following])
+                key = (members | 1 << following, following)
+                if total < longer.get(key, (math.inf, ()))[0]:
+                    longer[key] = (total, (*way, following))
+        rows += _closed_rows(row, longer)
+        ways = longer
+        if size == row.layers:
+            break
+    return rows
+
+
+def _closed_rows(
+    row: Row, ways: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
+) -> list[tuple[tuple[str, ...], float]]:
+    """Return the best row of each set, with the way back to the source and the output matrix on the last device."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for (members, last), (seconds, way) in ways.items():
+        name = row.devices[last]
+        total = seconds + row.answer(name, row.devices[0]) + row.output_seconds(name)
+        if total < best.get(members, (math.inf, ()))[0]:
+            best[members] = (total, way)
+    return [(tuple(row.devices[index] for index in way), seconds) for seconds, way in best.values()]
+
+
+def _possible_bottlenecks(row: Row) -> set[float]:
+    times = set()
+    for name in row.devices:
+        for count in range(1, min(row.capacity[name], row.layers) + 1):
+            times.add(count * row.seconds[name])
+            times.add(count * row.seconds[name] + row.output_seconds(name))
+        for other in row.devices:
+            if other != name:
+                times.add(row.send(name, other))
+                times.add(row.answer(name, other))
+    return {time for time in times if time < math.inf}
+
+
+def _row_within(row: Row, limit: float) -> Layers | None:
+    """Return a row whose stages and links all take at most ``limit`` seconds a token; None where there is none."""
+    _check_number(row)
+    number, slack = len(row.devices), limit * (1 + 1e-12)
+    most = [min(row.capacity[name], int(slack / row.seconds[name])) for name in row.devices]
+    at_end = [
+        min(row.capacity[name], int((slack - row.output_seconds(name)) / row.seconds[name])) for name in row.devices
+    ]
+    if most[0] < 1:
+        return None
+    reached: dict[tuple[int, int], tuple[int, ...]] = {(1, 0): (0,)}
+    while reached:
+        longer: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (members, last), way in reached.items():
+            room = sum(most[index] for index in way[:-1]) + at_end[last]
+            closes = len(way) == 1 or row.answer(row.devices[last], row.devices[0]) <= slack
+            if at_end[last] >= 1 and closes and room >= row.layers >= len(way):
+                return _spread(row, way, [most[index] for index in way[:-1]] + [at_end[last]])
+            for following in range(1, number):
+                if members >> following & 1 or most[following] < 1:
+                    continue
+                if row.send(row.devices[last], row.devices[following]) <= slack:
+                    longer.setdefault((members | 1 << following, following), (*way, following))
+        reached = longer
+    return None
+
+
+def _spread(row: Row, way: Sequence[int], most: Sequence[int]) -> Layers:
+    """Return layers for the devices of a way, each at most so many: one each, then the rest from the front on."""
+    left = row.layers - len(way)
+    layers = []
+    for index, bound in zip(way, most, strict=True):
+        more = min(left, bound - 1)
+        layers.append((row.devices[index], 1 + more))
+        left -= more
+    return tuple(layers)

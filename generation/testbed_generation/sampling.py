@@ -1,0 +1,36 @@
+"""The choice of the next token: the most probable one, or one drawn by temperature and nucleus."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from testbed.common.seeds import derive
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    """0 chooses the most probable token; otherwise logits are divided by it before the softmax."""
+    top_p: float = 1.0
+    """Tokens are drawn from the most probable ones that have this probability together (Holtzman et al., 2020)."""
+    seed: int = 0
+
+    def choose(self, logits: Tensor, request: int, position: int) -> int:
+        """Return the token at a position of a request from its logits, shape (vocabulary,).
+
+        The draw depends on seed, request and position alone, so a position that is computed again after a failure
+        gets the same token.
+        """
+        if self.temperature == 0:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits.double() / self.temperature, dim=-1)
+        ordered, tokens = probabilities.sort(descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered = torch.where(before < self.top_p, ordered, 0.0)
+        generator = torch.Generator().manual_seed(derive(self.seed, "token", request, position))
+        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])

@@ -1,0 +1,88 @@
+"""Shards of a layer over several devices: which heads and which hidden columns each one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from testbed.common.errors import InputError
+from testbed_generation.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A device's part of each layer: key-value heads with their query heads, and hidden columns."""
+
+    first_head: int
+    """First key-value head."""
+    last_head: int
+    """The key-value head after the last one."""
+    first_column: int
+    last_column: int
+
+    def rows(self, name: str, architecture: Architecture) -> tuple[int, slice]:
+        """Return along which axis of a weight the shard is cut, and where; axis -1 is a whole vector.
+
+        ``name`` is the short name of a weight, such as ``self_attn.q_proj``.
+        """
+        width = architecture.values_per_head
+        group = architecture.heads // architecture.kv_heads * width
+        queries = slice(self.first_head * group, self.last_head * group)
+        keys = slice(self.first_head * width, self.last_head * width)
+        columns = slice(self.first_column, self.last_column)
+        cuts: Mapping[str, tuple[int, slice]] = {
+            "self_attn.q_proj": (0, queries),
+            "self_attn.k_proj": (0, keys),
+            "self_attn.v_proj": (0, keys),
+            "self_attn.o_proj": (1, queries),
+            "mlp.gate_proj": (0, columns),
+            "mlp.up_proj": (0, columns),
+            "mlp.down_proj": (1, columns),
+        }
+        return cuts.get(name, (-1, slice(None)))
+
+    @property
+    def heads(self) -> int:
+        """Key-value heads of the shard."""
+        return self.last_head - self.first_head
+
+    @property
+    def columns(self) -> int:
+        """Hidden columns of the shard."""
+        return self.last_column - self.first_column
+
+
+def divide_layer(architecture: Architecture, shares: Sequence[float]) -> tuple[Shard, ...]:
+    """Divide a layer over devices in proportion to their shares; each gets at least one key-value head.
+
+    Raises `InputError` where there are more devices than key-value heads.
+    """
+    heads = apportion(architecture.kv_heads, shares, "key-value heads")
+    columns = apportion(architecture.hidden, shares, "hidden columns")
+    shards = []
+    head = column = 0
+    for own_heads, own_columns in zip(heads, columns, strict=True):
+        shards.append(Shard(head, head + own_heads, column, column + own_columns))
+        head += own_heads
+        column += own_columns
+    return tuple(shards)
+
+
+def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]:
+    """Return whole numbers, at least one each, that add up to a total and are nearest to the shares.
+
+    Example:
+        >>> apportion(8, (1.0, 1.0, 2.0), "heads")
+        (2, 2, 4)
+    """
+    if len(shares) > total:
+        raise InputError(f"{total} {what} do not divide over {len(shares)} devices: use at most {total} devices")
+    exact = [max(1.0, total * share / sum(shares)) for share in shares]
+    parts = [int(part) for part in exact]
+    while sum(parts) < total:
+        furthest = max(range(len(parts)), key=lambda index: exact[index] - parts[index])
+        parts[furthest] += 1
+    while sum(parts) > total:
+        largest = max(range(len(parts)), key=lambda index: parts[index] - exact[index] if parts[index] > 1 else -total)
+        parts[largest] -= 1
+    return tuple(parts)

@@ -1,0 +1,239 @@
+"""Weights of a network: drawn from a seed, or read from a safetensors or GGUF file in the Llama layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from testbed.common.errors import InputError
+from testbed.common.seeds import derive
+from testbed_generation.architecture import Architecture
+from testbed_generation.sharding import Shard
+
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+OUTPUT = "lm_head.weight"
+
+
+def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a layer by its short name."""
+    width, hidden = architecture.width, architecture.hidden
+    queries, keys = architecture.query_values, architecture.kv_values
+    return {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }
+
+
+def shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of the network by its name in a checkpoint."""
+    every: dict[str, tuple[int, ...]] = {EMBEDDING: (architecture.vocabulary, architecture.width)}
+    for layer in range(architecture.layers):
+        for name, shape in layer_shapes(architecture).items():
+            every[full_name(layer, name)] = shape
+    every[NORM] = (architecture.width,)
+    if not architecture.tied:
+        every[OUTPUT] = (architecture.vocabulary, architecture.width)
+    return every
+
+
+def full_name(layer: int, name: str) -> str:
+    """Return a weight's name in a checkpoint, such as ``model.layers.3.mlp.up_proj.weight``."""
+    return f"model.layers.{layer}.{name}.weight"
+
+
+class Source(Protocol):
+    """Where weights come from."""
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32 by its name in a checkpoint."""
+
+
+class Seeded:
+    """Weights drawn from a seed, each from a generator of its own, so that a device draws only those that it holds.
+
+    Matrices are normal with variance 1 / inputs; the matrices that add to the sum between layers are smaller by
+    sqrt(2 * layers), as in GPT-2. Scales are one.
+    """
+
+    def __init__(self, architecture: Architecture, seed: int) -> None:
+        """Draw nothing yet."""
+        self._architecture = architecture
+        self._seed = seed
+        self._shapes = shapes(architecture)
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight, equal on every device and for every division."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed(derive(self._seed, "generation", name))
+        deviation = 1 / math.sqrt(shape[1])
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            deviation /= math.sqrt(2 * self._architecture.layers)
+        return torch.randn(shape, generator=generator) * deviation
+
+
+class Checkpoint:
+    """Weights of a safetensors file, or of a folder of them with an index, in Hugging Face's Llama layout."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise `InputError` where there is no such file."""
+        self._path = path
+        self._index: Mapping[str, str] = {}
+        index = path / "model.safetensors.index.json"
+        if index.is_file():
+            self._index = json.loads(index.read_text())["weight_map"]
+        elif path.is_dir():
+            self._path = path / "model.safetensors"
+        if not self._index and not self._path.is_file():
+            raise InputError(f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with one")
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32."""
+        file = self._path / self._index[name] if name in self._index else self._path
+        with safe_open(file, framework="pt") as checkpoint:
+            if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                raise InputError(f"{file}: has no weight {name}: is it in the Llama layout?")
+            weight: Tensor = checkpoint.get_tensor(name)
+            return weight.float()
+
+
+_GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Names of a layer's weights in a GGUF file."""
+
+
+class Gguf:
+    """Weights of a GGUF file of a Llama model, converted to float32."""
+
+    def __init__(self, path: Path) -> None:
+        """Raise `InputError` where the file cannot be read or the extra is not installed."""
+        try:
+            import gguf
+        except ImportError:
+            raise InputError(f"{path}: install the package that reads GGUF files: pip install gguf") from None
+        if not path.is_file():
+            raise InputError(f"{path}: no such file")
+        self._dequantise = gguf.quants.dequantize
+        self._reader = gguf.GGUFReader(path)
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def number(self, key: str) -> float | None:
+        """Return a number of the file's metadata, such as ``llama.block_count``; None where there is none."""
+        field = self._reader.get_field(key)
+        return None if field is None else float(field.contents())
+
+    def strings(self, key: str) -> list[str]:
+        """Return a list of strings of the file's metadata, such as ``tokenizer.ggml.tokens``."""
+        field = self._reader.get_field(key)
+        return [] if field is None else list(field.contents())
+
+    def text(self, key: str) -> str:
+        """Return a text of the file's metadata; empty where there is none."""
+        field = self._reader.get_field(key)
+        return "" if field is None else str(field.contents())
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The network's shape according to the metadata."""
+
+        def number(key: str, default: float | None = None) -> float:
+            found = self.number(f"llama.{key}")
+            if found is None and default is None:
+                raise InputError(f"the GGUF file has no llama.{key}: only models of the Llama family are read")
+            return default if found is None and default is not None else float(found or 0)
+
+        heads = int(number("attention.head_count"))
+        return Architecture(
+            layers=int(number("block_count")),
+            width=int(number("embedding_length")),
+            heads=heads,
+            kv_heads=int(number("attention.head_count_kv", heads)),
+            hidden=int(number("feed_forward_length")),
+            vocabulary=len(self.strings("tokenizer.ggml.tokens")),
+            context=int(number("context_length")),
+            rope_base=number("rope.freq_base", 10_000.0),
+            epsilon=number("attention.layer_norm_rms_epsilon", 1e-5),
+            tied="output.weight" not in self._tensors,
+        )
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32 by its name in Hugging Face's layout."""
+        inner = _gguf_name(name)
+        if inner not in self._tensors:
+            raise InputError(f"the GGUF file has no weight {inner}: only models of the Llama family are read")
+        tensor = self._tensors[inner]
+        weight = torch.tensor(self._dequantise(tensor.data, tensor.tensor_type), dtype=torch.float32)
+        if inner.endswith(("attn_q.weight", "attn_k.weight")):
+            return _unpermute(weight, self.architecture, inner)
+        return weight
+
+
+def _gguf_name(name: str) -> str:
+    outer = {EMBEDDING: "token_embd.weight", NORM: "output_norm.weight", OUTPUT: "output.weight"}
+    if name in outer:
+        return outer[name]
+    _, _, layer, short = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{_GGUF_NAMES[short]}.weight"
+
+
+def _unpermute(weight: Tensor, architecture: Architecture, name: str) -> Tensor:
+    """Return a query or key matrix in Hugging Face's order of rows.
+
+    A GGUF file pairs neighbouring rows of a head for the rotary positions, Hugging Face's layout rows i and i + half.
+    """
+    heads = architecture.heads if "attn_q" in name else architecture.kv_heads
+    half = weight.shape[0] // heads // 2
+    return weight.view(heads, half, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def open_weights(path: Path) -> Checkpoint | Gguf:
+    """Return the weights of a file or folder; raises `InputError`."""
+    return Gguf(path) if path.suffix == ".gguf" else Checkpoint(path)
+
+
+def check_shapes(source: Source, architecture: Architecture, names: Iterable[str]) -> None:
+    """Raise `InputError` for a weight whose shape is not the architecture's."""
+    expected = shapes(architecture)
+    for name in names:
+        found = tuple(source.read(name).shape)
+        if found != expected[name]:
+            raise InputError(f"weights: {name} has shape {found}, the model needs {expected[name]}: choose its preset")
+
+
+def read_layer(source: Source, architecture: Architecture, layer: int, shard: Shard | None = None) -> dict[str, Tensor]:
+    """Return the weights of a layer, or of a shard of it, by their short names."""
+    weights = {}
+    for name in layer_shapes(architecture):
+        weight = source.read(full_name(layer, name))
+        if shard is not None:
+            axis, cut = shard.rows(name, architecture)
+            if axis >= 0:
+                weight = weight[cut] if axis == 0 else weight[:, cut]
+        weights[name] = weight.contiguous()
+    return weights
