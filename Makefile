@@ -32,7 +32,7 @@ scenario: $(READY) ## run one: NAME=quickstart or a path; RUNTIME=simulate witho
 	@$(TESTBED) run "$(NAME)" $(if $(RUNTIME),--runtime $(RUNTIME)) $(ARGS)
 
 test: lint ## lint, then every test, with real containers; ARGS="-k pattern"; PYTHON=python3.13 on that one
-	@$(TESTBED) images
+	@$(TESTBED) setup images
 	@test "$$(id -u)" -ne 0 || { command -v ip && command -v iptables; } >/dev/null || \
 		images/install "tests of links make their own networks" iproute2 iptables
 	@PYTEST="$(VENV)/bin/python -m pytest" tests/run $(ARGS)
@@ -48,7 +48,7 @@ stress: $(READY) ## random scenarios under random faults; ARGS="--seconds 600 --
 
 bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 	@rm -f .build/conformance/*.json
-	@$(TESTBED) bench $(ARGS)
+	@$(VENV)/bin/python -m tools.bench $(ARGS)
 	@$(VENV)/bin/python -m tools.bench.page .build/conformance/userspace.json .build/conformance/netem.json
 
 corpus: $(READY) ## trace and cut 87 public architectures, in parts against whole; needs torchvision and transformers in .venv
@@ -74,7 +74,7 @@ format: $(READY) ## let ruff set the files right
 	@$(VENV)/bin/ruff format
 
 images: $(READY) ## build the container images that the present files ask for
-	@$(TESTBED) images
+	@$(TESTBED) setup images
 
 environment: $(READY) ## the Python environment in .venv, from requirements.lock; PYTHON=python3.13 makes one of that; TESTBED_TORCH=cuda
 
@@ -92,6 +92,6 @@ clean: ## remove your runs, the build folder and caches; environment, images and
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: ## clean, and remove images and environment too
-	-@test ! -x $(TESTBED) || { $(TESTBED) down --all && $(TESTBED) images --remove; }
+	-@test ! -x $(TESTBED) || { $(TESTBED) down --all && $(TESTBED) setup images --remove; }
 	@$(MAKE) --no-print-directory clean
 	rm -rf .venv .venv-* *.egg-info

@@ -126,7 +126,7 @@ def read(body: bytes | bytearray) -> Deployment:
         if version != VERSION:
             raise InputError(
                 f"this device reads version {VERSION} of the schema, not {version}: build the images again from the "
-                "same code with 'testbed images'"
+                "same code with 'testbed setup images'"
             )
         return Deployment.model_validate(document)
     except ValidationError as error:

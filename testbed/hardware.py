@@ -256,8 +256,8 @@ _PROFILES = (
         131e9,
         8 * _GIB,
         "measured, float32 training",
-        "`testbed models vgg5 --data synthetic-3x32x32 --measure 100`, torch 2.13, one thread of a virtual AMD EPYC; "
-        "memory is an assumption",
+        "`testbed show models vgg5 --data synthetic-3x32x32 --measure 100`, torch 2.13, one thread of a virtual "
+        "AMD EPYC; memory is an assumption",
         memory_rate=3.18e9,
     ),
     Profile(

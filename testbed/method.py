@@ -35,7 +35,7 @@ Baselines = Mapping[str, Mapping[str, Any]]
 
 
 class Options(Part):
-    """Base of a method's options: unknown keys are refused; `testbed methods` shows each one's docstring."""
+    """Base of a method's options: unknown keys are refused; `testbed show methods` shows each one's docstring."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     baselines: ClassVar[Baselines] = {}
@@ -205,7 +205,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    """One line for `testbed methods`."""
+    """One line for `testbed show methods`."""
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type

@@ -22,11 +22,12 @@ Initialisation = Literal["lecun", "he", "glorot", "torch"]
 
 
 class ModelPart(Part):
-    """A neural network by name, with its options (see `testbed models`)."""
+    """A neural network by name, with its options (see `testbed show models`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = Field(
-        description="one of `testbed models`, or a function of `file`; further keys are its options, or its arguments"
+        description="one of `testbed show models`, or a function of `file`; further keys are its options, or its "
+        "arguments"
     )
     file: str | None = Field(
         None,
@@ -135,10 +136,10 @@ class AugmentPart(Part):
 
 
 class DataPart(Part):
-    """A data set by name (see `testbed data list`), or the user's own, by `file` or `path`."""
+    """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
 
     name: str = Field(
-        "digits", description="one of `testbed data list`, or a function of `file`; default with `path`: what it names"
+        "digits", description="one of `testbed show data`, or a function of `file`; default with `path`: what it names"
     )
     file: str | None = Field(
         None,
@@ -208,10 +209,10 @@ class DataPart(Part):
 
 
 class MethodPart(Part):
-    """A method by name, with its options (see `testbed methods`)."""
+    """A method by name, with its options (see `testbed show methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed methods`, or of `file`; further keys are its options")
+    name: str = Field(description="one of `testbed show methods`, or of `file`; further keys are its options")
     file: str | None = Field(
         None,
         description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
@@ -271,7 +272,7 @@ class WorkloadPart(Part):
     model: ModelPart = Field(description="the neural network")
     initialisation: Initialisation | None = Field(
         None,
-        description="how the first weights of a network of `testbed models` are drawn, uniformly, for layers of f "
+        description="how the first weights of a network of `testbed show models` are drawn, uniformly, for layers of f "
         "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
         "biases too, which are zero otherwise; default: lecun",
     )

@@ -95,7 +95,7 @@ class RadioPart(Part):
         description="width and height in metres; devices without a `position` are put anywhere in it, by the seed"
     )
     preset: str = Field(
-        "802.11a", description="transmit power and sensitivity of one of the radios of `testbed profiles`"
+        "802.11a", description="transmit power and sensitivity of one of the radios of `testbed show profiles`"
     )
     transmit_power: float | None = Field(None, description="in dBm; default: the preset's")
     sensitivity: float | None = Field(None, description="in dBm: the weakest that is received; default: the preset's")

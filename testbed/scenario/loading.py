@@ -322,7 +322,7 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
 
 
 def published_schema() -> dict[str, Any]:
-    """Return the JSON schema of scenario files, as `testbed schema` prints it."""
+    """Return the JSON schema of scenario files, as `testbed show schema` prints it."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
     return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
 

@@ -105,7 +105,7 @@ class RatesPart(Part):
 
 
 class ProfilePart(Part):
-    """A kind of device, as `testbed profile` measures one and a file of the user's has it."""
+    """A kind of device, as `testbed setup profile` measures one and a file of the user's has it."""
 
     name: str = Field("own", description="what it is called where a run is shown")
     speed: Speed = Field(gt=0, description="of each processor")
@@ -133,8 +133,8 @@ class DevicePart(Part):
 
     profile: DeviceProfile = Field(
         "laptop",
-        description="one of `testbed profiles`, a file that `testbed profile` wrote, relative to the scenario file, or "
-        "its keys",
+        description="one of `testbed show profiles`, a file that `testbed setup profile` wrote, relative to the "
+        "scenario file, or its keys",
     )
     count: int | None = Field(
         None,
@@ -147,7 +147,7 @@ class DevicePart(Part):
         None,
         gt=0,
         description="what layers read and write a second, added to the time of their FLOPs; normalisation, activation "
-        "and pooling have no other. `testbed models NAME --measure` finds it. Overrides the profile's and its "
+        "and pooling have no other. `testbed show models NAME --measure` finds it. Overrides the profile's and its "
         "`kinds`. Default: the profile's, mostly none: all of it takes no time",
     )
     processors: int | None = Field(
@@ -176,7 +176,7 @@ class DevicePart(Part):
     )
     access: str | None = Field(
         None,
-        description="a link preset of `testbed profiles`, e.g. 4g: how the device reaches all others; its rates "
+        description="a link preset of `testbed show profiles`, e.g. 4g: how the device reaches all others; its rates "
         "up and down are the `uplink` and `downlink` that are not given",
     )
     uplink: Rate | None = Field(None, description="limit on all that the device sends, in addition to its links' rates")
@@ -290,7 +290,7 @@ class PaperPart(Part):
 
 
 DATA_FOLDER = Path("data")
-"""Where `testbed data fetch` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+"""Where `testbed setup data` puts a set, in a folder of its name; looked into when a scenario names no folder."""
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
 """Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
 TOGETHER = "together"
@@ -385,7 +385,7 @@ class Scenario(Part):
 
     @property
     def data_folder(self) -> Path:
-        """Where the data's files lie: what the scenario names, or where `testbed data fetch` puts them."""
+        """Where the data's files lie: what the scenario names, or where `testbed setup data` puts them."""
         part = self.workload.data
         if (named := part.file or part.path or part.folder) is not None:
             return self.source.folder / named

@@ -89,7 +89,7 @@ TRAINED = ("workload.task=train", "workload.method={name: single}", "workload.mo
 
 
 def test_data_of_a_package_are_listed_and_trained_on(packages: Path, tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "data", "list", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "data", "--json").stdout)}
     assert rows["waves"]["summary"].startswith("1,000 sines")
     assert "the package 'torn'" in rows["torn"]["summary"]
     assert simulate(packages, tmp_path, *TRAINED, "workload.data={name: waves}")["accuracy"] > 0.9
@@ -109,10 +109,10 @@ def test_an_unknown_name_lists_the_data_of_packages(packages: Path, tmp_path: Pa
 
 
 def test_a_model_of_a_package_is_listed_and_trained(packages: Path, tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "models", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "models", "--json").stdout)}
     assert rows["narrow"]["summary"] == "A perceptron with two narrow layers."
     assert "the package 'torn'" in rows["torn"]["summary"]
-    assert json.loads(run(packages, tmp_path, "models", "narrow", "--json").stdout)["parameters"] == 682
+    assert json.loads(run(packages, tmp_path, "show", "models", "narrow", "--json").stdout)["parameters"] == 682
     flops = []
     for width in (8, 32):
         metrics = simulate(packages, tmp_path, *TRAINED, f"workload.model={{name: narrow, width: {width}}}")
@@ -163,10 +163,10 @@ def test_broken_metrics_are_logged_once_and_the_run_ends(packages: Path, tmp_pat
 
 
 def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Path) -> None:
-    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "methods", "--json").stdout)}
+    rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "methods", "--json").stdout)}
     assert {"pipeline", "idle"} <= {*rows}
     assert "the package 'torn'" in rows["torn"]["summary"]
-    assert run(packages, tmp_path, "methods", "torn").returncode == 2
+    assert run(packages, tmp_path, "show", "methods", "torn").returncode == 2
 
 
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         assert set(mine) == {"shaper", "source", "worker"}
         assert made["devices"][1]["address"] in mine["worker"]
         command("logs", "source")
-        done = command("start", str(scenario), "--accept-links", "--out", str(tmp_path / "run"), "--json")
+        done = command("run", str(scenario), "--on", run, "--accept-links", "--out", str(tmp_path / "run"), "--json")
         assert json.loads(done.stdout)["metrics"]["requests"] == 1
         assert json.loads((tmp_path / "run" / "manifest.json").read_text())["host"]["images"]
         # Each start has the faults of its own scenario, and what was done by hand before.
@@ -60,11 +60,11 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         changes = ("--set", f"faults={throttle}", "--set", "workload.requests=2")
         for name in ("first", "second"):
             out = str(tmp_path / name)
-            command("start", str(scenario), "--accept-links", *changes, "--out", out)
+            command("run", str(scenario), "--on", run, "--accept-links", *changes, "--out", out)
         events = [json.loads(line) for line in (tmp_path / "second" / "events.jsonl").read_text().splitlines()]
         factors = [(each["target"], each["factor"]) for each in events if each["event"] == "speed"]
         assert factors == [("source", 0.5), ("worker", pytest.approx(1 / 3))]
-        refused = command("start", str(scenario), "--set", "network.link.rate=10mbit", expect=2)
+        refused = command("run", str(scenario), "--on", run, "--set", "network.link.rate=10mbit", expect=2)
         assert f"network: not those that {run} was made of" in refused.stderr
         assert len([line for line in command("ps").stdout.splitlines() if line.startswith(run)]) == 4
     finally:
@@ -89,17 +89,17 @@ def test_down_says_what_it_wants() -> None:
 
 
 def test_images_are_listed_and_found_again() -> None:
-    rows = {row["image"]: row for row in json.loads(command("images", "--json").stdout)}
+    rows = {row["image"]: row for row in json.loads(command("setup", "images", "--json").stdout)}
     assert set(rows) == {"base", "device_runtime", "shaper_runtime", "device", "shaper"}
     assert rows["device"]["bytes"] > rows["shaper"]["bytes"] > rows["base"]["bytes"]
-    lines = dict(line.split("=", 1) for line in command("images", "--env").stdout.splitlines())
+    lines = dict(line.split("=", 1) for line in command("setup", "images", "--env").stdout.splitlines())
     assert lines["TESTBED_DEVICE_IMAGE"] == rows["device"]["tag"]
     assert len(lines["TESTBED_TOKEN"]) >= 32
     client, tag = docker.from_env(), rows["shaper_runtime"]["tag"]
     runtime = client.images.get(tag)
     client.images.remove(tag, noprune=True)  # as --prune of another checkout does
     try:
-        assert {row["image"] for row in json.loads(command("images", "--json").stdout)} == set(rows) - {
+        assert {row["image"] for row in json.loads(command("setup", "images", "--json").stdout)} == set(rows) - {
             "shaper_runtime"
         }
     finally:

@@ -161,17 +161,17 @@ def test_what_controller_and_reaper_left_is_offered_for_removal(
     run = begun("left-both")
     run.went_round(1)
     name = run.run_id()
-    assert "was killed" not in command("profiles").stderr
+    assert "was killed" not in command("show", "profiles").stderr
     for pid in (*children(run.process.pid), run.process.pid):
         os.kill(pid, signal.SIGKILL)
     run.process.wait()
     time.sleep(1.0)
     assert left_of(client, "left-both") != []
-    assert f"'testbed down {name}'" in command("profiles").stderr
+    assert f"'testbed down {name}'" in command("show", "profiles").stderr
     done = command("down", name)
     assert (done.returncode, done.stderr) == (0, "")
     assert left_of(client, "left-both") == []
-    assert command("profiles").stderr == ""
+    assert command("show", "profiles").stderr == ""
 
 
 def test_containers_live_while_their_lease_is_renewed_or_while_they_are_to_stand(

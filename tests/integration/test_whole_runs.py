@@ -365,9 +365,9 @@ def test_methods_of_one_file_learn_in_containers_as_on_the_virtual_clock(tmp_pat
     try:
         for name, (_, same) in methods.items():
             accuracy = {}
-            for runtime, how in {"emulate": ["start"], "simulate": ["run", "--runtime", "simulate"]}.items():
+            for runtime, how in {"emulate": ["--on"], "simulate": ["--runtime", "simulate"]}.items():
                 out = tmp_path / name / runtime
-                done = command(*how, examples[name], "--accept-links", "--out", out, *changes[name])
+                done = command("run", examples[name], *how, "--accept-links", "--out", out, *changes[name])
                 assert done.returncode == 0, done.stdout + done.stderr
                 accuracy[runtime] = json.loads((out / "metrics.json").read_text())["accuracy"]
             assert accuracy["emulate"] == pytest.approx(accuracy["simulate"], abs=same), name

@@ -1,1 +1,1 @@
-"""What the testbed itself costs, measured: `testbed bench`."""
+"""What the testbed itself costs, measured: `python -m tools.bench`."""

@@ -1,4 +1,4 @@
-"""`python -m tools.bench`, which is `testbed bench`: what the testbed itself costs on this machine."""
+"""`python -m tools.bench`: what the testbed itself costs on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _measure(part: str) -> Callable[[], Iterator[Measurement]]:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Also write the JSON to this file.")
 @click.option("--compare", metavar="REV", help="Show each figure over that of another revision, measured before.")
 def bench(parts: tuple[str, ...], as_json: bool, out: Path | None, compare: str | None) -> None:
-    """Measure these parts, all by default; `testbed bench --help` says what each is about."""
+    """Measure these parts, all by default; docs/bench.md describes them."""
     before = kept.of_revision(compare) if compare else {}
     console = Console(stderr=as_json, highlight=False)
     figures: list[Measurement] = []

@@ -2,8 +2,8 @@
 
     python -m tools.bench.conformance --links userspace --json out.json
 
-`measure` is a part of ``testbed bench``: each backend at all points, netem in the virtual machine of ``tests/netem``
-where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
+`measure` is a part of ``python -m tools.bench``: each backend at all points, netem in the virtual machine of
+``tests/netem`` where this kernel has none. The tests take the same cases at fewer points. Bounds are those of
 `testbed_controller.shaping.tolerance` and, for what is random, the 99 % binomial interval; since one sound
 measurement in a hundred lies outside of that, what lies outside of its bounds is measured once more.
 """

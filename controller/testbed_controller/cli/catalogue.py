@@ -1,4 +1,4 @@
-"""`testbed methods`, `models`, `profiles` and `profile`: what scenarios can name, and a profile of one's own board."""
+"""`testbed show`: the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import click
 from rich.markup import escape
 
 from testbed.common import formats
-from testbed.common.errors import HostError, InputError, nearest
+from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import format_byte_rate, format_duration, format_rate, format_size, format_speed
-from testbed_controller.cli.options import as_json
+from testbed_controller.cli.data import data
+from testbed_controller.cli.options import CommandGroup, as_json
 from testbed_controller.cli.printing import dump, make_console, options, print_catalogue, print_section
 from testbed_controller.report.tables import Cell, Column, Section, draw
 from testbed_controller.report.tables import figures as figure_columns
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
     from testbed_controller.profiling.layers import LayerTime
 
 
-@click.command()
+@click.group(cls=CommandGroup)
+def show() -> None:
+    """Show the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios."""
+
+
+show.add_command(data)
+
+
+@show.command()
 @click.argument("name", required=False)
 @as_json
 def methods(name: str | None, as_json: bool) -> None:
@@ -33,7 +42,7 @@ def methods(name: str | None, as_json: bool) -> None:
 
     \b
     Example:
-      testbed methods pipeline
+      testbed show methods pipeline
 
     \b
     Example, in a scenario:
@@ -68,7 +77,7 @@ def methods(name: str | None, as_json: bool) -> None:
         print_catalogue(entries, lambda entry: f"{entry['summary']} ({', '.join(entry['tasks']) or 'unusable'})")
 
 
-@click.command()
+@show.command()
 @click.argument("name", required=False)
 @click.argument("function", required=False)
 @click.option(
@@ -83,7 +92,7 @@ def methods(name: str | None, as_json: bool) -> None:
 @click.option(
     "--profile",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Charge the layers that are measured by this file of `testbed profile`.",
+    help="Charge the layers that are measured by this file of `testbed setup profile`.",
 )
 @as_json
 def models(
@@ -103,13 +112,13 @@ def models(
 
     \b
     Examples:
-      testbed models
-      testbed models cnn
-      testbed models vgg5 --data cifar10
-      testbed models vgg5 --data synthetic-3x32x32 --measure 100
-      testbed models vgg5 --data synthetic-3x32x32 --measure 32 --profile my-laptop.yaml
-      testbed models my_net.py build --data synthetic-3x32x32
-      testbed models my_net.py build --data my_data.py:load
+      testbed show models
+      testbed show models cnn
+      testbed show models vgg5 --data cifar10
+      testbed show models vgg5 --data synthetic-3x32x32 --measure 100
+      testbed show models vgg5 --data synthetic-3x32x32 --measure 32 --profile my-laptop.yaml
+      testbed show models my_net.py build --data synthetic-3x32x32
+      testbed show models my_net.py build --data my_data.py:load
     """
     from testbed.ml.models.catalog import CATALOG, describe, list_names, summary_of
 
@@ -230,7 +239,7 @@ def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
     return DeviceSpec("this machine", speed, 0.0, memory_rate=memory_rate)
 
 
-@click.command()
+@show.command()
 @as_json
 def profiles(as_json: bool) -> None:
     """List device profiles, link presets and radios, each with the source of its figures.
@@ -293,40 +302,18 @@ def _delay(preset: LinkPreset) -> str:
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
 
 
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file.")
-@click.option("--peer", help="Measure the link to this machine too, where `testbed profile --serve` runs.")
-@click.option("--serve", is_flag=True, help="Be the peer of one measurement, on port 8720.")
-@click.option("--program", is_flag=True, help="Print the program that measures, for a board without the testbed.")
-def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
-    """Measure this machine: how fast it trains layers of several kinds and sizes, its memory, and the link to a peer.
+@show.command()
+def schema() -> None:
+    """Print the JSON schema of scenario files.
 
-    The file is a profile for `devices.<name>.profile`. A board needs Python and torch alone: what --program prints is
-    run there, and takes --peer and --serve as well.
+    Editors with a YAML language server complete and check scenarios with it. The options of models and methods
+    are not part of it: `testbed show models` and `testbed show methods` list them, `testbed validate` checks them.
 
     \b
-    Examples:
-      testbed profile --out my-laptop.yaml
-      testbed profile --program | ssh pi python3 - > my-pi.yaml
-      testbed profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
+    Example, for the first line of a scenario file:
+      testbed show schema > scenario.schema.json
+      # yaml-language-server: $schema=scenario.schema.json
     """
-    from testbed_controller.profiling import board
+    from testbed.scenario.loading import published_schema
 
-    if program:
-        click.echo(Path(board.__file__).read_text(), nl=False)
-        return
-    try:
-        if serve:
-            board.serve()
-            return
-        text = board.profile(peer)
-        if out is None:
-            click.echo(text, nl=False)
-        else:
-            out.write_text(text)
-            click.echo(f"{out}: name it as devices.<name>.profile")
-    except OSError as error:
-        where = f"the link to {peer}" if peer else str(out or "port 8720")
-        raise HostError(f"{where}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise HostError(str(error)) from None
+    dump(published_schema())

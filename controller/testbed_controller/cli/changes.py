@@ -217,8 +217,11 @@ def link() -> None:
     Examples:
       testbed link show
       testbed link set source worker1 --rate 10mbit --delay 20ms --loss 1% --both
-      testbed link probe source worker1
+      testbed link measure source worker1
     """
+
+
+link.renamed = {"probe": "testbed link measure"}
 
 
 @link.command()
@@ -287,7 +290,7 @@ change.params += options_of(LinkPart)
 @click.argument("destination", required=False)
 @run_option
 @as_json
-def probe(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
+def measure(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
     """Measure the links as they are now, all or those from SOURCE to DESTINATION; exit 1 outside tolerance.
 
     Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile

@@ -1,4 +1,4 @@
-"""`testbed data`: which data sets there are, which are at hand, and the one command that downloads."""
+"""`testbed show data` and `testbed setup data`: the data sets there are, their samples, and their download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from testbed.common.errors import InputError
-from testbed_controller.cli.options import CommandGroup, as_json
+from testbed_controller.cli.options import as_json
 from testbed_controller.cli.printing import dump, make_console, print_section
 from testbed_controller.report.tables import Column
 
@@ -24,26 +24,79 @@ _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
 
 
-@click.group(cls=CommandGroup)
-def data() -> None:
-    """List, download and look at data sets.
-
-    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is made up on the spot, `image` is a file of yours;
-    the others are read from files.
-    Nothing but `testbed data fetch` ever downloads them, into data/<name>, where runs look for them.
-    """
-
-
-@data.command(name="list")
+@click.command()
+@click.argument("name", required=False)
+@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder of NAME's files.")
+@click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
+@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
+@click.option("--split", help="Also show who would own what: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.")
+@click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
 @as_json
-def list_(as_json: bool) -> None:
-    """List the data sets a scenario can name, and whether their files are at hand.
+def data(
+    name: str | None,
+    folder: Path | None,
+    path: Path | None,
+    count: int,
+    split: str | None,
+    devices: int,
+    as_json: bool,
+) -> None:
+    """List the data sets a scenario can name, and whether their files are present; with NAME, show samples of one.
+
+    NAME is a set of the list, or yours: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, its column of labels.
+    Shown are sizes, samples per class, the first training samples, and how a split divides them.
+
+    `digits` and `photos` come with scikit-learn, `synthetic-CxHxW` is generated, `image` is a file of yours; the others
+    are read from files. Only `testbed setup data` downloads them, into data/<name>, where runs look for them.
+
+    \b
+    Examples:
+      testbed show data
+      testbed show data digits --split dirichlet=0.3
+      testbed show data mnist --folder ../images --count 1
+      testbed show data my_data.py:load
+      testbed show data sales.csv:price --split column=shop --devices 3
 
     \b
     Example, in a scenario:
       workload:
         data: {name: mnist, train: 6000}
     """
+    if name is None:
+        _list_sets(as_json)
+        return
+    from testbed.ml.data import catalog
+    from testbed.ml.data.split import is_class
+    from testbed.scenario.schema import data_place
+    from testbed.workload import DataPart
+
+    part = catalog.part_of(name)
+    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
+        raise InputError(f"{name} is a picture of your own: name its file with --path")
+    if split is not None:
+        kind, _, value = split.partition("=")
+        how = kind if not value else {kind: int(value) if kind == "shards" else value}
+        part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
+    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or folder or data_place(part.name)
+    dataset = catalog.load(part, place)
+    parts = {"train": dataset.train_labels, "test": dataset.test_labels}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "samples": {each: len(labels) for each, labels in parts.items()},
+    }
+    if dataset.classes and is_class(dataset.train_labels):
+        facts["per_class"] = {each: _counts(labels, dataset.classes) for each, labels in parts.items()}
+    if split is not None:
+        facts["shares"] = _shares(dataset, part, devices)
+    if as_json:
+        dump(facts)
+    else:
+        _print_look(dataset, facts, count)
+
+
+def _list_sets(as_json: bool) -> None:
     from testbed.ml.data.catalog import list_names
 
     rows = [_describe(name) for name in list_names()]
@@ -81,7 +134,7 @@ def _describe(name: str) -> dict[str, Any]:
     }
 
 
-@data.command()
+@click.command("data")
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to.  [default: data/NAME]")
 @click.option("--from", "bases", multiple=True, metavar="URL", help="A folder to try first, such as a mirror.")
@@ -93,9 +146,9 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
 
     \b
     Examples:
-      testbed data fetch mnist
-      testbed data fetch cifar10 --folder /srv/cifar10
-      testbed data fetch mnist --from http://mirror.example/mnist
+      testbed setup data mnist
+      testbed setup data cifar10 --folder /srv/cifar10
+      testbed setup data mnist --from http://mirror.example/mnist
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
@@ -114,59 +167,6 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
 
         files = download(name, place, bases, show)
     click.echo(f"{name}: {len(files)} files in {place}")
-
-
-@data.command()
-@click.argument("name")
-@click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where its files lie.")
-@click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
-@click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
-@click.option("--split", help="Also show who would own what: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.")
-@click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
-@as_json
-def look(
-    name: str, folder: Path | None, path: Path | None, count: int, split: str | None, devices: int, as_json: bool
-) -> None:
-    """Look at data: sizes, samples per class, the first ones to learn from, and how a split divides them.
-
-    NAME is a set of the list, or yours: a file or folder, FILE.py:FUNCTION, or TABLE:LABEL, its column of labels.
-
-    \b
-    Examples:
-      testbed data look digits --split dirichlet=0.3
-      testbed data look mnist --folder ../images --count 1
-      testbed data look my_data.py:load
-      testbed data look sales.csv:price --split column=shop --devices 3
-    """
-    from testbed.ml.data import catalog
-    from testbed.ml.data.split import is_class
-    from testbed.scenario.schema import data_place
-    from testbed.workload import DataPart
-
-    part = catalog.part_of(name)
-    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
-        raise InputError(f"{name} is a picture of your own: name its file with --path")
-    if split is not None:
-        kind, _, value = split.partition("=")
-        how = kind if not value else {kind: int(value) if kind == "shards" else value}
-        part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
-    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or folder or data_place(part.name)
-    dataset = catalog.load(part, place)
-    parts = {"train": dataset.train_labels, "test": dataset.test_labels}
-    facts: dict[str, Any] = {
-        "name": dataset.name,
-        "shape": list(dataset.shape),
-        "classes": dataset.classes,
-        "samples": {each: len(labels) for each, labels in parts.items()},
-    }
-    if dataset.classes and is_class(dataset.train_labels):
-        facts["per_class"] = {each: _counts(labels, dataset.classes) for each, labels in parts.items()}
-    if split is not None:
-        facts["shares"] = _shares(dataset, part, devices)
-    if as_json:
-        dump(facts)
-    else:
-        _print_look(dataset, facts, count)
 
 
 def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:

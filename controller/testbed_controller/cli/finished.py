@@ -1,4 +1,4 @@
-"""What is printed and written once runs are over, by `run`, `start` and `report` alike."""
+"""What is printed and written once runs are over, by `run` and `report` alike."""
 
 from __future__ import annotations
 

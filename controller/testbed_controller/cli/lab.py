@@ -50,8 +50,8 @@ def up(
 ) -> None:
     """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
 
-    For a sweep, the first point is used. `testbed start` runs a scenario on it, `exec` a command on a device; `fault`,
-    `link`, `ps` and `logs` work on it; `testbed down` ends it.
+    For a sweep, the first point is used. `testbed run SCENARIO --on` runs a scenario on it, `exec` a command on a
+    device; `fault`, `link`, `ps` and `logs` work on it; `testbed down` removes it.
     """
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load

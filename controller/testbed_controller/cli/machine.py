@@ -1,24 +1,28 @@
-"""`testbed doctor`, `hosts`, `images` and `bench`: what machines serve, have built, and take for the testbed itself."""
+"""`testbed doctor` and `setup`: check this machine and prepare it: images, hosts, data sets, a device profile."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
-import sys
 from dataclasses import asdict
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from testbed.common import formats
 from testbed.common.errors import HostError
-from testbed_controller.cli.options import as_json, on_hosts
+from testbed_controller.cli.data import fetch
+from testbed_controller.cli.options import CommandGroup, as_json, on_hosts
 from testbed_controller.cli.printing import dump, print_table, say
 
 if TYPE_CHECKING:
     from testbed_controller.hosts.placement import LabPart
+
+
+@click.group(cls=CommandGroup)
+def setup() -> None:
+    """Prepare this machine: build images, look at hosts, download data sets, measure a device profile."""
 
 
 @click.command()
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     """Report what the testbed finds on this machine, and how to fix what is missing.
 
-    With --hosts, also whether runs can go there; `testbed hosts` shows more of them.
+    With --hosts, also whether runs can go there; `testbed setup hosts` shows more of them.
 
     With --measure, `testbed run` remembers the highest rate, and refuses a scenario that asks for more.
 
@@ -58,7 +62,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
         )
 
 
-@click.command()
+@setup.command()
 @as_json
 @click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
 @click.option("--prune", is_flag=True, help="Remove the testbed's images that the current files do not need.")
@@ -94,39 +98,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         click.echo(f"{row['image'].replace('_', ' '):16}{row['tag']:36}{formats.size(row['bytes']):>10}")
 
 
-@click.command(context_settings={"ignore_unknown_options": True})
-@click.argument(
-    "arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]... [--json] [--out FILE] [--compare REV]"
-)
-def bench(arguments: tuple[str, ...]) -> None:
-    """Measure the overhead of the testbed itself on this machine, each figure beside its target.
-
-    clocks: speed of the simulator; the quickstart emulated against simulated. pacing: whether work takes what it is
-    charged, on an idle and on a loaded host. transfer: tensors and small messages on
-    real links. gloo: a step of our pipeline against torch's own over gloo and against the plan. memory: of idle and
-    working devices. startup: devices up and shaped against bare containers.
-    conformance: links requested and achieved, by backend. hosts: start-up on all hosts of TESTBED_HOSTS against one.
-    All of these by default, a quarter of an hour. peers, if it is named: Flower's simulation and SimPy, which it
-    installs into .build/peers, beside the simulator. Run it on an
-    idle machine: what else runs here is in the figures. Needs a checkout of the repository.
-
-    --json prints the figures as JSON, --out FILE writes that to a file as well. Figures are kept by revision in
-    results/bench.json; --compare REV shows each over that of another revision, and marks what is a tenth worse.
-
-    \b
-    Example:
-      testbed bench transfer memory --json
-    """
-    from testbed.common.errors import HostError
-    from testbed_controller.lab.paths import ROOT
-
-    if not (ROOT / "tools/bench").is_dir():
-        raise HostError("the bench is part of a checkout: clone the repository and run 'make bench' there")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    sys.exit(subprocess.call([sys.executable, "-m", "tools.bench", *arguments], env=environment))
-
-
-@click.command()
+@setup.command()
 @click.argument("contexts", nargs=-1)
 @as_json
 def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
@@ -137,7 +109,7 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
 
     \b
     Example:
-      testbed hosts node1 node2
+      testbed setup hosts node1 node2
     """
     from testbed_controller.hosts.survey import survey
 
@@ -166,3 +138,45 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     for each in found:
         for text in each.missing:
             click.echo(f"{each.context}: {text}" if not text.startswith(f"{each.context}:") else text)
+
+
+@setup.command()
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile to this file.")
+@click.option("--peer", help="Measure the link to this machine too, where `testbed setup profile --serve` runs.")
+@click.option("--serve", is_flag=True, help="Be the peer of one measurement, on port 8720.")
+@click.option("--program", is_flag=True, help="Print the program that measures, for a board without the testbed.")
+def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
+    """Measure this machine: how fast it trains layers of several kinds and sizes, its memory, and the link to a peer.
+
+    The file is a profile for `devices.<name>.profile`. A board needs Python and torch alone: what --program prints is
+    run there, and takes --peer and --serve as well.
+
+    \b
+    Examples:
+      testbed setup profile --out my-laptop.yaml
+      testbed setup profile --program | ssh pi python3 - > my-pi.yaml
+      testbed setup profile --program | ssh pi python3 - --peer 192.168.1.7 > my-pi.yaml
+    """
+    from testbed_controller.profiling import board
+
+    if program:
+        click.echo(Path(board.__file__).read_text(), nl=False)
+        return
+    try:
+        if serve:
+            board.serve()
+            return
+        text = board.profile(peer)
+        if out is None:
+            click.echo(text, nl=False)
+        else:
+            out.write_text(text)
+            click.echo(f"{out}: name it as devices.<name>.profile")
+    except OSError as error:
+        where = f"the link to {peer}" if peer else str(out or "port 8720")
+        raise HostError(f"{where}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise HostError(str(error)) from None
+
+
+setup.add_command(fetch)

@@ -25,9 +25,10 @@ from testbed_controller.lab.paths import abandoned
 
 COMMANDS = {
     "init": "testbed_controller.cli.validate:init",
+    "validate": "testbed_controller.cli.validate:validate",
+    "plan": "testbed_controller.cli.plan:plan",
     "run": "testbed_controller.cli.run:run",
     "up": "testbed_controller.cli.lab:up",
-    "start": "testbed_controller.cli.run:start",
     "down": "testbed_controller.cli.lab:down",
     "watch": "testbed_controller.cli.lab:watch",
     "ps": "testbed_controller.cli.lab:ps",
@@ -35,23 +36,27 @@ COMMANDS = {
     "exec": "testbed_controller.cli.lab:execute",
     "fault": "testbed_controller.cli.changes:fault",
     "link": "testbed_controller.cli.changes:link",
-    "plan": "testbed_controller.cli.plan:plan",
-    "validate": "testbed_controller.cli.validate:validate",
-    "schema": "testbed_controller.cli.validate:schema",
-    "models": "testbed_controller.cli.catalogue:models",
-    "methods": "testbed_controller.cli.catalogue:methods",
-    "profiles": "testbed_controller.cli.catalogue:profiles",
-    "profile": "testbed_controller.cli.catalogue:profile",
-    "data": "testbed_controller.cli.data:data",
+    "show": "testbed_controller.cli.catalogue:show",
     "report": "testbed_controller.cli.report:report",
     "compare": "testbed_controller.cli.report:compare",
     "export": "testbed_controller.cli.export:export",
     "papers": "testbed_controller.cli.papers:papers",
-    "images": "testbed_controller.cli.machine:images",
-    "bench": "testbed_controller.cli.machine:bench",
     "doctor": "testbed_controller.cli.machine:doctor",
-    "hosts": "testbed_controller.cli.machine:hosts",
+    "setup": "testbed_controller.cli.machine:setup",
 }
+RENAMED = {
+    "start": "testbed run SCENARIO --on",
+    "schema": "testbed show schema",
+    "models": "testbed show models",
+    "methods": "testbed show methods",
+    "profiles": "testbed show profiles",
+    "profile": "testbed setup profile",
+    "data": "testbed show data' or 'testbed setup data",
+    "images": "testbed setup images",
+    "hosts": "testbed setup hosts",
+    "bench": "make bench' in a checkout, or 'python -m tools.bench",
+}
+"""Former names of commands, each with what replaces it."""
 GROUP = "testbed.commands"
 """Entry points under which an installed package registers its commands: ``name = "module:command"``, by click."""
 
@@ -64,6 +69,8 @@ def _command_of(found: object) -> click.Command:
 
 class _LazyGroup(CommandGroup):
     """A group whose subcommands live in modules that are imported on use; their list is read off the source text."""
+
+    renamed = RENAMED
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list({**COMMANDS, **plugins.installed(GROUP)})

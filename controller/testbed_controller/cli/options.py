@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,18 @@ metrics_as_json = click.option(
 
 class CommandGroup(click.Group):
     """Lists its commands with their first sentences whole; click cuts them at the width."""
+
+    renamed: Mapping[str, str] = {}
+    """Former names of its commands, each with the command line that replaces it."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name; refuse a former name with the present one."""
+        name = args[0]
+        if name in self.renamed and self.get_command(ctx, name) is None:
+            ctx.fail(f"'{name}' has been replaced: use '{self.renamed[name]}'")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, each with its sentence."""

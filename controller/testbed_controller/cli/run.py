@@ -1,4 +1,4 @@
-"""`testbed run` and `start`: a scenario, whichever runtime, from the file to the report."""
+"""`testbed run`: a scenario, whichever runtime, from the file to the report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.markup import escape
 from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
-from testbed.prepare import prepare, prepare_all, raise_refused
+from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
-from testbed_controller.api.execution import RunOptions, Runtime, run_recorded
+from testbed_controller.api.execution import RunOptions, Runtime
 from testbed_controller.api.executors import Executor, InTurn, OneRunPerHost, PlannedRun, Processes
 from testbed_controller.cli.finished import explaining, judge, reproduce, show_run, summarize
 from testbed_controller.cli.options import (
@@ -29,20 +29,19 @@ from testbed_controller.cli.options import (
     on_hosts,
     out,
     overrides,
-    run_option,
     watched,
 )
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.results.files import finished_among
 from testbed_controller.results.recorder import keep_paper, numbered
 from testbed_controller.results.run import Run, run_name
-from testbed_controller.running.inputs import InitialWeights
 
 WEIGHTS = "weights.safetensors"
 """What a run leaves in its results."""
 
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
+    from testbed_controller.hosts.lab import AnyLab
     from testbed_controller.hosts.placement import LabPart
     from testbed_controller.lab.lab import LinkBackend
 
@@ -69,6 +68,8 @@ class RunRequest:
     watch: bool
     events: bool
     keep: bool
+    lab: str | None
+    """The run of a lab that is up; empty for the only one."""
     as_json: bool
 
     def execute(self) -> None:
@@ -96,7 +97,7 @@ class RunRequest:
 
         if runs:
             with explaining(console):
-                self.executor().execute(runs, console, done)
+                self.executor(self._open_lab(planned[0])).execute(runs, console, done)
         _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=self.as_json)
         raise_refused(refused)
 
@@ -110,6 +111,8 @@ class RunRequest:
             text = "every device of a run is on one host: leave --place, faults of hosts and --keep away"
             raise InputError(f"--each-on-one-host: {text}")
         together = self._together
+        if self.lab is not None:
+            self._check_lab()
         if together in ("--cluster", "--jobs") and self.runtime != "simulate":
             text = "containers need the host to themselves: add --runtime simulate, or leave"
             raise InputError(f"{together}: {text} {together} away")
@@ -117,6 +120,19 @@ class RunRequest:
             raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
         if self.watch and not self.events:
             raise InputError("--no-events: the page is made of them: leave --watch away")
+
+    def _check_lab(self) -> None:
+        """Raise InputError for options of runs that create their own devices."""
+        conflicts = {
+            "--runtime simulate": self.runtime == "simulate",
+            "--resume": self.resume,
+            self._together: self._together,
+            "--hosts": self.where.hosts,
+            "--keep": self.keep,
+        }
+        for name, given in conflicts.items():
+            if given:
+                raise InputError(f"--on cannot be combined with {name}")
 
     @property
     def _together(self) -> str:
@@ -136,7 +152,18 @@ class RunRequest:
             given["workload.model.weights"] = json.dumps(str(_weights_in(self.weights).absolute()))
         return [*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
-    def executor(self) -> Executor:
+    def _open_lab(self, trial: Trial) -> AnyLab | None:
+        """Return the lab that is up to run on, once its devices and network are known to be those of the trial."""
+        if self.lab is None:
+            return None
+        from testbed_controller.hosts.lab import open_lab
+        from testbed_controller.lab import runstate
+
+        lab = open_lab(runstate.choose(self.lab or None))
+        lab.check_serves(trial)
+        return lab
+
+    def executor(self, lab: AnyLab | None = None) -> Executor:
         """Return the executor that the options ask for."""
         together = self._together
         if together == "--cluster":
@@ -154,14 +181,17 @@ class RunRequest:
             keep=self.keep,
             hosts=self.where.hosts,
             place=self.where.place,
+            standing=lab,
         )
         if together == "--each-on-one-host":
             return OneRunPerHost(self.where.hosts, options)
         return InTurn(self.runtime, options)
 
     def _trials(self, loaded: Scenario) -> list[Trial]:
-        """Return the trials, with the faults of hosts among their own."""
+        """Return the trials, with the faults of hosts among their own; on a lab that is up, the first alone."""
         planned = trials(loaded)
+        if self.lab is not None:
+            return planned[:1]
         _fix_kernels(planned, self.runtime)
         if self.where.faults and self.runtime == "emulate":
             from testbed_controller.hosts.lab import struck
@@ -244,6 +274,15 @@ class RunRequest:
     help="--no-events writes neither events.jsonl nor trace.json, which of long runs take nearly all of the space.",
 )
 @click.option("--keep", is_flag=True, help="Leave the containers up afterwards, for inspection.")
+@click.option(
+    "--on",
+    "lab",
+    is_flag=False,
+    flag_value="",
+    metavar="[RUN]",
+    help="Run the first point on the lab that `testbed up SCENARIO` created, and leave it up. Devices and network are "
+    "those of the lab; everything else may differ.  [without RUN: the only one that is up]",
+)
 @metrics_as_json
 def run(**given: Any) -> None:
     """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
@@ -258,48 +297,9 @@ def run(**given: Any) -> None:
       testbed run quickstart --runtime simulate --set network.link.rate=10mbit
       testbed run my.yaml --repetitions 5 --out results/five
       testbed run my.yaml --repetitions 5 --resume results/five
+      testbed up quickstart && testbed run quickstart --on
     """
     RunRequest(**given).execute()
-
-
-@click.command()
-@click.argument("scenario")
-@run_option
-@out
-@overrides
-@accept_links
-@watched
-@metrics_as_json
-def start(
-    scenario: str, run_id: str | None, out: Path | None, overrides: tuple[str, ...], as_json: bool, **options: Any
-) -> None:
-    """Run the workload of SCENARIO on the lab that `testbed up SCENARIO` made, and leave the lab up.
-
-    Its devices and network are those of the lab; method, model, programs, faults and lengths may be others than at the
-    last start. Ends as `testbed run` does.
-
-    \b
-    Examples:
-      testbed up quickstart && testbed start quickstart
-      testbed start quickstart --set workload.method.name=gpipe
-    """
-    from testbed_controller.hosts.lab import open_lab
-    from testbed_controller.lab import runstate
-
-    loaded = load(scenario, overrides)
-    prepared = prepare(trials(loaded)[0])
-    lab = open_lab(runstate.choose(run_id))
-    lab.check_serves(prepared.trial)
-    console = make_console(stderr=as_json)
-    folder = out or numbered(Path("results") / run_name(prepared.trial))
-    with explaining(console):
-        finished = run_recorded(
-            prepared, "emulate", folder, InitialWeights(console), console, RunOptions(standing=lab, **options)
-        )
-    _keep_paper(loaded, finished, several=False)
-    if not as_json:
-        show_run(console, finished, brief=False)
-    _show_all([finished], loaded, console, as_json=as_json)
 
 
 def _print_refused(console: Console, refused: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`testbed init`, `validate` and `schema`: what a scenario file may say, and a folder to begin a study with."""
+"""`testbed init` and `validate`: what a scenario file may say, and a folder to begin a study with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed.common.errors import InputError
 from testbed.common.formats import visible
 from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import SHIPPED, load, published_schema
+from testbed.scenario.loading import SHIPPED, load
 from testbed.trace.modelled import left_out
 from testbed_controller.cli.options import as_json, in_results, overrides
 from testbed_controller.cli.printing import dump
@@ -127,18 +127,3 @@ def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         "errors": [],
         "advice": [*dict.fromkeys(advice)],
     }
-
-
-@click.command()
-def schema() -> None:
-    """Print the JSON schema of scenario files.
-
-    Editors with a YAML language server complete and check scenarios with it. The options of models and methods
-    are not part of it: `testbed models` and `testbed methods` list them, `testbed validate` checks them.
-
-    \b
-    Example, for the first line of a scenario file:
-      testbed schema > scenario.schema.json
-      # yaml-language-server: $schema=scenario.schema.json
-    """
-    dump(published_schema())

@@ -1,4 +1,4 @@
-"""What `testbed hosts` says of engines: what they are, what is there, how far they are from here, what is missing."""
+"""The facts that `testbed setup hosts` shows of engines: identity, images, distance from here, missing parts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from testbed_controller.shaping.plan import Endpoint
 
 PORT = 8710
 """Port of the host for the shaper, and through it for the devices."""
-IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed images --env > .env' first}}"
+IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
 TOKEN = "${TESTBED_TOKEN:?}"
 
 _OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -43,7 +43,7 @@ _ELSEWHERE = ("NetworkMode", "PortBindings")
 
 _HEAD = """\
 # Made by 'testbed export compose': the devices, links and hardening of the scenario {name}, without the controller.
-#   testbed images --env > .env     # builds the images; their tags, and a new random token
+#   testbed setup images --env > .env     # builds the images; their tags, and a new random token
 #   docker compose up -d && ./shape # containers, then their links; ./shape again after a device has restarted
 """
 

@@ -77,7 +77,7 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         client = connect(engine)
     except HostError as error:
         startable = may_start(engine) and shutil.which("apt-get") is not None
-        help_ = "'testbed images' as root installs and starts one" if startable else str(error)
+        help_ = "'testbed setup images' as root installs and starts one" if startable else str(error)
         yield HostCheck("engine", "missing", "none answers", help_, needed=not startable)
         yield from _host(None)
         return
@@ -151,7 +151,9 @@ def _images(client: docker.DockerClient) -> HostCheck:
     needed = {"device": wanted.device, "shaper": wanted.shaper}
     lacking = ", ".join(kind for kind, tag in needed.items() if not exists(client, tag))
     unbuilt = f"not built yet: {lacking}" if lacking else ""
-    return _judged("images", unbuilt, f"{wanted.device}, {wanted.shaper}", "'testbed images', or the first run does")
+    return _judged(
+        "images", unbuilt, f"{wanted.device}, {wanted.shaper}", "'testbed setup images', or the first run does"
+    )
 
 
 def _registry(client: docker.DockerClient) -> HostCheck:
@@ -166,7 +168,9 @@ def _registry(client: docker.DockerClient) -> HostCheck:
 def _links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]:
     """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
     if not exists(client, image):
-        yield HostCheck("links", "unknown", "the shaper's image is not built yet", "'testbed images', then ask again")
+        yield HostCheck(
+            "links", "unknown", "the shaper's image is not built yet", "'testbed setup images', then ask again"
+        )
         return
     try:
         found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))

@@ -274,7 +274,7 @@ def _advice(engine: EngineAddress, error: BaseException) -> str:
             f"{os.environ.get('USER', '$USER')}) and log in again, or run as root; {SIMULATE}"
         )
     if shutil.which("dockerd") is None:
-        remedy = "run 'testbed images' once as root, or 'sudo apt-get install docker.io'"
+        remedy = "run 'testbed setup images' once as root, or 'sudo apt-get install docker.io'"
         return f"there is no Docker engine: {remedy}; {SIMULATE}"
     return f"no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root; {SIMULATE}"
 

@@ -1,6 +1,6 @@
 """Measures a board: how fast it trains layers of each kind and size, its memory, and the link to a peer.
 
-Stands by itself: needs Python and torch, nothing of the testbed (`testbed profile --program | ssh board python3 -`).
+Needs only Python and torch, nothing of the testbed (`testbed setup profile --program | ssh board python3 -`).
 Prints a profile that a scenario names by its file.
 """
 

@@ -129,7 +129,7 @@ def _causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) 
     if causes:
         return causes
     idle = "" if load is None else f"the processors of this host were {load:.0%} busy, so load is not the cause; "
-    return [f"{idle}'testbed up' and 'testbed link probe' measure single links"]
+    return [f"{idle}'testbed up' and 'testbed link measure' measure single links"]
 
 
 def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:

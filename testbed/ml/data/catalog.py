@@ -79,7 +79,7 @@ def _all_of(source: DataSource, *folders: Path) -> list[Path]:
         names = ", ".join(name for name, places in found.items() if not any(places))
         raise InputError(
             f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
-            f"`testbed data fetch {source.name}` downloads what is missing"
+            f"`testbed setup data {source.name}` downloads what is missing"
         )
     return paths
 
@@ -341,7 +341,7 @@ def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
     ``place`` is its folder, or its file. Reads no samples. Raises `InputError` for an unknown name.
     """
     source = describe(part.name)
-    download = f"`testbed data fetch {part.name}` downloads them"
+    download = f"`testbed setup data {part.name}` downloads them"
     if source.files and not place.is_dir():
         yield ("folder",), f"{part.name} is read from files and there is no folder {place}: {download}"
     elif source.from_path and part.path is not None and not place.is_file():
@@ -375,11 +375,11 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     if source.files and folder is None and part.folder is None:
         raise InputError(
             f"{part.name} is read from files: name the folder that holds them; "
-            f"`testbed data fetch {part.name}` downloads them",
+            f"`testbed setup data {part.name}` downloads them",
             ("data", "folder"),
         )
     if source.files and not place.is_dir():
-        raise InputError(f"there is no folder {place}; `testbed data fetch {part.name}` makes one", ("data", "folder"))
+        raise InputError(f"there is no folder {place}; `testbed setup data {part.name}` makes one", ("data", "folder"))
     name, train, test = source.read(source, place)
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
     found = Dataset(name, source.classes, *chosen)

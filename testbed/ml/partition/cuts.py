@@ -45,7 +45,7 @@ def check_counts(units: int, stages: int) -> None:
         rest = (
             f"write stages: {units}, and the devices beyond stand by; a unit is what one tensor enters and one leaves,"
         )
-        rest += " and `testbed models` lists them"
+        rest += " and `testbed show models` lists them"
         raise InputError(f"{stages} stages, but {has}: {rest}", ("method", "stages"))
 
 

@@ -142,13 +142,13 @@ def test_set_refuses_what_it_cannot_use(memory: Memory) -> None:
 
 
 def test_probe(memory: Memory) -> None:
-    answer = call("probe", "a", "b")
+    answer = call("measure", "a", "b")
     assert answer.exit_code == 0
     assert re.split("  +", answer.output.splitlines()[1]) == [
         "a", "b", "50 mbit, 5 ms", "50 mbit", "5.12 ms", "0.0%", "30"
     ]  # fmt: skip
-    assert json.loads(call("probe", "--json").output)[0]["delay"] == 0.00512
+    assert json.loads(call("measure", "--json").output)[0]["delay"] == 0.00512
     memory.problem = "carries too little"
-    failed = call("probe")
+    failed = call("measure")
     assert isinstance(failed.exception, TestbedError)
     assert "carries too little" in failed.output

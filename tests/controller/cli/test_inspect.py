@@ -4,6 +4,7 @@ import errno
 import json
 import sys
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,7 +14,7 @@ from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
-from testbed_controller.cli.main import main
+from testbed_controller.cli.main import COMMANDS, RENAMED, main
 from testbed_controller.cli.main import testbed as command_line
 
 
@@ -42,14 +43,14 @@ def test_plan_as_json_adds_up(call):
     rows = plan["pieces"]
     assert [row["first"] for row in rows[1:]] == [row["last"] for row in rows[:-1]]
     assert rows[0]["first"] == 0
-    whole = json.loads(call("models", "cnn", "--json"))
+    whole = json.loads(call("show", "models", "cnn", "--json"))
     assert sum(row["parameters"] for row in rows) == whole["parameters"]
     assert sum(row["flops"] for row in rows) == pytest.approx(3 * 64 * whole["forward_flops"])
     assert plan["schedule"].startswith("stage 0")
 
 
 def test_layers_that_are_measured_here_give_a_speed(call):
-    assert json.loads(call("models", "mlp", "--measure", "8", "--json"))["speed"] > 0
+    assert json.loads(call("show", "models", "mlp", "--measure", "8", "--json"))["speed"] > 0
 
 
 def test_plan_of_a_sweep_plans_each_point_once(call):
@@ -106,12 +107,12 @@ def test_more_stages_than_devices_or_units(call):
 
 
 def test_one_method_by_its_name(call):
-    shown = call("methods", "pipeline")
+    shown = call("show", "methods", "pipeline")
     assert shown.strip().startswith("pipeline")
     assert "(one of even, optimal; default optimal)" in " ".join(shown.split())
     assert "edgepipe" not in shown
     with pytest.raises(InputError, match="there is no method 'pipelin': did you mean 'pipeline'"):
-        command_line.main(["methods", "pipelin"], standalone_mode=False)
+        command_line.main(["show", "methods", "pipelin"], standalone_mode=False)
 
 
 def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
@@ -124,11 +125,46 @@ def test_bad_input_ends_with_2_and_one_line(monkeypatch, capsys):
     assert "\n" not in error
 
 
-@pytest.mark.parametrize("group", [(), ("link",), ("fault",), ("data",), ("export",)])
+@pytest.mark.parametrize("group", [(), ("link",), ("fault",), ("show",), ("setup",), ("export",)])
 def test_help_shows_whole_sentences(call, group):
     shown = call(*group, "--help")
     assert not any(line.endswith("...") for line in shown.partition("Commands:")[2].splitlines())
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_commands_are_at_most_eighteen():
+    shipped = [name for name in COMMANDS if name != "papers"]
+    assert len(shipped) <= 18
+    assert not {*RENAMED} & {*COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        *RENAMED.items(),
+        ("link probe", "testbed link measure"),
+    ],
+)
+def test_former_names_of_commands_are_refused_with_the_present_ones(former, present):
+    with pytest.raises(click.UsageError) as refused:
+        command_line.main(former.split(), standalone_mode=False)
+    assert (
+        refused.value.message
+        == f"'{former.split()[-1 if former == 'link probe' else 0]}' has been replaced: use '{present}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--runtime", "simulate"], "--runtime simulate"),
+        (["--jobs", "2"], "--jobs"),
+        (["--keep"], "--keep"),
+    ],
+)
+def test_a_run_on_a_standing_lab_refuses_options_of_other_runs(options, named):
+    with pytest.raises(InputError, match=f"--on cannot be combined with {named}"):
+        command_line.main(["run", "quickstart", "--on", "some-lab", *options], standalone_mode=False)
 
 
 def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
@@ -147,10 +183,10 @@ def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     [("models", CATALOG), ("methods", METHODS), ("profiles", [*PROFILES, *PRESETS])],
 )
 def test_catalogues_name_everything_within_80_columns(call, command, names):
-    shown = call(command)
+    shown = call("show", command)
     assert all(name in shown for name in names)
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
-    assert json.loads(call(command, "--json"))
+    assert json.loads(call("show", command, "--json"))
 
 
 def test_every_profile_and_preset_has_a_source():
@@ -165,25 +201,26 @@ def test_options_are_described():
 
 
 def test_schema_is_a_json_schema(call):
-    schema = json.loads(call("schema"))
+    schema = json.loads(call("show", "schema"))
     assert schema["properties"]["network"]
     assert schema["additionalProperties"] is False
 
 
 def test_data_list_and_show(call):
-    names = {row["name"]: row for row in json.loads(call("data", "list", "--json"))}
+    names = {row["name"]: row for row in json.loads(call("show", "data", "--json"))}
     assert names["digits"]["complete"]
     assert names["mnist"]["folder"] == "data/mnist"
-    shown = call("data", "look", "digits", "--count", "1")
+    shown = call("show", "data", "digits", "--count", "1")
     assert "train: 1,438 samples" in shown
     assert shown.count("class ") == 1
-    facts = json.loads(call("data", "look", "synthetic-3x4x5", "--json"))
+    facts = json.loads(call("show", "data", "synthetic-3x4x5", "--json"))
     assert facts["shape"] == [3, 4, 5]
     assert sum(facts["per_class"]["train"]) == facts["samples"]["train"]
-    assert "digits" in call("data", "list")
+    assert "digits" in call("show", "data")
 
 
 TOKENS_AND_NETWORK = """
+import click
 import numpy as np
 from torch import nn
 
@@ -204,7 +241,9 @@ class Text(nn.Module):
 def test_a_network_of_ones_own_is_shown_for_data_of_ones_own(call, tmp_path):
     file = tmp_path / "text.py"
     file.write_text(TOKENS_AND_NETWORK)
-    shown = json.loads(call("models", str(file), "Text", "--data", f"{file}:tokens", "--json"))
+    shown = json.loads(call("show", "models", str(file), "Text", "--data", f"{file}:tokens", "--json"))
     assert (shown["input"], shown["classes"], shown["parameters"]) == ([8], 4, 50 * 6 + 7 * 4)
     np.savez(tmp_path / "text.npz", x_train=np.zeros((20, 8), np.int64), y_train=np.arange(20) % 4)
-    assert json.loads(call("models", str(file), "Text", "--data", str(tmp_path / "text.npz"), "--json")) == shown
+    assert (
+        json.loads(call("show", "models", str(file), "Text", "--data", str(tmp_path / "text.npz"), "--json")) == shown
+    )

@@ -41,4 +41,4 @@ def test_levels_are_listed_where_another_is_given() -> None:
     done = command("--log-level", "loud", "methods")
     assert done.returncode == 2
     assert "'debug', 'info', 'warning'" in done.stderr
-    assert command("methods").stderr == ""
+    assert command("show", "methods").stderr == ""

@@ -23,7 +23,7 @@ from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
-from testbed_controller.cli.catalogue import profile
+from testbed_controller.cli.machine import profile
 from testbed_controller.profiling import board
 from tests.helpers.training import sgd
 

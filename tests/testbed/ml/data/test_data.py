@@ -202,7 +202,7 @@ def test_damaged_cifar_files(tmp_path: Path) -> None:
 def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     (tmp_path / f"{TRAIN_LABELS}.gz").unlink()
-    with pytest.raises(InputError, match=f"mnist needs {TRAIN_LABELS} there .* `testbed data fetch mnist` downloads"):
+    with pytest.raises(InputError, match=f"mnist needs {TRAIN_LABELS} there .* `testbed setup data mnist` downloads"):
         load(part("mnist"), tmp_path)
     with pytest.raises(InputError, match=r"needs data_batch_1.bin, .*test_batch.bin there"):
         load(part("cifar10"), tmp_path)

@@ -163,7 +163,7 @@ def test_pictures_with_their_colours_last_are_refused(tmp_path: Path) -> None:
 
 def test_a_look_shows_classes_and_who_would_own_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = table(tmp_path)
-    look = ["data", "look", f"{file}:price", "--split", "column=shop", "--devices", "3"]
+    look = ["show", "data", f"{file}:price", "--split", "column=shop", "--devices", "3"]
     command.main(look, standalone_mode=False)
     assert "samples of 2" in capsys.readouterr().out
     command.main([*look, "--json"], standalone_mode=False)
@@ -176,7 +176,7 @@ def test_a_look_shows_classes_and_who_would_own_what(tmp_path: Path, capsys: pyt
         "from torch import nn\ndef build():\n"
         "    return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 2))\n"
     )
-    command.main(["models", str(net), "build", "--data", f"{own}:load", "--json"], standalone_mode=False)
+    command.main(["show", "models", str(net), "build", "--data", f"{own}:load", "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["input"] == [5]
 
 
