@@ -17,18 +17,18 @@ from pydantic_core import from_json
 
 from testbed import methods
 from testbed.common.errors import InputError
-from testbed.common.fields import Entering, Fields
-from testbed.common.lazy import torch
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
 from testbed.methods.external import from_code
+from testbed.ml.fields import Entering, Fields
+from testbed.ml.lazy import torch
 from testbed.ml.models import create
 from testbed.ml.models.chain import Model
 from testbed.ml.models.own import create_own
 from testbed.network.link import Link
 from testbed.plan import Plan
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed.wire.token import data_token
 from testbed.workload import WorkloadPart
 
@@ -261,9 +261,9 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
 
     placed = with_frozen(problem, frozen_part(problem, given)).model
     module = placed.build(0, len(model.units), problem.seed)
-    whole, frozen = tensors.to_torch(tensors.read(bytearray(trained))[0]), frozen_names(module)
+    whole, frozen = arrays.unpack(bytearray(trained)), frozen_names(module)
     whole |= {name: tensor for name, tensor in module.state_dict().items() if name in frozen}
-    return b"".join(tensors.write(tensors.from_torch(whole)))
+    return arrays.pack(whole)
 
 
 def model_of(workload: WorkloadPart, code: Code | None, classes: int, entering: Entering) -> Model:

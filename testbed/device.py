@@ -13,7 +13,6 @@ from itertools import cycle, repeat
 from operator import add, mul, sub
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from testbed.common.lazy import torch
 from testbed.wire.message import Message
 
 T = TypeVar("T")
@@ -161,7 +160,7 @@ class Device(Protocol):
     def record(self, event: str, **fields: Any) -> None:
         """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
+    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
         """Name the function that returns the weights held now; the runtime calls it when asked for them.
 
         Those of the lead are the run's. A ``part`` is the device's own part of the model: a run that fails before the

@@ -13,12 +13,12 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
 
 from testbed.common.errors import nearest
-from testbed.common.lazy import torch
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
 from testbed.common.usercode import Code
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
+from testbed.ml.lazy import torch
 from testbed.ml.training.recipe import Recipe
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails

@@ -58,10 +58,11 @@ def figures(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
         short.write_text(yamltext.written(shortened(yamltext.values(file.read_text())), lines=False))
         given = short
     results = folder / "results"
+    rooms = (checkout, checkout / "controller", checkout / "agent")
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "run", str(given), "--runtime", "simulate", "--out", str(results)],
         cwd=checkout,
-        env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, rooms)), "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
         capture_output=True,
         text=True,
         check=False,

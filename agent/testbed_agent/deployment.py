@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from testbed import deployment
-from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.method import Method, Problem
+from testbed.ml import kernels
 from testbed.network.link import slowness
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT

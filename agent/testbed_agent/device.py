@@ -11,13 +11,13 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.hardware import check_message, largest_message
+from testbed.ml.lazy import torch
 from testbed.trace.events import Event
+from testbed.wire.arrays import library_of
 from testbed.wire.cast import CastForm
 from testbed.wire.message import Message, encode
-from testbed.wire.tensors import without_values
 from testbed_agent.casting import Addresses, Caster, Hears
 from testbed_agent.disk import Disk
 from testbed_agent.events import EventLog
@@ -246,7 +246,10 @@ class RealDevice:
         arrival = await self._arrivals.get()
         self.inbox.release(arrival.size)
         message = arrival.envelope.message
-        return message if self._computes else replace(message, tensors=without_values(message.tensors))
+        if self._computes:
+            return message
+        arrays = message.tensors.items()
+        return replace(message, tensors={name: library_of(array).without_values(array) for name, array in arrays})
 
     def receives(self, peer: str) -> bool:
         """Return whether bytes of a message that is not complete have come from this peer lately."""

@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from testbed.common import kernels
 from testbed.common.errors import TestbedError
-from testbed.common.lazy import asyncio, torch
+from testbed.common.lazy import asyncio
+from testbed.ml import kernels
+from testbed.ml.lazy import torch
 from testbed.trace.events import Event
-from testbed.wire import tensors
+from testbed.wire import arrays, tensors
 from testbed_agent import lean
 from testbed_agent.events import EventLog
 from testbed_agent.http import Refused
@@ -130,7 +131,7 @@ class Runner:
     def put_shard(self, body: bytearray) -> None:
         """Keep weights for the program to begin with; raises `Refused` for what is none."""
         try:
-            weights = tensors.to_torch(tensors.read(body)[0])
+            weights = arrays.unpack(body)
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
@@ -186,7 +187,7 @@ class Runner:
         found = device.between_works(device.exposed[part]) if device is not None and part in device.exposed else None
         if not found:
             raise Refused(409, "this device's program exposes no weights")
-        return b"".join(tensors.write(tensors.from_torch(found)))
+        return arrays.pack(found)
 
     def start(self, origin: float) -> None:
         """Run the program; ``origin`` is the monotonic instant at which the workload begins."""

@@ -1,4 +1,4 @@
-"""What is imported late: torch, numpy and asyncio by their first use, and packages of extras.
+"""Late imports: numpy and asyncio by their first use, and packages of extras.
 
 Planning needs none of them, nor does a device that has nothing to do.
 """
@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import InputError, Key
 
+
+class Lazy:
+    """A module that is imported with the first use of one of its attributes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, found)  # it is not asked for here again
+        return found
+
+
 if TYPE_CHECKING:
     import asyncio
 
     import numpy as np
-    import torch
     from numpy import typing as npt
-    from torch import nn
-    from torch.nn import functional
 else:
+    asyncio, np, npt = Lazy("asyncio"), Lazy("numpy"), Lazy("numpy.typing")
 
-    class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
-        def __getattr__(self, attribute: str) -> Any:
-            found = getattr(importlib.import_module(self._name), attribute)
-            setattr(self, attribute, found)  # it is not asked for here again
-            return found
-
-    asyncio, np, npt = _Lazy("asyncio"), _Lazy("numpy"), _Lazy("numpy.typing")
-    torch, nn, functional = _Lazy("torch"), _Lazy("torch.nn"), _Lazy("torch.nn.functional")
-
-__all__ = ["asyncio", "functional", "need", "nn", "np", "npt", "torch"]
+__all__ = ["Lazy", "asyncio", "need", "np", "npt"]
 
 
 def need(module: str, extra: str, what: str, key: Key = ()) -> Any:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable,
 from dataclasses import dataclass, replace
 from itertools import count
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, overload
 
 from testbed.device import Device
-from testbed.messaging.transfer import Codec, packed, unpacked
 from testbed.messaging.typed import Typed, decode, encode
 from testbed.network.link import Link, Pair
 from testbed.wire.message import Message, WireError, size
@@ -160,6 +159,16 @@ class _Waiter:
         return message.kind in self.kinds and self.key in (ANY, message.identity) and not self.found.done()
 
 
+class MessageCodec(Protocol):
+    """Changes how the arrays of messages travel."""
+
+    def pack(self, message: Message) -> Message:
+        """Return the message to send."""
+
+    def unpack(self, message: Message) -> Message:
+        """Return the message that was packed."""
+
+
 class Mailbox:
     """The messages of one device's program, and the tasks beside it::
 
@@ -180,7 +189,7 @@ class Mailbox:
         links: Mapping[Pair, Link],
         kinds: Iterable[type[Typed]],
         limit: int = LIMIT,
-        codecs: Mapping[str, Codec] = {},
+        codecs: Mapping[str, MessageCodec] = {},
     ) -> None:
         """``codecs`` carry the tensors of messages to other devices, by their kinds."""
         self.configuration = 0
@@ -224,7 +233,7 @@ class Mailbox:
         if kind is None:
             raise WireError(f"{message.sender} sent '{message.kind}', which this method does not know")
         codec = self._codecs.get(message.kind)
-        self._deliver(decode(kind, message if codec is None else unpacked(message, codec)))
+        self._deliver(decode(kind, message if codec is None else codec.unpack(message)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a task beside the program: its failure is the program's, the program's end is its own."""
@@ -265,7 +274,7 @@ class Mailbox:
         """
         if peer != self.device.name:
             codec = self._codecs.get(message.kind)
-            return self.sends.post(peer, encode(message) if codec is None else packed(encode(message), codec))
+            return self.sends.post(peer, encode(message) if codec is None else codec.pack(encode(message)))
         self._deliver(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from testbed.common.lazy import torch
+from testbed.wire import arrays
 from testbed.wire.message import Message, WireError
 
 Fixed = Annotated[float, "fixed length"]
@@ -44,7 +43,7 @@ class Typed:
     """Set on arrival."""
     padding: int = 0
     """Bytes charged beside the content."""
-    missing: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    missing: Mapping[str, Any] = field(default_factory=dict)
     """What is missing, as in `testbed.wire.message.Message`."""
 
     def __init_subclass__(cls, kind: str = "", key: tuple[str, ...] = (), opens: bool = False) -> None:
@@ -92,7 +91,7 @@ class _Torch:
     Tensor = _Tensor
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return Any
 
 
 @cache
@@ -132,7 +131,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _is_tensor(hint: Any) -> bool:
-    return hint is _Tensor or ("torch" in sys.modules and hint is torch.Tensor)
+    return hint is _Tensor or arrays.is_array_type(get_origin(hint) or hint)
 
 
 def _is_state(hint: Any) -> bool:

@@ -34,7 +34,7 @@ _CLASSES = {
     "edgepipe": "testbed.ml.methods.edgepipe:EdgePipe",
     "versatile": "testbed.ml.methods.versatile:Versatile",
     "program": "testbed.methods.program:Program",
-    "exchange": "testbed.methods.exchange:Exchange",
+    "exchange": "testbed.ml.methods.exchange:Exchange",
 }
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from testbed.faults.conditions import DeviceState
 from testbed.hardware import DeviceSpec
 from testbed.simulation.sharing import Shared
 from testbed.trace.log import Form, Row
 from testbed.wire.message import Message
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Guest(Protocol):
@@ -25,7 +22,7 @@ class Guest(Protocol):
     """Whether the program has not returned."""
     leaving: bool
     """Whether it has been told to leave."""
-    exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]]
+    exposed: dict[bool, Callable[[], Mapping[str, Any]]]
     """Returns the weights that the device holds."""
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:

@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from testbed.common import kernels
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
 from testbed.common.seeds import derive
@@ -16,6 +15,7 @@ from testbed.deployment import complete, frozen_part, with_frozen
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
 from testbed.method import Job
+from testbed.ml import kernels
 from testbed.prepare import Prepared
 from testbed.simulation.calendar import Stillness, TimeLimit
 from testbed.simulation.device import SimulatedDevice
@@ -25,7 +25,7 @@ from testbed.simulation.recorder import Recorder
 from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended
-from testbed.wire import tensors
+from testbed.wire import arrays
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
 def _weights(device: Guest | None, part: bool = False) -> bytes | None:
     """Return what a device exposes, as safetensors; None where it is down or exposes nothing."""
     found = device.exposed[part]() if device is not None and part in device.exposed else None
-    return b"".join(tensors.write(tensors.from_torch(found))) if found else None
+    return arrays.pack(found) if found else None
 
 
 def _parts(world: World) -> dict[str, bytes]:

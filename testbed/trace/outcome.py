@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from testbed.network.link import Link
 from testbed.trace.events import Event
-from testbed.wire import tensors
-
-if TYPE_CHECKING:
-    import torch
+from testbed.wire import arrays
 
 Status = Literal["finished", "failed", "timed out", "interrupted"]
 """How a run ended."""
@@ -99,6 +96,6 @@ class Outcome:
     wall_seconds: float = 0.0
 
     @cached_property
-    def weights(self) -> dict[str, torch.Tensor] | None:
-        """The weights as tensors: what only writes them into a file need not load torch."""
-        return None if self.weights_file is None else tensors.to_torch(tensors.read(bytearray(self.weights_file))[0])
+    def weights(self) -> dict[str, Any] | None:
+        """The weights as arrays; to write them into a file, `weights_file` needs no library of arrays."""
+        return None if self.weights_file is None else arrays.unpack(bytearray(self.weights_file))

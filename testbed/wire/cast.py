@@ -26,7 +26,8 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from testbed.common.lazy import torch
+from testbed.common.lazy import np
+from testbed.wire import arrays
 from testbed.wire import tensors as safetensors
 from testbed.wire.framing import cast_wire_bytes
 from testbed.wire.message import HEADER_LIMIT, Message, WireError
@@ -73,7 +74,7 @@ class CastForm:
             found += _text(message.kind) + _length(len(fields)) + fields + bytes([len(message.tensors)])
             for name, tensor in message.tensors.items():
                 code = _TYPES.index(safetensors.type_of(name, tensor))
-                found += _text(name) + bytes([code, tensor.dim()])
+                found += _text(name) + bytes([code, len(tensor.shape)])
                 for size in tensor.shape:
                     found += _length(size)
         except (TypeError, ValueError, RecursionError) as error:
@@ -82,7 +83,7 @@ class CastForm:
 
     def encode(self, message: Message, peers: Collection[str]) -> bytes:
         """Return a message in one piece. Raises WireError as `header` does."""
-        values = [tensor.data for tensor in safetensors.from_torch(message.tensors)] if message.tensors else []
+        values = [tensor.data for tensor in arrays.to_raw(message.tensors)] if message.tensors else []
         return b"".join([self.header(message, peers), *values, bytes(message.padding)])
 
     def decode(self, data: bytes | bytearray) -> tuple[Message, int] | None:
@@ -115,7 +116,7 @@ class CastForm:
             raw.append(Raw(name, dtype, shape, values))
         if reader.left != padding:
             raise WireError("a cast that is longer or shorter than it says")
-        return Message(kind, fields, safetensors.to_torch(raw) if raw else {}, sender, padding), header
+        return Message(kind, fields, arrays.from_raw(raw) if raw else {}, sender, padding), header
 
 
 def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) -> Message | None:
@@ -129,13 +130,12 @@ def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) ->
         return None
     for name, tensor in message.tensors.items():
         start, end = end, end + tensor.nbytes
-        size = tensor.element_size()
-        gaps = torch.zeros(tensor.numel(), dtype=torch.bool)
+        size = safetensors.ITEM_SIZES[safetensors.type_of(name, tensor)]
+        gaps = np.zeros(math.prod(tensor.shape), np.bool_)
         for number in lost:
             gaps[max(0, (number * frame - start) // size) : max(0, -(-((number + 1) * frame - start) // size))] = True
         if gaps.any():
-            missing[name] = gaps.reshape(tensor.shape)
-            tensors[name] = tensor if tensor.is_meta else tensor.masked_fill(missing[name], 0)
+            tensors[name], missing[name] = arrays.library_of(tensor).mask(tensor, gaps.reshape(tuple(tensor.shape)))
     return replace(message, tensors=tensors, missing=missing) if missing else message
 
 

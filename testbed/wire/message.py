@@ -12,7 +12,7 @@ from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
-from testbed.common.lazy import torch
+from testbed.wire import arrays
 from testbed.wire import tensors as safetensors
 from testbed.wire.framing import wire_bytes
 from testbed.wire.tensors import Buffer, TensorError
@@ -32,20 +32,20 @@ class Message:
 
     kind: str
     fields: Mapping[str, Any]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Any]
     sender: str
     padding: int
-    missing: Mapping[str, torch.Tensor]
+    missing: Mapping[str, Any]
     """Where values of a cast's tensors, by name, are missing since frames were lost; they are zeros then."""
 
     def __init__(
         self,
         kind: str,
         fields: Mapping[str, Any] | None = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
+        tensors: Mapping[str, Any] | None = None,
         sender: str = "",
         padding: int = 0,
-        missing: Mapping[str, torch.Tensor] | None = None,
+        missing: Mapping[str, Any] | None = None,
     ) -> None:
         self.kind = kind
         self.fields = NOTHING if fields is None else fields
@@ -103,7 +103,7 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
     body: list[Buffer] = []
     if message.tensors:
         try:
-            body = safetensors.write(safetensors.from_torch(message.tensors), offset=_PREFIX.size + len(text))
+            body = safetensors.write(arrays.to_raw(message.tensors), offset=_PREFIX.size + len(text))
         except TensorError as error:
             raise WireError(f"message '{message.kind}': {error}") from error
     prefix = _PREFIX.pack(MAGIC, VERSION, len(text), sum(len(piece) for piece in body))
@@ -147,7 +147,7 @@ def as_cast(message: Message, sender: str) -> tuple[Message, int]:
 
 def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
     tensors = message.tensors
-    copied = {name: tensor.detach().clone() for name, tensor in tensors.items()} if tensors else NOTHING
+    copied = {name: arrays.library_of(tensor).copy(tensor) for name, tensor in tensors.items()} if tensors else NOTHING
     return Message(message.kind, fields, copied, sender, message.padding)
 
 
@@ -221,8 +221,8 @@ def _json(value: Mapping[str, Any], kind: str) -> str:
 def decode(data: Buffer) -> Envelope:
     """Read what `encode` wrote. Tensors share the memory of ``data`` when that is writable (a bytearray).
 
-    Torch is imported only when there are tensors. Nothing in ``data`` decides how much memory is taken. Raises
-    WireError for anything else.
+    The library of the tensors is imported only when there are some. Nothing in ``data`` decides how much memory is
+    taken. Raises WireError for anything else.
     """
     view = memoryview(data).cast("B")
     if len(view) < _PREFIX.size:
@@ -246,7 +246,7 @@ def decode(data: Buffer) -> Envelope:
     arrived = {}
     if body_size:
         try:
-            arrived = safetensors.to_torch(safetensors.read(view[end : end + body_size])[0])
+            arrived = arrays.unpack(view[end : end + body_size])
         except TensorError as error:
             raise WireError(str(error)) from error
     message = Message(header["kind"], header["fields"], arrived, header["sender"], header["padding"])

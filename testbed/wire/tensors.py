@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, TypeAlias
 
-from testbed.common.lazy import np, npt, torch
+from testbed.common.lazy import np, npt
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 _LARGEST = 1 << 48
 ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
 """Types of values, and the bytes of each."""
-_TORCH_NAMES = {
+NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -38,7 +38,8 @@ _TORCH_NAMES = {
     "I64": "int64",
     "F64": "float64",
 }
-_DTYPES = {torch_name: name for name, torch_name in _TORCH_NAMES.items()}
+"""What numpy and torch call these types."""
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class TensorError(ValueError):
@@ -79,7 +80,7 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
     return [len(text).to_bytes(8, "little"), text, *(tensor.data for tensor in tensors)]
 
 
-def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
+def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
     """Return how many bytes `write` makes of tensors from ``offset`` on; raises TensorError as it does."""
     header, end = len("{}") - 1, 0
     for name, tensor in tensors.items():
@@ -92,9 +93,9 @@ def size(tensors: Mapping[str, torch.Tensor], offset: int = 0) -> int:
     return start - start % -_ALIGNMENT + end - offset
 
 
-def type_of(name: str, tensor: torch.Tensor) -> str:
+def type_of(name: str, tensor: Any) -> str:
     """Return what the type of a tensor of any shape is called. Raises TensorError for one that does not travel."""
-    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    dtype = _DTYPES.get(str(tensor.dtype).rpartition(".")[2])
     if dtype is None:
         raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
     return dtype
@@ -153,45 +154,6 @@ def _whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
 
 
-def without_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return torch's meta tensors: names, shapes and types, and no values."""
-    return {name: tensor.to("meta") for name, tensor in tensors.items()}
-
-
-def from_torch(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Return tensors as bytes: views where they are contiguous, copies where they are not."""
-    result = []
-    for name, tensor in tensors.items():
-        dtype = type_of(name, tensor)
-        # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
-        # there torch imports sympy, which takes every device a second or more.
-        real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu")
-        flat = real.contiguous().reshape(-1).view(torch.uint8)
-        result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
-    return result
-
-
-def empty(raw: Raw) -> torch.Tensor:
-    """Return a meta tensor of a tensor's shape and type."""
-    return torch.empty(raw.shape, dtype=getattr(torch, _TORCH_NAMES[raw.dtype]), device="meta")
-
-
-def to_torch(tensors: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return torch tensors that share a writable buffer's memory; raises TensorError for shapes beyond torch."""
-    result = {}
-    for raw in tensors:
-        dtype = getattr(torch, _TORCH_NAMES[raw.dtype])
-        if raw.data.nbytes == 0:
-            try:
-                result[raw.name] = torch.empty(raw.shape, dtype=dtype)
-            except RuntimeError as error:  # strides beyond 64 bits
-                raise TensorError(f"tensor '{raw.name}': its shape is too large") from error
-            continue
-        data = bytearray(raw.data) if raw.data.readonly else raw.data
-        result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)
-    return result
-
-
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
     """Return arrays as bytes, views where contiguous; raises TensorError for a type that does not travel."""
     dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
@@ -215,4 +177,4 @@ def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
 
 
 def _numpy_name(dtype: str) -> np.dtype[Any]:
-    return np.dtype(_TORCH_NAMES[dtype])
+    return np.dtype(NAMES[dtype])

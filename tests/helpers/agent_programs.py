@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from testbed import methods
-from testbed.common.lazy import torch
 from testbed.device import Cost, Device, Span
 from testbed.method import Job, Method, Options, Problem
+from testbed.ml.lazy import torch
 from testbed.plan import Plan
 from testbed.wire.message import Message
 

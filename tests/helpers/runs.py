@@ -5,11 +5,11 @@ from functools import cache
 
 import torch
 
-from testbed.common.fields import Entering
 from testbed.deployment import model_of
 from testbed.method import Problem
 from testbed.methods import METHODS
 from testbed.ml.data import load
+from testbed.ml.fields import Entering
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials

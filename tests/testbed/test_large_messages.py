@@ -23,7 +23,7 @@ from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.simulation.world import ProgramError
 from testbed.trace.outcome import Outcome
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed.wire.message import Message
 from testbed_controller.api.execution import _with_own_names
 from tests.helpers import recorded
@@ -102,7 +102,7 @@ def test_a_plan_knows_the_largest_messages_of_its_run(
         model = problem_of(scenario(workload=MODEL))[0].model
         file = tmp_path / "weights.safetensors"
         module = model.build(0, len(model.units), 1)
-        file.write_bytes(b"".join(tensors.write(tensors.from_torch(module.state_dict()))))
+        file.write_bytes(arrays.pack(module.state_dict()))
         workload = {**workload, "model": {**workload["model"], "weights": str(file)}}
     prepared = prepare(trials(scenario(workload=workload, method=method, **network))[0])
     planned: dict[tuple[str, str], float] = {}
@@ -149,7 +149,7 @@ def test_stages_keep_what_they_trained_where_it_cannot_be_gathered(
     assert outcome.status == "failed"
     kept: dict[str, torch.Tensor] = {}
     for part in outcome.parts.values():
-        kept |= tensors.to_torch(tensors.read(bytearray(part))[0])
+        kept |= arrays.unpack(bytearray(part))
     assert outcome.weights_file is None  # no checkpoint was complete
     assert [*outcome.parts] == ["source", "worker1", "worker2", "worker3"]
     assert kept.keys() == whole.keys()
@@ -173,8 +173,8 @@ def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() ->
 
 
 def test_the_parts_of_a_users_own_network_have_its_names() -> None:
-    part = b"".join(tensors.write(tensors.from_torch({"3.head.weight": torch.ones(2)})))
+    part = arrays.pack({"3.head.weight": torch.ones(2)})
     own = SimpleNamespace(problem=SimpleNamespace(model=SimpleNamespace(builder=object()), seed=0))
     left = _with_own_names(recorded.outcome(parts={"a": part}), cast(Prepared, own))
-    assert [*tensors.to_torch(tensors.read(bytearray(left.parts["a"]))[0])] == ["head.weight"]
+    assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
     assert left.weights_file is None

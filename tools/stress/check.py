@@ -25,7 +25,7 @@ from testbed.simulation import simulate
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.validation import find_method
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed_controller.api import build
 from tools.stress.generate import COLLABORATIVE, LOSSLESS, SYNCHRONOUS, Tree
 
@@ -198,4 +198,4 @@ def same_weights(expected: Outcome, found: Outcome, whose: str) -> Iterator[str]
 
 def weights(outcome: Outcome) -> dict[str, torch.Tensor]:
     """Return the weights that a run has left, by name."""
-    return tensors.to_torch(tensors.read(outcome.weights_file or b"")[0])
+    return arrays.unpack(outcome.weights_file or b"")

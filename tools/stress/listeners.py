@@ -30,7 +30,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import parse
 from testbed.trace.outcome import LinkMeasurement
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK
 from testbed.wire.message import Message, encode
@@ -127,7 +127,7 @@ def _controls() -> list[Request]:
     assert dataset is not None
     return [
         Request("PUT", "/data", BEARER, pack(dataset)),
-        Request("PUT", "/shard", BEARER, b"".join(tensors.write(tensors.from_torch(MESSAGE.tensors)))),
+        Request("PUT", "/shard", BEARER, arrays.pack(MESSAGE.tensors)),
         Request("PUT", "/speed", BEARER, {"factor": 0.5}),
         Request("PUT", "/links", BEARER, {"message_loss": {"worker": 0.5}}),
         Request("GET", "/events", BEARER, query="after=7"),

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from testbed.prepare import Prepared, batches
 from testbed.simulation.world import drop_finished, rare_collection
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed_controller.results.run import Run
 from testbed_controller.running.inputs import InitialWeights, load_data
 from testbed_controller.running.live import SHOWN, LiveProgress
@@ -107,14 +107,14 @@ def _with_own_names(outcome: Outcome, prepared: Prepared) -> Outcome:
         return outcome
     parts = {}
     for device, part in outcome.parts.items():
-        held = tensors.to_torch(tensors.read(bytearray(part))[0])
+        held = arrays.unpack(bytearray(part))
         parts[device] = _file({plain_name(name): tensor for name, tensor in held.items()})
     whole = None if outcome.weights is None else _file(exported(outcome.weights, problem.model, problem.seed))
     return replace(outcome, weights_file=whole, parts=parts)
 
 
 def _file(weights: Mapping[str, torch.Tensor]) -> bytes:
-    return b"".join(tensors.write(tensors.from_torch(weights)))
+    return arrays.pack(weights)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from testbed.common import kernels
 from testbed.common.errors import InputError
 from testbed.common.formats import visible
+from testbed.ml import kernels
 from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

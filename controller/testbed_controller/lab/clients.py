@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import requests
 
 from testbed.common.errors import HostError, InputError, TestbedError
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
-from testbed.wire import tensors
+from testbed.wire import arrays
 from testbed_controller.lab.clocks import Clock
 from testbed_controller.shaping.plan import Endpoint
 
@@ -186,7 +186,7 @@ class Agent:
 
     def put_shard(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Hand over weights to begin with."""
-        body = b"".join(tensors.write(tensors.from_torch(weights)))
+        body = arrays.pack(weights)
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:

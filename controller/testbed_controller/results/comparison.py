@@ -10,8 +10,8 @@ from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from testbed.common import kernels
 from testbed.common.errors import InputError
+from testbed.ml import kernels
 from testbed.scenario.points import point_parts
 from testbed_controller.results.run import Run
 from testbed_controller.results.summary import all_figures, interval, is_number

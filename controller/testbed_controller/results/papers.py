@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from testbed.common import formats, kernels
+from testbed.common import formats
 from testbed.common.errors import InputError
+from testbed.ml import kernels
 from testbed.scenario.loading import load, read_keys
 from testbed.scenario.paper import paper_value
 from testbed.scenario.schema import PaperPart

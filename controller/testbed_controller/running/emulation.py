@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from testbed.common.errors import HostError
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 from testbed.prepare import Prepared
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome

@@ -20,10 +20,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from testbed.common.errors import HostError, TestbedError
-from testbed.common.lazy import torch
 from testbed.deployment import complete, frozen_part
 from testbed.faults.conditions import Changed, RecordedStep, carry_out
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
+from testbed.ml.lazy import torch
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event

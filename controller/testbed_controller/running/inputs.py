@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from testbed.common.errors import Diagnostic, InputError, TestbedError
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 from testbed.prepare import Prepared, batches
 from testbed.validation import batch_problems
 from testbed_controller.running.live import LiveProgress

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from testbed.common.errors import InputError, Key
-from testbed.common.lazy import need, np, npt, torch
+from testbed.common.lazy import need, np, npt
 from testbed.common.seeds import derive
 from testbed.ml.data.batches import Indices, steps_per_epoch
+from testbed.ml.lazy import torch
 from testbed.workload import WorkloadPart
 
 _KEY: Key = ("data", "augment", "transforms")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from testbed.common import plugins
 from testbed.common.errors import InputError, Key, nearest
-from testbed.common.fields import Entering, Fields
 from testbed.common.lazy import np, npt
 from testbed.ml.data import files, own, pictures, synthetic, tables
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.files import Bytes
 from testbed.ml.data.split import holdout
+from testbed.ml.fields import Entering, Fields
 from testbed.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from testbed.common.fields import Fields
 from testbed.common.lazy import np, npt
 from testbed.ml.data.augment import Drawing
+from testbed.ml.fields import Fields
 from testbed.wire import tensors
 from testbed.wire.tensors import Buffer, TensorError
 

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 
 from testbed.common import plugins, usercode
 from testbed.common.errors import InputError, Key
-from testbed.common.fields import Fields, pack
 from testbed.common.lazy import need, np, npt
 from testbed.ml.data import large, pictures, tables
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import holdout, is_class
+from testbed.ml.fields import Fields, pack
 from testbed.workload import DataPart, SplitPart
 
 Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"

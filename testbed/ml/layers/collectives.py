@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Numbered
 from testbed.ml.layers.shard import State
+from testbed.ml.lazy import torch
 
 
 @dataclass(frozen=True)

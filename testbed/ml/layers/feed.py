@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from testbed.common.lazy import torch
 from testbed.device import Device
 from testbed.method import Problem
 from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
+from testbed.ml.lazy import torch
 from testbed.ml.training.metrics import update
 from testbed.ml.training.recipe import Recipe
 from testbed.workload import WorkloadPart

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from testbed.common.lazy import torch
 from testbed.ml.layers.shard import State, weights_of
+from testbed.ml.lazy import torch
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.layers import Dropout
 from testbed.ml.models.sliced import DenseStep, SlicedLayer, dense_forward, is_dense

@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from testbed.common.lazy import torch
 from testbed.common.seeds import derive
 from testbed.device import Precision
-from testbed.messaging.transfer import codec
 from testbed.ml.layers.versions import Statistics, Versions
+from testbed.ml.lazy import torch
 from testbed.ml.models.chain import Model, Tied
 from testbed.ml.training.optimizers import AVERAGE, is_weight
 from testbed.ml.training.recipe import Recipe
+from testbed.ml.transfer import codec
 
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 
 
 class Versions:

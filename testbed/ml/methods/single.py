@@ -7,7 +7,6 @@ from functools import partial
 from pydantic import Field
 
 from testbed.common.errors import InputError, nearest
-from testbed.common.lazy import torch
 from testbed.device import Device, Span
 from testbed.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.ml.data.batches import Due
@@ -17,6 +16,7 @@ from testbed.ml.layers.feed import Answers, Requests, Score, Training, loss_fiel
 from testbed.ml.layers.shape_shard import ShapeShard
 from testbed.ml.layers.shape_shard import shard as make
 from testbed.ml.layers.shard import Shard, result_of
+from testbed.ml.lazy import torch
 from testbed.ml.training.stopping import Stopping
 from testbed.plan import Piece, Plan
 

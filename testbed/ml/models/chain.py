@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
-from testbed.common.fields import Fields
-from testbed.common.lazy import nn, torch
 from testbed.common.seeds import derive
 from testbed.device import Cost
+from testbed.ml.fields import Fields
+from testbed.ml.lazy import nn, torch
 from testbed.ml.models.detection import Detector
 from testbed.ml.models.layers import Layer, sequence, shapes
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import np, npt, torch
+from testbed.common.lazy import np, npt
+from testbed.ml.lazy import torch
 from testbed.ml.models.chain import Model
 from testbed.ml.models.layers import Conv2d, LeakyReLU, Linear
 from testbed.ml.models.shapes import BYTES_PER_VALUE

@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.fields import Entering, Fields, arguments, entries, entry
+from testbed.ml.fields import Entering, Fields, arguments, entries, entry
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.tracer import (
     BATCHES,

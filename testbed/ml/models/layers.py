@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
-from testbed.common.lazy import functional, nn, torch
 from testbed.device import Cost, Kind
+from testbed.ml.lazy import functional, nn, torch
 from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.ml.models.slices import Slice, pick
 from testbed.workload import Initialisation

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.lazy import nn, torch
 from testbed.common.usercode import Code
 from testbed.device import Cost
+from testbed.ml.lazy import nn, torch
 from testbed.ml.models.layers import Layer
 from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
 

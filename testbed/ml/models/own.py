@@ -14,8 +14,8 @@ from typing import Any
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.fields import Entering, Fields, all_whole
 from testbed.common.usercode import Code
+from testbed.ml.fields import Entering, Fields, all_whole
 from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import Shape

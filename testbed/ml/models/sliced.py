@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from testbed.common.lazy import functional, nn, torch
 from testbed.common.seeds import derive
+from testbed.ml.lazy import functional, nn, torch
 from testbed.ml.models.chain import Model
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.layers import Linear, ReLU, shapes

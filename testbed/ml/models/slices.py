@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 
 Channels = Sequence[int]
 """A range, or a rising tuple: output channels of a convolution, output features of a fully connected layer, ..."""

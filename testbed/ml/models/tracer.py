@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.fields import Entering, arguments, entries, entry
 from testbed.common.seeds import derive
 from testbed.device import Cost, Kind
+from testbed.ml.fields import Entering, arguments, entries, entry
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 

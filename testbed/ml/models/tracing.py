@@ -19,8 +19,8 @@ from torch import fx, nn
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.common.fields import Entering, entry
 from testbed.device import Cost
+from testbed.ml.fields import Entering, entry
 from testbed.ml.models.chain import Model, Tied, Unit, joined
 from testbed.ml.models.described import described
 from testbed.ml.models.making import KEY, CountedUnit, Maker

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import nn, torch
+from testbed.ml import arrays
+from testbed.ml.lazy import nn, torch
 from testbed.ml.models import darknet
 from testbed.ml.models.chain import Model
 from testbed.wire import tensors
@@ -89,7 +90,7 @@ def _load(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
 
             return dict(load_file(path))
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return {raw.name: tensors.empty(raw) for raw in tensors.read(memoryview(content))[0]}
+            return {raw.name: arrays.empty(raw) for raw in tensors.read(memoryview(content))[0]}
     except (ValueError, OSError, BufferError) as error:
         raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
 

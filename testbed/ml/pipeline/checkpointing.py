@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.lazy import torch
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.messaging.typed import Typed
 from testbed.ml.layers.shard import State, result_of
+from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import UnitState
 from testbed.plan import Piece
 

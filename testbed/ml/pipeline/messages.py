@@ -11,10 +11,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from testbed.common.lazy import torch
 from testbed.messaging.membership import MEMBERSHIP_KINDS
 from testbed.messaging.typed import Fixed, Numbered, Typed
 from testbed.ml.layers.shard import State
+from testbed.ml.lazy import torch
 from testbed.ml.pipeline.figures import MOVED
 
 Purpose = Literal["train", "evaluate", "infer"]

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from testbed.common.lazy import torch
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import Held
 from testbed.ml.layers.shard import State, restrict
+from testbed.ml.lazy import torch
 from testbed.ml.partition.redistribution import Need, StagePartition, missing, needs
 from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.wire.message import Message

@@ -13,7 +13,6 @@ from typing_extensions import TypeVar
 from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
-from testbed.messaging.transfer import CrossingPart, share
 from testbed.method import Options, PlannedMessage, Problem, StepsOrTime
 from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
@@ -21,6 +20,7 @@ from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
 from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.schedule import SCHEDULES
+from testbed.ml.transfer import CrossingPart, share
 from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
 

@@ -12,7 +12,6 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import RoleHolder, Status
 from testbed.messaging.supervision import ResumableWork, Supervisor, Timeouts, run_with_recovery
-from testbed.messaging.transfer import codecs
 from testbed.messaging.typed import Typed
 from testbed.method import Job
 from testbed.ml.layers import costs
@@ -42,6 +41,7 @@ from testbed.ml.pipeline.stage import Stage, StagePosition, UpdatePolicy
 from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
 from testbed.ml.pipeline.updates import AsynchronousUpdates, SynchronousUpdates
 from testbed.ml.schedule import Schedule
+from testbed.ml.transfer import codecs
 from testbed.plan import Piece
 
 PlanStages = Callable[[Collection[str]], Sequence[Piece]]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.lazy import torch
 from testbed.messaging.membership import Held
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.method import Job
 from testbed.ml.layers.shard import result_of
+from testbed.ml.lazy import torch
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.messages import Commit, Keep, Prepare, Replicated
 from testbed.ml.pipeline.placement import (

@@ -8,11 +8,11 @@ from functools import partial
 from itertools import chain
 from statistics import fmean
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
 from testbed.ml.layers.shard import State, restrict
+from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import (
     Activation,
     Drained,

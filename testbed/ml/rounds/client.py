@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import Hello
-from testbed.messaging.transfer import Codec
 from testbed.ml.layers.shard import Adjust, State
+from testbed.ml.lazy import torch
 from testbed.ml.rounds.layers import Layers, Share
 from testbed.ml.rounds.messages import (
     ActivationGradient,
@@ -27,6 +26,7 @@ from testbed.ml.rounds.messages import (
 )
 from testbed.ml.rounds.options import Length
 from testbed.ml.rounds.stacked import Stack
+from testbed.ml.transfer import Codec
 from testbed.wire.message import Message
 
 

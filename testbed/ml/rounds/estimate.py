@@ -18,12 +18,12 @@ from typing import Literal
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.messaging.transfer import AS_IT_IS, RoundsPart, share
 from testbed.ml.data.batches import steps_per_epoch
 from testbed.ml.layers import costs
 from testbed.ml.models.chain import Model, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.training.recipe import Recipe
+from testbed.ml.transfer import AS_IT_IS, RoundsPart, share
 from testbed.network.link import Link
 from testbed.wire.message import size_around
 

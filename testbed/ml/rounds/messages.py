@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from testbed.common.lazy import torch
 from testbed.messaging.membership import Hello
 from testbed.messaging.typed import Fixed, Numbered, Typed
 from testbed.ml.layers.shard import State
+from testbed.ml.lazy import torch
 
 _EXTRA = "extra:"
 

@@ -11,7 +11,6 @@ from typing_extensions import TypeVar
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.messaging.transfer import Codec, codec, codecs
 from testbed.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.data.batches import left_out
 from testbed.ml.layers.feed import record_left_out
@@ -33,6 +32,7 @@ from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.ml.rounds.planner import Participants, RoundDetails
 from testbed.ml.rounds.rounds import Choose, RoundPolicy, Rounds, everyone
 from testbed.ml.rounds.server import Extra, GlobalModel, Merge, Server, ServerSide, mean, no_extra
+from testbed.ml.transfer import TensorCodec, codec, codecs
 from testbed.plan import Plan
 
 
@@ -128,7 +128,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
                 await Client(mailbox, server, training, alone=False).serve()
 
 
-def _codecs(job: Job[O, RoundDetails]) -> dict[str, Codec]:
+def _codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return what carries the messages between devices and server."""
     how, codes = transfer_of(job.problem.options), job.problem.codes
     return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
 from testbed.common.usercode import Code
-from testbed.messaging.transfer import AS_IT_IS, HOW, Codec, RoundsPart, Way, codecs
 from testbed.method import Options, StepsOrTime
+from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, codecs
 
 
 class RoundOptions(Options):
@@ -43,7 +43,7 @@ class PeerOptions(RoundOptions):
 
     transfer: Way = Field("f32", description=f"how weights travel: {HOW}")
 
-    def codecs(self, codes: Mapping[str, Code]) -> dict[str, Codec]:
+    def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
         """Return what carries them; ``codes`` as `Problem.codes`."""
         return codecs(codes, weights=self.transfer)
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
-from testbed.messaging.transfer import share
 from testbed.method import PlannedMessage, Problem
 from testbed.ml.layers import costs
 from testbed.ml.partition.memory import inference_bytes, training_bytes
@@ -27,6 +26,7 @@ from testbed.ml.rounds.estimate import (
     shortest_epoch,
 )
 from testbed.ml.rounds.options import Length, RoundOptions, SplitPoints, transfer_of
+from testbed.ml.transfer import share
 from testbed.network.link import Link
 from testbed.plan import Details, Piece, Plan
 

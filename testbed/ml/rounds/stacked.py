@@ -15,9 +15,9 @@ from itertools import groupby
 from weakref import WeakKeyDictionary
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
 from testbed.method import Problem
 from testbed.ml.layers.shard import State, draws
+from testbed.ml.lazy import torch
 from testbed.ml.rounds.layers import Share
 from testbed.ml.training.optimizers import Sgd
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import need, torch
+from testbed.common.lazy import need
 from testbed.common.usercode import Code
+from testbed.ml.lazy import torch
 from testbed.ml.training import named
 from testbed.ml.training.schema import MetricPart
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 from testbed.ml.training.schema import OptimizerPart
 
 MOMENTUM = "momentum:"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-from testbed.common.lazy import torch
 from testbed.common.usercode import Code
+from testbed.ml.lazy import torch
 from testbed.ml.training import named
 from testbed.ml.training.metrics import Metric, aligned, make
 from testbed.ml.training.optimizers import AVERAGE, MOMENTUM, Kept, Measured, Optimizer, Sgd, TorchOptimizer, measure

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
 from testbed.common.usercode import Code
+from testbed.ml.lazy import torch
 from testbed.ml.training import named
 from testbed.ml.training.schema import SchedulePart
 

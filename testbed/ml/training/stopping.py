@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 from testbed.ml.training.recipe import Recipe
 
 State = Mapping[str, "torch.Tensor"]

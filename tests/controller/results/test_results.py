@@ -14,7 +14,7 @@ from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, PaperRow, Scenario
 from testbed.trace.events import Event
-from testbed.wire import tensors
+from testbed.wire import arrays, tensors
 from testbed_controller.results import files, recorder
 from testbed_controller.results.files import progress
 from testbed_controller.results.run import run_name
@@ -195,7 +195,7 @@ def test_weights_that_share_memory_are_written(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     weight = torch.arange(6.0).reshape(2, 3)
-    shared = tensors.write(tensors.from_torch({"0.weight": weight, "1.weight": weight.t()}))
+    shared = tensors.write(arrays.to_raw({"0.weight": weight, "1.weight": weight.t()}))
     outcome = recorded.outcome(weights_file=b"".join(shared))
     place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), outcome)
     assert torch.equal(load_file(place / "weights.safetensors")["1.weight"], weight.t())

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from testbed.common import kernels
 from testbed.common.errors import InputError
+from testbed.ml import kernels
 from testbed.scenario.loading import load
 
 SETTINGS = ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, {"ATEN_CPU_CAPABILITY": "default"})

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from testbed.common.lazy import functional, nn, torch
+from testbed.ml.lazy import functional, nn, torch
 from tests.helpers import ROOT
 
 
@@ -15,7 +15,7 @@ def test_torch_is_imported_by_its_first_use_alone(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text("zeros = list\n")
     (tmp_path / "torch" / "nn.py").write_text("Linear = dict\n")
     program = (
-        "import sys; from testbed.common.lazy import nn, torch\n"
+        "import sys; from testbed.ml.lazy import nn, torch\n"
         "early = 'torch' in sys.modules\n"
         "assert torch.zeros is list and nn.Linear is dict\n"
         "sys.exit(early or 'torch' not in sys.modules)"

@@ -109,7 +109,7 @@ class Gradients(Typed, kind="gradients"):
     ("imported", "tensor"),
     [
         ("import torch", "torch.Tensor"),
-        ("from testbed.common.lazy import torch", "torch.Tensor"),
+        ("from testbed.ml.lazy import torch", "torch.Tensor"),
         ("from torch import Tensor", "Tensor"),
     ],
 )

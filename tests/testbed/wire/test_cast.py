@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.ml.arrays import from_raw
 from testbed.wire.cast import HEADER, CastForm, with_gaps
 from testbed.wire.message import Message, WireError, as_cast
-from testbed.wire.tensors import Raw, TensorError, to_torch
+from testbed.wire.tensors import Raw, TensorError
 
 NAMES = [f"pi{number}" for number in range(1, 11)]
 FORMS = {name: CastForm(name, reversed(NAMES)) for name in NAMES}
@@ -110,4 +111,4 @@ def test_frames_that_are_lost_are_zeros_and_marked():
 
 def test_a_shape_without_values_that_no_tensor_can_have_is_refused():
     with pytest.raises(TensorError, match="its shape is too large"):
-        to_torch([Raw("x", "F32", (0, 1 << 62, 1 << 62), memoryview(b""))])
+        from_raw([Raw("x", "F32", (0, 1 << 62, 1 << 62), memoryview(b""))])

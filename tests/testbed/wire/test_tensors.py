@@ -15,8 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testbed.ml.arrays import from_raw, to_raw
 from testbed.ml.data.dataset import Dataset, pack, unpack
-from testbed.wire.tensors import HEADER_LIMIT, TensorError, from_numpy, from_torch, read, to_numpy, to_torch, write
+from testbed.wire.tensors import HEADER_LIMIT, TensorError, from_numpy, read, to_numpy, write
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -44,52 +45,52 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def body(values: dict[str, torch.Tensor]) -> bytes:
-    return b"".join(write(from_torch(values)))
+    return b"".join(write(to_raw(values)))
 
 
 @given(tensors())
 def test_what_is_written_is_read(values: dict[str, torch.Tensor]) -> None:
-    assert same(to_torch(read(bytearray(body(values)))[0]), values)
+    assert same(from_raw(read(bytearray(body(values)))[0]), values)
 
 
 @given(tensors())
 def test_the_library_reads_what_we_write_and_the_other_way_round(values: dict[str, torch.Tensor]) -> None:
     theirs = safetensors.torch.load(body(values))
     assert same({name: theirs[name] for name in values}, values)
-    ours = to_torch(read(safetensors.torch.save(values))[0])
+    ours = from_raw(read(safetensors.torch.save(values))[0])
     assert same({name: ours[name] for name in values}, values)
 
 
 def test_strided_and_shared_tensors_travel() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     values = {"transposed": base.T, "row": base[1], "again": base, "expanded": torch.ones(1).expand(5)}
-    assert same(to_torch(read(bytearray(body(values)))[0]), values)
+    assert same(from_raw(read(bytearray(body(values)))[0]), values)
 
 
 def test_gradients_stay_behind() -> None:
     weight = torch.ones(3, requires_grad=True)
-    assert not to_torch(read(bytearray(body({"w": weight * 2})))[0])["w"].requires_grad
+    assert not from_raw(read(bytearray(body({"w": weight * 2})))[0])["w"].requires_grad
 
 
 def test_tensors_are_views_of_a_writable_buffer_and_copies_of_another() -> None:
     data = bytearray(body({"x": torch.zeros(4)}))
-    view = to_torch(read(data)[0])["x"]
+    view = from_raw(read(data)[0])["x"]
     data[-4:] = np.float32(7).tobytes()
     assert view.tolist() == [0, 0, 0, 7]
-    fixed = to_torch(read(bytes(data))[0])["x"]
+    fixed = from_raw(read(bytes(data))[0])["x"]
     fixed[0] = 1
     assert np.frombuffer(bytes(data)[-16:], np.float32).tolist() == [0, 0, 0, 7]
 
 
 def test_values_are_aligned_after_whatever_precedes_them() -> None:
     for offset in range(130):
-        start, header, *_ = write(from_torch({"x": torch.zeros(4)}), offset=offset)
+        start, header, *_ = write(to_raw({"x": torch.zeros(4)}), offset=offset)
         assert (offset + len(start) + len(header)) % 64 == 0
 
 
 def test_dtypes_that_do_not_travel_are_refused_by_name() -> None:
     with pytest.raises(TensorError, match=r"'z' is of torch\.complex64"):
-        from_torch({"z": torch.zeros(2, dtype=torch.complex64)})
+        to_raw({"z": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(TensorError, match="'z' is of complex128"):
         from_numpy({"z": np.zeros(2, dtype=complex)})
 
@@ -111,7 +112,7 @@ def test_a_header_beyond_the_limit_is_not_written() -> None:
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_refused_or_read(data: bytes) -> None:
     with contextlib.suppress(TensorError):  # the one error there may be
-        to_torch(read(data)[0])
+        from_raw(read(data)[0])
 
 
 json_values = st.recursive(
@@ -133,7 +134,7 @@ def test_plausible_headers_are_refused_or_read(header: Any, values: bytes) -> No
     text = json.dumps(header).encode()
     data = len(text).to_bytes(8, "little") + text + values
     with contextlib.suppress(TensorError):  # the one error there may be
-        to_torch(read(data)[0])
+        from_raw(read(data)[0])
 
 
 @given(tensors(), st.data())

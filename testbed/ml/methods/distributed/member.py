@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.method import Problem
 from testbed.ml.layers.shard import State
+from testbed.ml.lazy import torch
 from testbed.ml.methods.distributed.dataflow import Dataflow, layers_stored, stored
 from testbed.ml.methods.distributed.demands import parameters
 from testbed.ml.methods.distributed.messages import OutputPiece, PartialSums, TileInput, TileOutput, TileOverlap

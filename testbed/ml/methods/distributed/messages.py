@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.common.lazy import torch
 from testbed.messaging.typed import Numbered, Typed
 from testbed.ml.layers.shard import State
+from testbed.ml.lazy import torch
 from testbed.ml.pipeline.messages import Activation, Output
 
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from testbed.common import formats
 from testbed.common.errors import TestbedError
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
+from testbed.ml.lazy import torch
 from testbed.ml.methods.distributed.dataflow import Dataflow, LayerTask, Origin, as_range
 from testbed.ml.methods.distributed.messages import OutputPiece, PartialSums
 from testbed.ml.methods.distributed.plan import Range, intersection

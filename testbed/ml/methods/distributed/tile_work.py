@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from testbed.common.lazy import torch
 from testbed.device import Cost, Span
+from testbed.ml.lazy import torch
 from testbed.ml.methods.distributed.dataflow import Dataflow
 from testbed.ml.methods.distributed.messages import TileInput, TileOutput, TileOverlap
 from testbed.ml.methods.distributed.plan import Region, Tile

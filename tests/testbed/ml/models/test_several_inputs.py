@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.common.fields import Field, entries, entry, pack
+from testbed.ml.fields import Field, entries, entry, pack
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

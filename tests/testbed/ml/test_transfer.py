@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from testbed.common.errors import InputError
-from testbed.messaging.transfer import LargestPart, codec, packed, share, unpacked
 from testbed.ml.data import load as load_data
+from testbed.ml.transfer import LargestPart, codec, packed, share, unpacked
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

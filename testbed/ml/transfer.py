@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 
 from testbed.common import usercode
 from testbed.common.errors import Key
-from testbed.common.lazy import torch
 from testbed.common.part import Part
 from testbed.common.quantities import Fraction
 from testbed.common.usercode import Code
+from testbed.ml.lazy import torch
 from testbed.ml.training.named import make
 from testbed.ml.training.schema import NamedPart
 from testbed.wire.message import Message
@@ -191,10 +191,25 @@ def share(how: Way | LargestPart) -> float:
     return 1.0 if found is None else found.share
 
 
-def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, Codec]:
-    """Return what carries messages, by kind; those that travel as they are are left out."""
+@dataclass(frozen=True)
+class TensorCodec:
+    """Carries the tensors of a message by a codec; a `testbed.messaging.mailbox.MessageCodec`."""
+
+    by: Codec
+
+    def pack(self, message: Message) -> Message:
+        """Return the message to send."""
+        return packed(message, self.by)
+
+    def unpack(self, message: Message) -> Message:
+        """Return the message that was packed."""
+        return unpacked(message, self.by)
+
+
+def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, TensorCodec]:
+    """Return the codecs of messages by kind, without those of messages that travel as they are."""
     found = {kind: codec(how, codes) for kind, how in kinds.items()}
-    return {kind: each for kind, each in found.items() if each is not None}
+    return {kind: TensorCodec(each) for kind, each in found.items() if each is not None}
 
 
 def packed(message: Message, by: Codec) -> Message:

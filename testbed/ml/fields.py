@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import np, npt, torch
+from testbed.common.lazy import np, npt
+from testbed.ml.lazy import torch
 
 EXACT = 2**24
 """Whole numbers up to this one are exact in float32."""

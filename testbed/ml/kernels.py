@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.common.errors import InputError
-from testbed.common.lazy import torch
+from testbed.ml.lazy import torch
 
 FIXED = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
 """Variables by which torch's own kernels, and MKL's matrix products, are those that every processor has."""

@@ -1,0 +1,63 @@
+"""Tensors of torch in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from testbed.ml.lazy import torch
+from testbed.wire.tensors import NAMES, Raw, TensorError, type_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
+    """Return tensors as bytes: views where they are contiguous, copies where they are not."""
+    result = []
+    for name, tensor in tensors.items():
+        dtype = type_of(name, tensor)
+        # A tensor without numbers weighs as much as one with them. Not `zeros_like`, nor arithmetic or `cat` of them:
+        # there torch imports sympy, which takes every device a second or more.
+        real = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().to("cpu")
+        flat = real.contiguous().reshape(-1).view(torch.uint8)
+        result.append(Raw(name, dtype, tuple(tensor.shape), flat.numpy().data))
+    return result
+
+
+def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
+    """Return tensors that share a writable buffer's memory; raises TensorError for shapes beyond torch."""
+    result = {}
+    for raw in raws:
+        dtype = getattr(torch, NAMES[raw.dtype])
+        if raw.data.nbytes == 0:
+            try:
+                result[raw.name] = torch.empty(raw.shape, dtype=dtype)
+            except RuntimeError as error:  # strides beyond 64 bits
+                raise TensorError(f"tensor '{raw.name}': its shape is too large") from error
+            continue
+        data = bytearray(raw.data) if raw.data.readonly else raw.data
+        result[raw.name] = torch.frombuffer(data, dtype=dtype).reshape(raw.shape)
+    return result
+
+
+def copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the values, without gradients."""
+    return tensor.detach().clone()
+
+
+def mask(tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor with zeros in its gaps, and the gaps."""
+    missing = torch.from_numpy(gaps)
+    return (tensor if tensor.is_meta else tensor.masked_fill(missing, 0)), missing
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor: shape and type, and no values."""
+    return tensor.to("meta")
+
+
+def empty(raw: Raw) -> torch.Tensor:
+    """Return a meta tensor of the shape and type of written values."""
+    return torch.empty(raw.shape, dtype=getattr(torch, NAMES[raw.dtype]), device="meta")
