@@ -107,7 +107,7 @@ def test_images_are_listed_and_found_again() -> None:
 
 
 def test_doctor_knows_this_machine_serves() -> None:
-    command("images")
+    command("setup", "images")
     checks = {check["name"]: check for check in json.loads(command("doctor", "--json").stdout)}
     assert checks["engine"]["status"] == "ok"
     assert checks["images"]["status"] == "ok"

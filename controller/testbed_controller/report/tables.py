@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.segment import Segment
 from rich.table import Table
@@ -22,10 +21,6 @@ BAR = 16
 """Letters of such a bar."""
 WIDE = 100
 """Columns of a terminal from which a table has room for what is only nice to know."""
-BETWEEN = 3
-"""Letters between two columns."""
-WRAPPED = {"name": 24, "text": 14}
-"""Letters that a column which can be wrapped keeps beside the figures, at most."""
 TONES = {"": "", "yes": "green", "no": "red"}
 LATEX = str.maketrans(
     {sign: rf"\{sign}" for sign in "&%$#_{}"}
@@ -62,7 +57,7 @@ class Column:
 
     heading: str
     kind: Literal["name", "text", "figure"] = "text"
-    """Figures stand on the right and are never wrapped."""
+    """Figures are aligned on the right."""
     where: Literal["", "wide", "page"] = ""
     """Shown only on wide terminals and on the page, or on the page alone."""
 
@@ -108,73 +103,42 @@ class VisibleConsole(Console):
 
 
 def draw(section: Section, width: int) -> Group:
-    """Return a section for a terminal of a width.
-
-    Notes go below their cells where all columns fit only so; columns that do not fit go on in a table below, with the
-    names again.
-    """
-    places = [
-        place
-        for place, column in enumerate(section.columns)
-        if not column.where or (column.where == "wide" and width >= WIDE)
-    ]
-    chosen = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
-    for between in (" ", "\n", " "):
-        rows = [[_text(row[place], section.columns[place], between) for place in places] for row in chosen]
-        widths = [
-            _room(section.columns[place], [row[index] for row in rows]) + BETWEEN for index, place in enumerate(places)
-        ]
-        if sum(widths) <= width:
-            break
+    """Return a section for a terminal of a width; cells of columns that do not fit are wrapped."""
+    places = [place for place, column in enumerate(section.columns) if _is_shown(column, width)]
     columns = [section.columns[place] for place in places]
-    named = next((index for index, column in enumerate(columns) if column.kind == "figure"), len(columns))
-    parts: list[RenderableType] = []
-    for block in _blocks(widths, named, width):
-        headed = any(columns[index].heading for index in block)
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", padding=(0, 1), show_header=headed)
-        for column in (columns[index] for index in block):
-            style, figure = "bold" if column.kind == "name" else "", column.kind == "figure"
-            side: Literal["left", "right"] = "right" if figure else "left"
-            table.add_column(column.heading, style=style, justify=side, no_wrap=figure, overflow="fold")
-        for row in rows:
-            table.add_row(*(row[index] for index in block))
-        parts += [Text(), table] if parts else [table]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", show_header=any(c.heading for c in columns))
+    for column in columns:
+        side: Literal["left", "right"] = "right" if column.kind == "figure" else "left"
+        style = "bold" if column.kind == "name" else ""
+        table.add_column(column.heading, style=style, justify=side, overflow="fold")
+    rows = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
+    for row in rows:
+        table.add_row(*(_text(row[place], section.columns[place]) for place in places))
+    parts: list[RenderableType] = [table]
     before = " before them" if section.most < 0 else ""
     more = {"the report": len(section.rows) - len(rows), section.all_in: section.left_out}
     if left := [f"{count:,} more{before} in {where}" for where, count in more.items() if count]:
         parts.append(Text(f"  and {', '.join(left)}", style="dim"))
     if not section.title:
         return Group(*parts)
-    # A table's own title would wrap at the table's width; what is too long for 80 columns goes on at the note.
-    gap = "  " if len(section.title) + len(section.brief) < 77 else "\n "
+    # A table's own title would wrap at the width of the table.
+    gap = "  " if len(section.title) + len(section.brief) < width - 3 else "\n "
     title = Text(f" {section.title}", style="bold").append(f"{gap}{section.brief}", style="not bold dim")
     return Group(title, *parts, Text())
 
 
-def _room(column: Column, cells: Sequence[Text]) -> int:
-    """Return how many letters a column needs."""
-    lines = [line for text in (column.heading, *(cell.plain for cell in cells)) for line in text.split("\n")]
-    return min(max(map(cell_len, lines)), WRAPPED.get(column.kind, 1000))
+def _is_shown(column: Column, width: int) -> bool:
+    """Whether a column is shown on a terminal of a width."""
+    return not column.where or (column.where == "wide" and width >= WIDE)
 
 
-def _blocks(widths: Sequence[int], named: int, room: int) -> Iterator[list[int]]:
-    """Yield which columns stand side by side: those that name a row, and at least one of the others."""
-    names, block = list(range(named)), list(range(named))
-    for index in range(named, len(widths)):
-        if len(block) > named and sum(widths[each] for each in (*block, index)) > room:
-            yield block
-            block = list(names)
-        block.append(index)
-    yield block
-
-
-def _text(cell: Cell, column: Column, between: str) -> Text:
-    text = _bar(cell.shares) if cell.shares is not None else Text(cell.text, style=TONES[cell.tone])
+def _text(cell: Cell, column: Column) -> Text:
     if cell.text == formats.NONE and column.kind == "figure":
         return Text(cell.text, style="dim")
-    if not cell.note or column.where:  # columns that only wide terminals have say the least
-        return text
-    return text.append(f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
+    text = Text(cell.text, style=TONES[cell.tone]) if cell.shares is None else _bar(cell.shares)
+    if cell.note and not column.where:  # columns that only wide terminals have say the least
+        text.append(f"{' ' if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
+    return text
 
 
 def _bar(shares: Mapping[str, float]) -> Text:

