@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from testbed.faults.parts import FaultPart
-from testbed.faults.script import Change
 from testbed.hardware import DeviceSpec, Machine
 from testbed.network.link import Cell, Link, Pair, cell_of
 from testbed.network.radio import Radio
 from testbed.workload import WorkloadPart
+
+if TYPE_CHECKING:
+    from testbed.faults.parts import FaultPart
+    from testbed.faults.script import Change
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from testbed.deployment import Deployments, model_of
 from testbed.experiment import Experiment
 from testbed.faults import parts as fault_parts
 from testbed.faults.conditions import FaultSetting
+from testbed.faults.device_actions import Retire
 from testbed.faults.script import traced_links
 from testbed.hardware import check_message
 from testbed.method import Method, Problem
@@ -450,10 +451,13 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         batches(trial.scenario, plan),
     )
     for index, fault in enumerate(experiment.faults):
-        if fault.retire is not None and not method.retires:
+        action = fault.action
+        if not isinstance(action, Retire):
+            continue
+        if not method.retires:
             text = f"no device of '{method.name}' hands over what it holds: use kill"
             found.append(Diagnostic(("faults", index, "retire"), text))
-        elif fault.retire == plan.lead:
+        elif action.target == plan.lead:
             found.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))
     return found
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from testbed.common.errors import InputError, Key
+from testbed.common.errors import InputError, Key, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -38,3 +39,43 @@ def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loade
         reason = " ".join(str(error).split())
         text = f"the package '{package}' that brings '{point.name}' cannot be used: {type(error).__name__}: {reason}"
         raise InputError(text, key) from error
+
+
+class Registry(Generic[Loaded]):
+    """The objects of one extension point, by name: those of the testbed, then those of installed packages.
+
+    ``own`` maps names to ``module:attribute``, in the form that a package uses in its ``pyproject.toml``. An object is
+    imported when it is first needed; ``convert`` raises an error for one that does not suit the extension point.
+    """
+
+    def __init__(self, group: str, own: Mapping[str, str], noun: str, convert: Callable[[Any], Loaded]) -> None:
+        self.group = group
+        self.own = dict(own)
+        self._noun = noun
+        self._convert = convert
+
+    def __iter__(self) -> Iterator[str]:
+        yield from {**self.own, **installed(self.group)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.own or name in installed(self.group)
+
+    def find(self, name: str, key: Key = ()) -> Loaded:
+        """Return the object of a name; raises `InputError` for an unknown name or a package that cannot be used."""
+        if name in self.own:
+            module, _, attribute = self.own[name].partition(":")
+            return self._convert(getattr(importlib.import_module(module), attribute))
+        if name not in self:
+            raise InputError(f"there is no {self._noun} '{name}': {nearest(name, self)}", key)
+        return load(installed(self.group)[name], key, self._convert)
+
+
+def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
+    """Return the check that an object of a package is a subclass of ``base``."""
+
+    def convert(found: Any) -> type[Loaded]:
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise TypeError(f"{found!r} must be a subclass of {base.__module__}.{base.__qualname__}")
+        return found
+
+    return convert

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from testbed.common.errors import Key
+from testbed.common.part import Name
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
 
 DeviceState = Literal["up", "down", "paused", "retired"]
 """State of a device. One that boots is up. One that has retired is down by the time one looks."""
+FaultPhase = Literal["strike", "undo"]
 ALL = "all"
 """The target of an action that concerns everything."""
 
@@ -42,9 +44,21 @@ class FaultSetting:
 
 @dataclass(frozen=True)
 class FaultAction(Generic[V]):
-    """One thing that breaks or mends. Each kind says what it changes; what it does not mention stays as it is.
+    """One thing that breaks or mends. A subclass defines its key in a scenario, its effect, and its reversal.
 
-    An action on links or speeds is in force, under a handle, until it is undone.
+    Both clocks carry out the effect: `apply` and `undo` change states of devices; `touches` with `impair`, and `slows`
+    with `slow`, change links and speeds for as long as the action is in force under its handle.
+
+    >>> from dataclasses import replace
+    >>> from testbed.faults.conditions import FaultAction
+    >>> class Isolate(FaultAction[str]):
+    ...     name = "isolate"
+    ...     summary = "all links of the device drop everything"
+    ...     undone_by = ("heal",)
+    ...     def touches(self, pair):
+    ...         return self.value in pair
+    ...     def impair(self, link, pair, now):
+    ...         return replace(link, up=False)
     """
 
     value: V
@@ -52,8 +66,14 @@ class FaultAction(Generic[V]):
 
     name: ClassVar[str]
     """The key in a scenario."""
+    summary: ClassVar[str] = ""
+    """Its description in the schema and the help of `testbed fault`."""
+    schema: ClassVar[Any] = Name
+    """The type of the value in a scenario: a name of a device, or a `Part` with keys of its own."""
     undoes: ClassVar[tuple[str, ...]] = ()
     """Names of the actions that it undoes where they have its target."""
+    undone_by: ClassVar[tuple[str, ...]] = ()
+    """Names of further actions that undo this one where they have its target."""
     switches: ClassVar[bool] = False
     """Whether it changes the state of a device and nothing else."""
     waits: ClassVar[bool] = False
@@ -77,14 +97,18 @@ class FaultAction(Generic[V]):
         """Why it cannot be undone after some time; None where it can."""
         return f"'{self.name}' mends something: it takes no 'for'" if self.undoes else None
 
-    def mends(self, name: str, target: str) -> bool:
-        """Return whether it undoes an action of that name with that target."""
-        return name in self.undoes and self.target in (ALL, target)
+    def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
+        """Return whether it undoes an action of that kind with that target."""
+        return (kind.name in self.undoes or self.name in kind.undone_by) and self.target in (ALL, target)
+
+    def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]] | None:
+        """Yield the times at which an action that repeats strikes and is undone; None for one that does not repeat."""
+        return None
 
     def apply(self, now: Conditions, handle: str) -> Conditions:
         """Return the conditions after it; raise ValueError when the handle is in use."""
         if self.undoes:
-            return now.without(key for key, each in now.in_force.items() if self.mends(each.name, each.target))
+            return now.without(key for key, each in now.in_force.items() if self.mends(type(each), each.target))
         return now.put(self, handle)
 
     def undo(self, now: Conditions, handle: str) -> Conditions:

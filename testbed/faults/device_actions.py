@@ -40,6 +40,7 @@ class Kill(StateAction):
     """A device ends at once: its memory is lost, its disk is kept."""
 
     name = "kill"
+    summary = "the device ends at once, its memory is lost"
     changes: ClassVar[States] = {"up": "down", "paused": "down"}
     restores = _BOOTS
 
@@ -48,6 +49,7 @@ class Restart(StateAction):
     """A killed device boots."""
 
     name = "restart"
+    summary = "a killed device boots again"
     undoes: ClassVar[tuple[str, ...]] = (Kill.name,)
     waits = True
     changes = _BOOTS
@@ -57,6 +59,7 @@ class Retire(StateAction):
     """A device is asked to leave; it is off as soon as its program, which hands over what it holds, has returned."""
 
     name = "retire"
+    summary = "the device is told to leave, hands over what it holds and is off"
     waits = True
     changes: ClassVar[States] = {"up": "retired"}
     restores = _BOOTS
@@ -66,6 +69,7 @@ class Join(Restart):
     """A device that was killed or has retired boots."""
 
     name = "join"
+    summary = "a device that was killed or has retired boots again"
     undoes = (Kill.name, Retire.name)
 
 
@@ -73,6 +77,7 @@ class Pause(StateAction):
     """A device stands still: its memory and its connections are kept."""
 
     name = "pause"
+    summary = "the device stands still, its memory is kept"
     changes: ClassVar[States] = {"up": "paused"}
     restores: ClassVar[States] = {"paused": "up"}
 
@@ -81,6 +86,7 @@ class Resume(StateAction):
     """A paused device goes on."""
 
     name = "resume"
+    summary = "a paused device goes on"
     undoes = (Pause.name,)
     changes = Pause.restores
 
@@ -107,6 +113,8 @@ class Throttle(FaultAction[ThrottlePart]):
     """A device computes more slowly, as when it is hot."""
 
     name = "throttle"
+    summary = "a device computes more slowly, as when it is hot"
+    schema = ThrottlePart
 
     @property
     def target(self) -> str:
@@ -139,4 +147,5 @@ class Unthrottle(FaultAction[str]):
     """A throttled device has its own speed again."""
 
     name = "unthrottle"
+    summary = "a throttled device has its own speed again"
     undoes = (Throttle.name,)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from testbed.common.errors import Key
 from testbed.common.part import Name, Part
 from testbed.common.quantities import Duration
-from testbed.faults.conditions import Conditions, FaultAction, FaultSetting
+from testbed.faults.conditions import Conditions, FaultAction, FaultPhase, FaultSetting
 from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.parts import FIGURES, PRESETS, LinkPart, given, overlay
@@ -96,6 +96,8 @@ class Degrade(LinkFault[DegradePart]):
     """Links take the figures given; of several degradations of a link the latest decides about each figure."""
 
     name = "degrade"
+    summary = "links take other figures"
+    schema = DegradePart
 
     def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there, and figures that are unknown or cannot be."""
@@ -134,6 +136,8 @@ class Obstruct(LinkFault[ObstructPart]):
     """
 
     name = "obstruct"
+    summary = "links over the air fade faster with distance"
+    schema = ObstructPart
 
     def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there, and an exponent that raises nothing."""
@@ -162,6 +166,8 @@ class Flap(LinkFault[FlapPart]):
     """Links drop everything. This is one time that they are down; `turns` says when they are."""
 
     name = "flap"
+    summary = "links go down and come up, over and over"
+    schema = FlapPart
 
     @property
     def takes_no_for(self) -> str | None:
@@ -172,7 +178,7 @@ class Flap(LinkFault[FlapPart]):
         """Drop everything."""
         return replace(link, up=False)
 
-    def turns(self, began: float, ends: float) -> Iterator[tuple[Literal["strike", "undo"], float]]:
+    def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]]:
         """Yield when the links go down (strike) and come up (undo); up is the last. Turns count from the first."""
         part = self.value
         for turn in count() if part.times is None else range(part.times):
@@ -187,6 +193,8 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
     """Devices reach each other only within their group; those that no group names form one more."""
 
     name = "partition"
+    summary = "groups that cannot reach each other; devices not named form one more group"
+    schema = tuple[tuple[Name, ...], ...]
 
     @property
     def target(self) -> str:
@@ -223,6 +231,8 @@ class Heal(FaultAction[str]):
     """Every partition, degradation and obstruction is undone, every flap ends."""
 
     name = "heal"
+    summary = "undo every partition, degradation and obstruction, end every flap"
+    schema = Literal["all"]
     undoes = (NetworkPartition.name, Degrade.name, Obstruct.name, Flap.name)
 
     def named(self) -> list[tuple[Key, str]]:

@@ -1,36 +1,62 @@
-"""What a scenario file says about faults: what breaks or mends, where, and when, and what can be wrong with that.
-
-A new action is listed here.
-"""
+"""The faults of a scenario file, the registry of their actions, and the checks of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from testbed.common.errors import Diagnostic, Key
+from testbed.common.errors import Diagnostic, InputError, Key
 from testbed.common.part import Name, Part
+from testbed.common.plugins import Registry, subclass_of
 from testbed.common.quantities import Duration
 from testbed.faults.conditions import ALL, FaultAction, FaultSetting
-from testbed.faults.device_actions import Join, Kill, Pause, Restart, Resume, Retire, Throttle, ThrottlePart, Unthrottle
-from testbed.faults.link_actions import (
-    Degrade,
-    DegradePart,
-    Flap,
-    FlapPart,
-    Heal,
-    NetworkPartition,
-    Obstruct,
-    ObstructPart,
-)
 
-_KINDS: tuple[type[FaultAction[Any]], ...] = (
-    Kill, Restart, Retire, Join, Pause, Resume, NetworkPartition, Degrade, Obstruct, Flap, Heal, Throttle, Unthrottle,
-)  # fmt: skip
-ACTIONS = {kind.name: kind for kind in _KINDS}
-"""By name, which is the key in a scenario; in the order in which users read them."""
+FAULTS = Registry(
+    "testbed.faults",
+    {
+        "kill": "testbed.faults.device_actions:Kill",
+        "restart": "testbed.faults.device_actions:Restart",
+        "retire": "testbed.faults.device_actions:Retire",
+        "join": "testbed.faults.device_actions:Join",
+        "pause": "testbed.faults.device_actions:Pause",
+        "resume": "testbed.faults.device_actions:Resume",
+        "partition": "testbed.faults.link_actions:NetworkPartition",
+        "degrade": "testbed.faults.link_actions:Degrade",
+        "obstruct": "testbed.faults.link_actions:Obstruct",
+        "flap": "testbed.faults.link_actions:Flap",
+        "heal": "testbed.faults.link_actions:Heal",
+        "throttle": "testbed.faults.device_actions:Throttle",
+        "unthrottle": "testbed.faults.device_actions:Unthrottle",
+    },
+    "fault",
+    subclass_of(FaultAction),
+)
+"""In the order in which users read them. Each class defines its key's type, its description and its effect."""
+
+
+def _action_of(name: str) -> type[FaultAction[Any]]:
+    """Return the class of an action; for one whose package cannot be used, a class that refuses every value."""
+    try:
+        return FAULTS.find(name)
+    except InputError as error:
+        return type(name, (FaultAction,), {"schema": _refused(error.text), "summary": error.text})
+
+
+def _refused(text: str) -> Any:
+    def refuse(_value: object) -> None:
+        raise ValueError(text)
+
+    return Annotated[Any, BeforeValidator(refuse)]
+
+
+ACTIONS = {name: _action_of(name) for name in FAULTS}
+"""By the keys in a scenario."""
+_FIELDS: dict[str, Any] = {
+    name: (kind.schema | None, Field(None, description=kind.summary)) for name, kind in ACTIONS.items()
+}
+_Keys: Any = create_model("_Keys", __base__=Part, **_FIELDS)
 
 
 def mending(name: str, target: str) -> FaultAction[str] | None:
@@ -60,26 +86,8 @@ class TriggerPart(Part):
         return "begin" if self.event is None else self.event
 
 
-class ActionPart(Part):
+class ActionPart(_Keys):
     """One thing that breaks or mends: exactly one of the keys."""
-
-    kill: Name | None = Field(None, description="the device ends at once, its memory is lost")
-    restart: Name | None = Field(None, description="a killed device boots again")
-    retire: Name | None = Field(None, description="the device is told to leave, hands over what it holds and is off")
-    join: Name | None = Field(None, description="a device that was killed or has retired boots again")
-    pause: Name | None = Field(None, description="the device stands still, its memory is kept")
-    resume: Name | None = Field(None, description="a paused device goes on")
-    partition: tuple[tuple[Name, ...], ...] | None = Field(
-        None, description="groups that cannot reach each other; devices not named form one more group"
-    )
-    degrade: DegradePart | None = Field(None, description="links take other figures")
-    obstruct: ObstructPart | None = Field(None, description="links over the air fade faster with distance")
-    flap: FlapPart | None = Field(None, description="links go down and come up, over and over")
-    heal: Literal["all"] | None = Field(
-        None, description="undo every partition, degradation and obstruction, end every flap"
-    )
-    throttle: ThrottlePart | None = Field(None, description="a device computes more slowly, as when it is hot")
-    unthrottle: Name | None = Field(None, description="a throttled device has its own speed again")
 
     @staticmethod
     def of(action: FaultAction[Any]) -> ActionPart:
@@ -170,7 +178,7 @@ def _mending_problems(part: FaultPart, parts: Sequence[FaultPart]) -> Wrong:
     action = part.action
     if not action.undoes or action.target == ALL:
         return
-    breaking = [other for other in parts if action.mends(other.action.name, other.action.target)]
+    breaking = [other for other in parts if action.mends(type(other.action), other.action.target)]
     breaks = " or ".join(f"{name}s" for name in action.undoes)
     if not breaking:
         yield (action.name,), f"no fault of this scenario {breaks} '{action.target}': nothing to {action.name}"

@@ -12,16 +12,14 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from testbed.faults.conditions import Conditions, FaultAction
+from testbed.faults.conditions import Conditions, FaultAction, FaultPhase
 from testbed.faults.device_actions import ThrottlePart
-from testbed.faults.link_actions import Flap
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.network.link import Link, Pair
 from testbed.network.parts import LinkPart, overlay
 
-FaultPhase = Literal["strike", "undo"]
 SCRIPTED = "fault-"
 """What the handles of a scenario's faults begin with."""
 
@@ -82,8 +80,8 @@ class FaultScript:
         self._under_way: list[FaultOperation] = []
         """Handed out, and not done yet."""
         self._triggers: dict[int, TriggerPart] = {}
-        self._flaps: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
-        """What is still to come of the flaps that have begun."""
+        self._turns: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
+        """The remaining turns of the repeating actions that have begun."""
         for index, part in enumerate(faults):
             if part.when is not None:
                 self._triggers[index] = part.when
@@ -145,17 +143,14 @@ class FaultScript:
         index = self._index[operation.handle]
         part, action = self._faults[index]
         first = operation.phase == "strike" and index not in self._struck
-        if isinstance(action, Flap):
-            self._turn(index, action, operation.phase, actual)
+        if action.turns(0.0, 0.0) is not None:
+            self._turn(index, operation.phase, actual)
         elif first and part.for_ is not None:
             self._schedule(index, "undo", actual + part.for_)
         if not first:
             return
         self._struck.add(index)
-        if Flap.name in action.undoes:  # no flap that has begun goes on
-            self._flaps = dict.fromkeys(self._flaps, iter(()))
-            self._deadlines = [each for each in self._deadlines if each[1] not in self._flaps]
-            heapq.heapify(self._deadlines)
+        self._end_turns(action)
         if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
             self._schedule(index + 1, "strike", actual + wait)
 
@@ -165,14 +160,24 @@ class FaultScript:
     def _schedule(self, index: int, phase: FaultPhase, when: float) -> None:
         heapq.heappush(self._deadlines, (when, index, phase == "undo", self._operation(index, phase, when)))
 
-    def _turn(self, index: int, flap: Flap, phase: FaultPhase, actual: float) -> None:
-        """Schedule what follows as the links of a flap have gone down or come up."""
-        if index not in self._flaps:
-            lasts = self._faults[index][0].for_
-            self._flaps[index] = flap.turns(actual, math.inf if lasts is None else actual + lasts)
-            next(self._flaps[index], None)
-        # Links that went down while something else ended the flap come up at once.
-        following = next(self._flaps[index], ("undo", actual) if phase == "strike" else None)
+    def _end_turns(self, action: FaultAction[Any]) -> None:
+        """Let no repeating action that has begun and that this one undoes strike again."""
+        ended = {index for index in self._turns if action.mends(type(broken := self._faults[index][1]), broken.target)}
+        if ended:
+            self._turns |= dict.fromkeys(ended, iter(()))
+            self._deadlines = [each for each in self._deadlines if each[1] not in ended]
+            heapq.heapify(self._deadlines)
+
+    def _turn(self, index: int, phase: FaultPhase, actual: float) -> None:
+        """Schedule the next turn of an action that repeats, after it struck or was undone."""
+        if index not in self._turns:
+            part, action = self._faults[index]
+            turns = action.turns(actual, math.inf if part.for_ is None else actual + part.for_)
+            assert turns is not None
+            self._turns[index] = turns
+            next(turns, None)
+        # An action that struck while another one ended it is undone at once.
+        following = next(self._turns[index], ("undo", actual) if phase == "strike" else None)
         if following is not None:
             self._schedule(index, *following)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from testbed.faults.parts import mending
+from testbed.faults.parts import ACTIONS, mending
 from testbed.trace.events import Event
 from testbed.trace.log import EventLog
 
@@ -77,7 +77,7 @@ def _undoes(event: Event, action: str, target: str) -> bool:
     if event.fields.get("phase") == "undo":
         return event.fields.get("action") == action and str(event.fields.get("target")) == target
     mends = mending(str(event.fields.get("action")), str(event.fields.get("target")))
-    return mends is not None and mends.mends(action, target)
+    return mends is not None and action in ACTIONS and mends.mends(ACTIONS[action], target)
 
 
 def _bare_strikes(events: Sequence[Event]) -> list[Strike]:

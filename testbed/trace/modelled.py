@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from testbed.experiment import Experiment
+from testbed.faults.link_actions import Degrade
 from testbed.network.impairments import expected_loss
 from testbed.network.link import Link
 from testbed.network.parts import LinkPart
@@ -19,7 +20,8 @@ def left_out(experiment: Experiment) -> list[str]:
     """Return a text for each property of the links that the virtual clock does not model."""
     # By identity: a mesh of a thousand devices has a million links, but few values.
     links = [*{id(link): link for link in experiment.links.values()}.values()]
-    changes: list[LinkPart] = [fault.degrade for fault in experiment.faults if fault.degrade is not None]
+    actions = [fault.action for fault in experiment.faults]
+    changes: list[LinkPart] = [action.value for action in actions if isinstance(action, Degrade)]
     changes += [change.link for change in experiment.changes if change.link is not None]
     parts: list[Link | LinkPart] = [*links, *changes]
     found = []

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from testbed.experiment import Experiment
+from testbed.faults.link_actions import Flap
 from testbed.trace.disturbances import Strike
 from testbed.trace.host import HostTime, added
 from testbed.trace.log import EventLog
@@ -228,7 +229,8 @@ def _faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> 
 def _changes(log: EventLog, experiment: Experiment) -> list[Check]:
     """Judge how late changes of the trace and of flapping links took effect."""
     checks = []
-    flaps = [fault.flap for fault in experiment.faults if fault.flap is not None]
+    actions = [fault.action for fault in experiment.faults]
+    flaps = [action.value for action in actions if isinstance(action, Flap)]
     shortest = min((min(flap.down, flap.up) for flap in flaps), default=math.inf)
     for name, kind, bound in (
         ("trace", "trace", CHANGE_LATENESS),

@@ -162,6 +162,56 @@ def test_broken_metrics_are_logged_once_and_the_run_ends(packages: Path, tmp_pat
     assert done.stderr.count("the metric 'wrong' of a package is left out: ZeroDivisionError") == 1
 
 
+FAULT = "faults=[{isolate: worker1, at: 100ms, for: 200ms}]"
+
+
+def test_a_fault_of_a_package_strikes_and_is_undone(packages: Path, tmp_path: Path) -> None:
+    assert simulate(packages, tmp_path, FAULT)["faults"] == 1
+    (results,) = (tmp_path / "results").iterdir()
+    events = (json.loads(line) for line in (results / "events.jsonl").read_text().splitlines())
+    faults = [event for event in events if event["event"] == "fault"]
+    assert [(each["action"], each["target"], each["phase"]) for each in faults] == [
+        ("isolate", "worker1", "strike"),
+        ("isolate", "worker1", "undo"),
+    ]
+    assert re.search(r"^ +isolate +Isolate: all links", run(packages, tmp_path, "fault", "-h").stdout, re.MULTILINE)
+
+
+def test_a_fault_of_a_package_is_checked_as_the_others(packages: Path, tmp_path: Path) -> None:
+    for fault, text in (
+        ("{isolate: worker7, at: 1s}", r"faults.0.isolate: .*'worker7'"),
+        ("{torn: worker1, at: 1s}", r"faults.0.torn: .*the package 'torn'"),
+    ):
+        (tmp_path / "struck.yaml").write_text(f"{SCENARIO}faults: [{fault}]")
+        refused = run(packages, tmp_path, "validate", "struck.yaml")
+        assert refused.returncode == 2
+        assert re.search(text, refused.stdout + refused.stderr)
+
+
+def test_a_link_backend_reaches_a_shaper_without_the_package(packages: Path, tmp_path: Path) -> None:
+    refused = run(packages, tmp_path, "up", "extended.yaml", "--links", "rate")
+    assert "there is no link backend 'rate': use one of auto, netem, userspace, torn, rates" in refused.stderr
+    write = (
+        "import json, sys\n"
+        "from testbed_controller.shaping.backend import environment_for\n"
+        "json.dump(environment_for(['auto', 'rates', 'netem']), sys.stdout)\n"
+    )
+    read = (
+        "import os\n"
+        "from testbed.network.link import Link\n"
+        "from testbed_controller.shaping.backend import LINK_BACKENDS, adopt\n"
+        "adopt(os.environ)\n"
+        "backend = LINK_BACKENDS.find('rates')\n"
+        "links = Link(rate=1e6), Link(delay=1)\n"
+        "print(list(LINK_BACKENDS), *(backend.link_problem(link, None) for link in links))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}"}
+    sent = subprocess.run([sys.executable, "-c", write], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, **json.loads(sent.stdout), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", read], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "['netem', 'userspace', 'rates'] None it shapes rates only: use --links auto\n", done.stderr
+
+
 def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "methods", "--json").stdout)}
     assert {"pipeline", "idle"} <= {*rows}

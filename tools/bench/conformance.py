@@ -30,6 +30,7 @@ from testbed.common.errors import HostError
 from testbed.network.impairments import chain, expected_loss
 from testbed.network.link import GilbertElliott, Link, Pair
 from testbed_controller.lab.paths import BUILD, ROOT
+from testbed_controller.shaping.backend import LINK_BACKENDS
 from testbed_controller.shaping.backends import missing_modules
 from testbed_controller.shaping.plan import FRAME
 from testbed_controller.shaping.shaper import Shaping
@@ -38,7 +39,6 @@ from tools.bench.bare import Network
 from tools.bench.figure import Measurement
 from tools.bench.flows import flows, tcp_rates, udp_rates
 
-BACKENDS = ("userspace", "netem")
 RESULTS = BUILD / "conformance"
 """Where `measure` leaves what it found, for the table in the documentation."""
 JITTER_FRACTION = 0.1
@@ -125,8 +125,9 @@ def jitters(
 ) -> Iterator[Measurement]:
     """The standard deviation of delays of each distribution, and their correlation where the backend has one."""
     links = [Link(delay=delay, jitter=jitter, distribution=each) for each in ("normal", "uniform", "pareto")]
-    if lab.backend == "userspace":
-        links.append(Link(delay=delay, jitter=jitter, jitter_correlation=0.5))
+    correlated = Link(delay=delay, jitter=jitter, jitter_correlation=0.5)
+    if LINK_BACKENDS.find(lab.backend).link_problem(correlated, None) is None:
+        links.append(correlated)
     with lab.links(links) as given:
         found = flows(lab.net, list(given), packets, 0.001, linger=delay + 8 * jitter + 0.2)
     for pair, link in given.items():
@@ -382,7 +383,7 @@ def measure() -> Iterator[Measurement]:
         yield Measurement("links", 0, "", detail="not measured: network namespaces need root")
         return
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for backend in BACKENDS:
+    for backend in LINK_BACKENDS.own:
         kept = RESULTS / f"{backend}.json"
         kept.unlink(missing_ok=True)
         try:
@@ -437,7 +438,7 @@ def _in_virtual_machine(backend: str) -> dict[str, Any]:
 def main() -> int:
     """Measure one backend and write its figures as JSON; status 1 when one is outside of its bounds."""
     parser = argparse.ArgumentParser(description="Measure whether a backend's links do what is asked of them.")
-    parser.add_argument("--links", choices=BACKENDS, required=True)
+    parser.add_argument("--links", choices=[*LINK_BACKENDS], required=True)
     parser.add_argument("--slow-host", action="store_true", help="leave out what only a fast host can do")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from testbed.scenario.schema import Trial
-    from testbed_controller.lab.lab import LinkBackend
 
 __all__ = [
     "Callback",
@@ -255,7 +254,7 @@ def emulate(
     scenario: Scenario,
     out: str | Path | None = None,
     *,
-    links: LinkBackend = "auto",
+    links: str = "auto",
     accept_links: bool = False,
     keep: bool = False,
     hosts: Sequence[str] = (),

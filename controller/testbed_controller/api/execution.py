@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
     from testbed_controller.hosts.lab import AnyLab
-    from testbed_controller.lab.lab import LinkBackend
     from testbed_controller.results.recorder import Recorder
     from testbed_controller.results.streams import Callback, Following
 
@@ -43,7 +42,7 @@ class RunOptions:
     streams: Sequence[str] = ()
     """Names of `testbed_controller.results.streams`, in addition to those that the scenario names."""
     callbacks: Sequence[Callback] = ()
-    links: LinkBackend = "auto"
+    links: str = "auto"
     accept_links: bool = False
     """Whether it begins although a link is outside its tolerance."""
     keep: bool = False

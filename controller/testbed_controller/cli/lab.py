@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
     from testbed_controller.hosts.placement import LabPart
-    from testbed_controller.lab.lab import LinkBackend
 
 
 ERRORS = 2
@@ -44,7 +43,7 @@ PIECE = 1 << 16
 def up(
     scenario: Path,
     overrides: tuple[str, ...],
-    links: LinkBackend,
+    links: str,
     where: LabPart,
     as_json: bool,
 ) -> None:

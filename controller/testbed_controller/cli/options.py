@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from testbed.common.errors import InputError
+
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario
 
@@ -20,14 +22,26 @@ overrides = click.option(
     metavar="KEY=VALUE",
     help="Override one key of the scenario, dotted, as in network.link.rate=10mbit. May be repeated.",
 )
+
+
+def _backend(_context: click.Context, _option: click.Parameter, name: str) -> str:
+    from testbed_controller.shaping.backend import check_name
+
+    try:
+        return check_name(name)
+    except InputError as error:
+        raise click.BadParameter(error.text) from None
+
+
 links = click.option(
     "--links",
-    type=click.Choice(["auto", "netem", "userspace"]),
+    callback=_backend,
     default="auto",
     show_default=True,
     envvar="TESTBED_LINKS",
     show_envvar=True,
-    help="What shapes the links; auto takes netem where the kernel has it.",
+    metavar="BACKEND",
+    help="Link backend: netem, userspace or that of a package; auto takes netem where the kernel has it.",
 )
 
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
     from testbed_controller.hosts.lab import AnyLab
     from testbed_controller.hosts.placement import LabPart
-    from testbed_controller.lab.lab import LinkBackend
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class RunRequest:
     overrides: tuple[str, ...]
     seed: int | None
     repetitions: int | None
-    links: LinkBackend
+    links: str
     accept_links: bool
     where: LabPart
     one_run_per_host: bool

@@ -38,7 +38,7 @@ from testbed_controller.lab.engine import connect_to_run, ensure_engine
 from testbed_controller.lab.engineaddress import chosen_engine
 from testbed_controller.lab.health import Ending
 from testbed_controller.lab.images import ensure_images
-from testbed_controller.lab.lab import Lab, LinkBackend, Progress, RunLab, check_devices, new_state, trial_of
+from testbed_controller.lab.lab import Lab, Progress, RunLab, check_devices, new_state, trial_of
 from testbed_controller.lab.networks import network_name, subnet_of
 from testbed_controller.lab.programimages import device_images
 from testbed_controller.lab.reaper import Reaper
@@ -86,7 +86,7 @@ class HostsLab(RunLab):
         hosts: Sequence[str],
         given: Mapping[str, str],
         *,
-        links: LinkBackend = "auto",
+        links: str = "auto",
         progress: Progress | None = None,
         results: Path | None = None,
         keep: bool = False,

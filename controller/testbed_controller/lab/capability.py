@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from testbed.experiment import Experiment
 from testbed_controller.lab.containers import SHAPER_CAPABILITIES
 from testbed_controller.lab.images import present_names
 from testbed_controller.lab.removal import RUN, remove_run
+from testbed_controller.shaping.backend import environment_for
 from testbed_controller.shaping.capability import Capability
 
 
@@ -26,7 +28,7 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     """Measure a backend, some seconds, and keep what was found; raises HostError when it cannot be had here."""
     image = present_names(client).shaper
     try:
-        said = in_shaper(client, image, ["python3", "-m", "testbed_controller.shaping.capability", backend])
+        said = in_shaper(client, image, ["python3", "-m", "testbed_controller.shaping.capability", backend], [backend])
     except APIError as error:
         raise HostError(f"the engine refuses: {error.explanation}") from error
     found = Capability(**json.loads(said))
@@ -34,8 +36,8 @@ def measure(client: docker.DockerClient, backend: str) -> Capability:
     return found
 
 
-def in_shaper(client: docker.DockerClient, image: str, command: list[str]) -> bytes:
-    """Return what a command prints in a container with the shaper's rights and no network.
+def in_shaper(client: docker.DockerClient, image: str, command: list[str], backends: Iterable[str]) -> bytes:
+    """Return the output of a command in a container with the shaper's rights, these link backends and no network.
 
     Raises HostError with the last line of its errors when it fails, APIError when the engine refuses.
     """
@@ -46,6 +48,7 @@ def in_shaper(client: docker.DockerClient, image: str, command: list[str]) -> by
             command,
             name=f"testbed-{run}",
             labels={RUN: run},
+            environment=environment_for(backends),
             cap_drop=["ALL"],
             cap_add=SHAPER_CAPABILITIES,
             pid_mode="host",

@@ -21,6 +21,7 @@ from testbed.wire.token import LEASE
 from testbed_controller.lab.networks import network_name
 from testbed_controller.lab.removal import ADDRESS, DEVICE, ROLE, RUN, labelled_runs
 from testbed_controller.lab.runstate import RunState
+from testbed_controller.shaping.backend import environment_for
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
 """To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
@@ -158,12 +159,12 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
 
 
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
-    """Return the settings of the shaper's container; ``links`` is the backend: auto, netem or userspace."""
+    """Return the settings of the shaper's container; ``links`` names the link backend."""
     return container_settings(
         state,
         image,
         {ROLE: SHAPER},
-        {"TESTBED_TOKEN": state.token_of(SHAPER), "TESTBED_LINKS": links},
+        {"TESTBED_TOKEN": state.token_of(SHAPER), "TESTBED_LINKS": links, **environment_for([links])},
         tmpfs={"/tmp": "size=64m,mode=1777", "/run": "size=16m,mode=755"},
         mem_limit=SHAPER_MEMORY,
         memswap_limit=SHAPER_MEMORY,

@@ -17,7 +17,7 @@ from typing import Literal
 import docker
 from docker.errors import APIError
 
-from testbed.common.errors import HostError
+from testbed.common.errors import HostError, InputError
 from testbed.common.quantities import format_duration, format_rate
 from testbed.network.checks import SHAPER
 from testbed_controller.lab import capability
@@ -31,6 +31,7 @@ from testbed_controller.lab.images import REGISTRY_BASE, exists, image_folder, p
 from testbed_controller.lab.networks import make_control_network
 from testbed_controller.lab.removal import remove_run
 from testbed_controller.lab.runstate import RunState, new_id
+from testbed_controller.shaping.backend import LINK_BACKENDS
 from testbed_controller.shaping.backends import MODULES, MODULES_HELP
 from testbed_controller.shaping.capability import DEVICE_RATE
 
@@ -43,8 +44,9 @@ _ROOM_WITH_CUDA = 16 * 10**9
 _SHAPER_LEASE = 120.0
 """Seconds after which the shaper that is tried ends, whoever else has."""
 _TRY_LINKS = (
-    "import json; from testbed_controller.shaping.backends import backend_problems; "
-    "print(json.dumps(backend_problems()))"
+    "import json, os; from testbed_controller.shaping.backend import adopt; "
+    "from testbed_controller.shaping.backends import backend_problems; "
+    "adopt(os.environ); print(json.dumps(backend_problems()))"
 )
 
 
@@ -90,7 +92,7 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         yield _shaper(client, image)
     yield from _host(client)
     if measure:
-        works = [name for name in ("netem", "userspace") if any(_works(check, name) for check in backends)]
+        works = [name for name in LINK_BACKENDS if any(_works(check, name) for check in backends)]
         for backend in works:
             yield _measured(client, backend)
 
@@ -166,26 +168,30 @@ def _registry(client: docker.DockerClient) -> HostCheck:
 
 
 def _links(client: docker.DockerClient, image: str) -> Iterator[HostCheck]:
-    """Try both backends and the gate in a container like the shaper's, in a network namespace of their own."""
+    """Try all backends and the gate in a container like the shaper's, in a network namespace of their own."""
     if not exists(client, image):
         yield HostCheck(
             "links", "unknown", "the shaper's image is not built yet", "'testbed setup images', then ask again"
         )
         return
+    backends = []
+    for name in LINK_BACKENDS:
+        try:
+            LINK_BACKENDS.find(name)
+            backends.append(name)
+        except InputError as error:
+            yield HostCheck(f"links: {name}", "missing", error.text, "install a version of the package that works here")
     try:
-        found: dict[str, str] = json.loads(capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS]))
+        printed = capability.in_shaper(client, image, ["python3", "-c", _TRY_LINKS], backends)
+        found: dict[str, str] = json.loads(printed)
     except (HostError, APIError) as error:
         text = f"nothing could be tried in a container: {getattr(error, 'explanation', None) or error}"
         yield HostCheck("links", "missing", text, "see what the engine says of that, in its log", needed=True)
         return
-    for name, works in (
-        ("netem", "works on this kernel"),
-        ("userspace", "works on this kernel"),
-        ("gate", "radio cells and casts take turns at their senders"),
-    ):
-        problem = found[name]
+    for name, problem in found.items():
+        works = "radio cells and casts take turns at their senders" if name == "gate" else "works on this kernel"
         yield HostCheck(f"links: {name}", "missing" if problem else "ok", problem or works, MODULES_HELP)
-    if all(found[name] for name in ("netem", "userspace")):
+    if all(problem for name, problem in found.items() if name != "gate"):
         yield HostCheck("links", "missing", "no backend works", f"a kernel with {MODULES}: {MODULES_HELP}", needed=True)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import docker
 import requests
@@ -66,8 +66,6 @@ RENEWAL_SECONDS = 60.0
 PAUSE = 0.2
 """Seconds before the engine is asked again for its events, after it ended them."""
 
-LinkBackend = Literal["auto", "netem", "userspace"]
-"""What shapes the links; auto takes netem where the kernel has it."""
 Progress = Callable[[str], None]
 
 
@@ -163,7 +161,7 @@ class Lab(RunLab):
         trial: Trial,
         run_id: str | None = None,
         *,
-        links: LinkBackend = "auto",
+        links: str = "auto",
         progress: Progress | None = None,
         results: Path | None = None,
         keep: bool = False,
@@ -388,7 +386,7 @@ class Lab(RunLab):
             return published_url(found)
         return device_url(self._shaper_url, name) if found["State"]["Pid"] else ""
 
-    def populate(self, images: Mapping[str, str], shaper_image: str, links: LinkBackend, say: Progress) -> None:
+    def populate(self, images: Mapping[str, str], shaper_image: str, links: str, say: Progress) -> None:
         """Make and start all containers, shape the links as soon as every device has its network, await health."""
         settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
         settings |= {

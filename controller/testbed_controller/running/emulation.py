@@ -16,10 +16,10 @@ from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
 from testbed_controller.hosts.lab import AnyLab, create_lab
 from testbed_controller.lab import capability
-from testbed_controller.lab.lab import LinkBackend
 from testbed_controller.running.execution import Execution
 from testbed_controller.running.fidelity import since, verified
 from testbed_controller.running.logs import controller_log, save_container_logs
+from testbed_controller.shaping.backend import check_name
 
 if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
@@ -34,7 +34,7 @@ def emulate(
     weights: Mapping[str, torch.Tensor] | None = None,
     *,
     on_stage: Callable[[str], None] = lambda _text: None,
-    links: LinkBackend = "auto",
+    links: str = "auto",
     accept_links: bool = False,
     keep: bool = False,
     results: Path | None = None,
@@ -44,12 +44,13 @@ def emulate(
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
-    The first four arguments are those of `testbed.simulation.simulate`. ``links`` says what shapes the links. With
+    The first four arguments are those of `testbed.simulation.simulate`. ``links`` names the link backend. With
     ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``hosts`` are the docker
     contexts of several engines to run on, ``place`` the host of devices that are to be on a certain one. Raises
     HostError where the lab cannot be had; `LinksError` when a link is outside its tolerance and not
     accepted so; InputError where a link asks for more than this host was measured to carry.
     """
+    check_name(links)
     began = time.monotonic()
     if not accept_links and standing is None and not hosts:
         capability.check(prepared.experiment, links)

@@ -12,6 +12,7 @@ from testbed.common.logs import log_to_stderr
 from testbed.wire.ports import CONTROL_PORT
 from testbed.wire.token import Lease
 from testbed_controller.shaping import server
+from testbed_controller.shaping.backend import adopt
 from testbed_controller.shaping.confinement import confine
 from testbed_controller.shaping.shaper import Shaping
 
@@ -29,6 +30,7 @@ def main() -> int:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:
+        adopt(os.environ)
         shaping = Shaping(os.environ.get("TESTBED_LINKS") or "auto")
     except TestbedError as error:
         print(f"shaper: {error}", file=sys.stderr)

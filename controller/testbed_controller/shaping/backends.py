@@ -1,4 +1,4 @@
-"""The two backends of the receiver's side, and which of them this kernel can serve."""
+"""The testbed's two link backends, and the choice of a backend that this kernel supports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Self, get_args
 
-from testbed.common.errors import HostError, InputError
+from testbed.common.errors import HostError
 from testbed.common.seeds import derive
 from testbed.network.link import Distribution, Link
 from testbed_controller.shaping import interfaces, netem, nfqueue, sender, tc
+from testbed_controller.shaping.backend import AUTO, LINK_BACKENDS, Backend, check_name
 from testbed_controller.shaping.chain import receiving
 from testbed_controller.shaping.helper import DelayLine, QueueImpairment
 from testbed_controller.shaping.namespaces import Namespace, command
 from testbed_controller.shaping.nfqueue import kernel_queues, open_socket
-from testbed_controller.shaping.plan import InterfacePlan, ReceiverLine, SenderClass
+from testbed_controller.shaping.plan import Access, InterfacePlan, ReceiverLine, SenderClass
 from testbed_controller.shaping.tc import Shown
 
 MODULES_HELP = (
@@ -29,7 +30,6 @@ MODULES_HELP = (
 )
 _IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
 _QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
-CHOICES = ("auto", "netem", "userspace")
 MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
 """What a kernel must have for one of the two."""
 _TRIAL = InterfacePlan(
@@ -42,52 +42,66 @@ _TRIAL = InterfacePlan(
 )
 
 
-class Backend(Protocol):
-    """The receiver's side of the links, by one of the kernel's means. Runs in the device's namespace."""
+def _tc(words: str) -> Callable[[], object]:
+    return lambda: command(["tc", *words.split()])
 
-    name: str
-    priority: str
-    """How the kernel schedules what makes packets wait."""
-    tables: str | None = None
-    """Folder of the distributions that ``tc`` is to know."""
 
-    def problem(self, plan: InterfacePlan) -> str | None:
-        """Say what of a plan this backend cannot do in the device's namespace, and what would help."""
+_SENDER: dict[str, Callable[[], object]] = {
+    "sch_htb": _tc("qdisc add dev lo root handle 1: htb"),
+    "cls_u32": _tc("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
+}
+_NETEM: dict[str, Callable[[], object]] = {
+    **_SENDER,
+    "ifb": lambda: interfaces.add_ifb("trial-ifb"),
+    "sch_netem": _tc("qdisc add dev trial-ifb root netem delay 1ms"),
+    "sch_ingress": _tc("qdisc add dev lo ingress"),
+    "act_mirred": _tc(
+        "filter add dev lo parent ffff: protocol ip u32 match ip src 198.18.0.1/32 action mirred egress redirect dev lo"
+    ),
+}
 
-    def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Do what is not done by ``tc``, and before that: all of it without an old plan, else what differs."""
 
-    def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
-        """Return what ``tc`` is to do."""
-        return []
+def _iptables_for_a_queue() -> str:
+    """Return the program with which the kernel takes a rule of a queue; raises HostError when none does.
 
-    def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return the interfaces whose classes, and the (interface, parent) whose filters are to be read back."""
-        return [], []
+    The rule is left in the calling thread's namespace.
+    """
+    problems = []
+    for program in _IPTABLES:
+        try:
+            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{_QUEUE}\nCOMMIT\n")
+        except HostError as error:
+            problems.append(str(error))
+        else:
+            return program
+    raise HostError("; ".join(problems))
 
-    def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
-        """Say where the kernel holds something else than the plan."""
 
-    def close(self) -> None:
-        """Let go of everything."""
-
-    def forget(self, device: str) -> None:
-        """Forget a device that is gone."""
-        return
-
-    def statistics(self) -> dict[str, Any]:
-        """Return what bears on trust in this backend, beside what the kernel itself counts."""
-        return {}
-
-    def reset(self) -> None:
-        """Reset such figures."""
-        return
+_USERSPACE: dict[str, Callable[[], object]] = {
+    **_SENDER,
+    "nfnetlink_queue": nfqueue.check,
+    "xt_NFQUEUE": _iptables_for_a_queue,
+}
 
 
 class Userspace(Backend):
     """NFQUEUE at the receiver's input, and a delay line in a process of its own."""
 
     name = "userspace"
+    automatic = True
+    requirements = _USERSPACE
+    uses_queues = True
+
+    @classmethod
+    def check_kernel(cls, trial: InterfacePlan) -> str:
+        """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
+        nfqueue.check()
+        return _iptables_for_a_queue()
+
+    @classmethod
+    def open(cls, kernel: str, seed: Callable[[], int]) -> Self:
+        """Return the backend that uses this iptables program."""
+        return cls(kernel, seed)
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
         self._iptables = iptables
@@ -166,17 +180,26 @@ class Netem(Backend):
     """The kernel's own emulator, behind an intermediate device that takes what arrives."""
 
     name = "netem"
-    priority = "kernel"
+    automatic = True
+    requirements = _NETEM
+
+    @classmethod
+    def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
+        """Return the property of a link that netem cannot provide, and a remedy."""
+        return netem.problem(link, downlink)
+
+    @classmethod
+    def check_kernel(cls, trial: InterfacePlan) -> None:
+        """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
+        with closing(cls()) as backend:
+            backend.apply("trial", None, trial)
+            tc.run(backend.lines(None, trial), [], [], backend.tables)
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="testbed-tc-")
         self.tables = self._folder.name
         for distribution in get_args(Distribution):
             Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
-
-    def problem(self, plan: InterfacePlan) -> str | None:
-        """Say what of a plan netem cannot do, and what would help."""
-        return next(filter(None, (netem.problem(line.link, plan.downlink) for line in plan.receivers)), None)
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
         """Make the intermediate devices."""
@@ -209,141 +232,80 @@ class Netem(Backend):
         self._folder.cleanup()
 
 
-def _tc(words: str) -> Callable[[], object]:
-    return lambda: command(["tc", *words.split()])
-
-
-_SENDER: dict[str, Callable[[], object]] = {
-    "sch_htb": _tc("qdisc add dev lo root handle 1: htb"),
-    "cls_u32": _tc("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
-}
-_NETEM: dict[str, Callable[[], object]] = {
-    **_SENDER,
-    "ifb": lambda: interfaces.add_ifb("trial-ifb"),
-    "sch_netem": _tc("qdisc add dev trial-ifb root netem delay 1ms"),
-    "sch_ingress": _tc("qdisc add dev lo ingress"),
-    "act_mirred": _tc(
-        "filter add dev lo parent ffff: protocol ip u32 match ip src 198.18.0.1/32 action mirred egress redirect dev lo"
-    ),
-}
-
-
-def _iptables_for_a_queue() -> str:
-    """Return the program with which the kernel takes a rule of a queue; raises HostError when none does.
-
-    The rule is left in the calling thread's namespace.
-    """
-    problems = []
-    for program in _IPTABLES:
-        try:
-            command([f"{program}-restore", "-w", "--noflush"], f"*filter\n{_QUEUE}\nCOMMIT\n")
-        except HostError as error:
-            problems.append(str(error))
-        else:
-            return program
-    raise HostError("; ".join(problems))
-
-
-_USERSPACE: dict[str, Callable[[], object]] = {
-    **_SENDER,
-    "nfnetlink_queue": nfqueue.check,
-    "xt_NFQUEUE": _iptables_for_a_queue,
-}
-
-
 def missing_modules() -> dict[str, list[str]]:
     """Return, by backend, the modules that this kernel does not offer; it is asked in scratch namespaces."""
-    return {"netem": _lacking(_NETEM), "userspace": _lacking(_USERSPACE)}
+    return {name: _lacking(LINK_BACKENDS.find(name).requirements) for name in LINK_BACKENDS.own}
 
 
-def _lacking(pieces: dict[str, Callable[[], object]]) -> list[str]:
+def _lacking(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
     with closing(Namespace.scratch()) as scratch:
-        return [name for name, ask in pieces.items() if not scratch.run(partial(_answers, ask))]
+        return [name for name, trial in requirements.items() if not scratch.run(partial(_answers, trial))]
 
 
-def _answers(ask: Callable[[], object]) -> bool:
+def _answers(trial: Callable[[], object]) -> bool:
     try:
-        ask()
+        trial()
     except HostError:
         return False
     return True
 
 
 def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str]]:
-    """Return the backend to use, and what stands against each of those that were tried and cannot be used.
+    """Return the backend to use, and the problems of those that were tried and cannot be used.
 
-    Raises HostError when the wanted one, or with ``auto`` either, cannot be had here.
+    Raises `HostError` when the kernel supports neither the wanted one nor, with ``auto``, any.
     """
-    if wanted not in CHOICES:
-        raise InputError(f"'{wanted}' is no backend for links: write one of {', '.join(CHOICES)}")
+    names = list(LINK_BACKENDS.own) if check_name(wanted) == AUTO else [wanted]
     problems: dict[str, str] = {}
-    if wanted in ("auto", "netem"):
+    for name in names:
+        backend = LINK_BACKENDS.find(name)
+        if wanted == AUTO and not backend.automatic:
+            continue
         try:
-            _try(netem_works)
-            return Netem(), problems
+            return backend.open(_try(backend.check_kernel), seed), problems
         except HostError as error:
-            problems["netem"] = str(error)
-    if wanted in ("auto", "userspace"):
-        try:
-            return Userspace(_try(iptables_for_queues), seed), problems
-        except HostError as error:
-            problems["userspace"] = str(error)
+            problems[name] = str(error)
     reasons = "; ".join(f"{name} {reason}" for name, reason in _reasons(problems).items())
     raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}")
 
 
 def _reasons(problems: Mapping[str, str]) -> dict[str, str]:
-    """Say why backends with these problems cannot be had: for want of which modules, if that is why."""
-    lacking = missing_modules() if problems else {}
-    return {
-        name: f"lacks {', '.join(lacking[name])}" if lacking[name] else f"fails ({problem})"
-        for name, problem in problems.items()
-    }
+    """Return, by backend, the missing kernel modules, or the problem where all modules are there."""
+    reasons = {}
+    for name, problem in problems.items():
+        lacking = _lacking(LINK_BACKENDS.find(name).requirements)
+        reasons[name] = f"lacks {', '.join(lacking)}" if lacking else f"fails ({problem})"
+    return reasons
 
 
 def backend_problems() -> dict[str, str]:
-    """Say of each backend, and of the gate (radio cells, casts), why this kernel cannot serve it, or nothing."""
-    found = dict.fromkeys(("netem", "userspace", "gate"), "")
+    """Return why this kernel does not support each backend, and the gate (radio cells, casts); empty where it does."""
     problems = {}
-    for name, trial in (("netem", netem_works), ("userspace", iptables_for_queues)):
+    for name in LINK_BACKENDS.own:
         try:
-            _try(trial)
+            _try(LINK_BACKENDS.find(name).check_kernel)
         except HostError as error:
             problems[name] = str(error)
-    found |= _reasons(problems)
+    found = dict.fromkeys(LINK_BACKENDS.own, "") | _reasons(problems) | {"gate": ""}
     try:
         queueing_iptables()
     except HostError:
-        found["gate"] = found["userspace"]  # it needs the same queues
+        found["gate"] = found[Userspace.name]  # it needs the same queues
     return found
 
 
 def queueing_iptables() -> str:
     """Return the iptables program that leads packets into queues on this kernel; raises HostError when none can."""
-    return _try(iptables_for_queues)
+    return str(_try(Userspace.check_kernel))
 
 
-def _try(work: Callable[[], str]) -> str:
+def _try(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
     with closing(Namespace.scratch()) as scratch:
-        return scratch.run(partial(_with_interface, work))
+        return scratch.run(partial(_with_interface, check_kernel))
 
 
-def _with_interface(work: Callable[[], str]) -> str:
+def _with_interface(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
     command(["ip", "link", "add", _TRIAL.interface, "type", "veth", "peer", "name", "trial-peer"])
     command(["ip", "link", "set", _TRIAL.interface, "up"])
     tc.run(sender.build(_TRIAL), [], [])
-    return work()
-
-
-def netem_works() -> str:
-    """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
-    with closing(Netem()) as trial:
-        trial.apply("trial", None, _TRIAL)
-        tc.run(trial.lines(None, _TRIAL), [], [], trial.tables)
-    return "tc"
-
-
-def iptables_for_queues() -> str:
-    """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
-    nfqueue.check()
-    return _iptables_for_a_queue()
+    return check_kernel(_TRIAL)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from testbed.common.errors import TestbedError
 from testbed.network.link import Link
 from testbed.trace.outcome import LinkMeasurement
+from testbed_controller.shaping.backend import adopt
 from testbed_controller.shaping.namespaces import Namespace, command
 from testbed_controller.shaping.plan import FRAME, Endpoint
 
@@ -144,6 +145,7 @@ def _sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
 
 if __name__ == "__main__":
     try:
+        adopt(os.environ)
         print(json.dumps(asdict(measure(*sys.argv[1:2]))))
     except TestbedError as error:
         sys.exit(f"capability: {error}")

@@ -25,7 +25,7 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed.wire.framing import CONGESTION_CONTROL
 from testbed_controller.shaping import plan as planning
 from testbed_controller.shaping import sender, tc
-from testbed_controller.shaping.backends import Userspace, choose, queueing_iptables
+from testbed_controller.shaping.backends import choose, queueing_iptables
 from testbed_controller.shaping.helper import Gate
 from testbed_controller.shaping.hostload import HostMonitor
 from testbed_controller.shaping.interfaces import (
@@ -105,7 +105,7 @@ class Shaping:
     """All devices of a run on this host and the links between them. Safe to use from several threads."""
 
     def __init__(self, links: str = "auto", seed: int = 0) -> None:
-        """Choose the backend: ``netem``, ``userspace``, or ``auto`` for the first that the kernel can serve.
+        """Choose the backend of this name, or with ``auto`` the first that the kernel supports.
 
         Raises HostError when there is none.
         """
@@ -434,7 +434,7 @@ class Shaping:
         shown = json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name]))
         counts = {"sender_drops": sum(entry.get("drops", 0) for entry in shown if entry.get("kind") == "pfifo")}
         counts["bytes"] = sum(entry.get("bytes", 0) for entry in shown if entry.get("root"))
-        if self._backend.name == Userspace.name or attached.routes:
+        if self._backend.uses_queues or attached.routes:
             rows = kernel_queues()
             counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
             counts["user_dropped"] = sum(row["user_dropped"] for row in rows)

@@ -195,7 +195,9 @@ def test_what_mends_what_is_told_from_recorded_names():
     assert mending("kill", "b") is None
     assert mending("no such action", "b") is None
     table = {name: mending(name, "b" if name != "heal" else "all") for name in ACTIONS}
-    found = {(name, other) for name, each in table.items() if each for other in ACTIONS if each.mends(other, "b")}
+    found = {
+        (name, other) for name, each in table.items() if each for other in ACTIONS if each.mends(ACTIONS[other], "b")
+    }
     assert found == {
         ("restart", "kill"),
         ("join", "kill"),
@@ -207,7 +209,7 @@ def test_what_mends_what_is_told_from_recorded_names():
         ("heal", "flap"),
         ("unthrottle", "throttle"),
     }
-    assert not any(each.mends("kill", "c") for each in table.values() if each)
+    assert not any(each.mends(ACTIONS["kill"], "c") for each in table.values() if each)
 
 
 names = st.sampled_from("abcd")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from testbed.faults.link_actions import Degrade, DegradePart, Flap, FlapPart, Heal, LinkSetPart, NetworkPartition
+from testbed.faults.parts import ACTIONS
 
 PAIRS = list(permutations("abcd", 2))
 
@@ -86,7 +87,7 @@ def test_a_flap_without_an_end_goes_on_for_ever() -> None:
 def test_heal_mends_what_was_done_to_links_and_nothing_else() -> None:
     heal = Heal("all")
     for name in ("partition", "degrade", "obstruct", "flap"):
-        assert heal.mends(name, "a <-> b")
-    assert not heal.mends("kill", "a")
-    assert not heal.mends("throttle", "a")
+        assert heal.mends(ACTIONS[name], "a <-> b")
+    assert not heal.mends(ACTIONS["kill"], "a")
+    assert not heal.mends(ACTIONS["throttle"], "a")
     assert Degrade(DegradePart(device="a", loss="1%")).touches(("b", "a"))
