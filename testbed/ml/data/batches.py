@@ -73,14 +73,14 @@ def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last:
     return order[position * batch_size : (position + 1) * batch_size]
 
 
-def micro_batches(size: int, parts: int) -> tuple[slice, ...]:
-    """Cut a batch into contiguous micro-batches as even as can be, larger ones first.
+def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
+    """Cut a batch into contiguous micro-batches of nearly equal size, larger ones first.
 
-    A batch of 10 in 4 parts is 3, 3, 2, 2. The batch's mean loss is the mean of the micro-batches' weighted by
-    their sizes. Raises ValueError for more parts than samples, which would leave some empty.
+    A batch of 10 in 4 micro-batches is 3, 3, 2, 2. The batch's mean loss is the mean of the micro-batches' losses,
+    weighted by their sizes. Raises ValueError for more micro-batches than samples, which would leave some empty.
     """
-    if not 1 <= parts <= size:
-        raise ValueError(f"a batch of {size} cannot be cut into {parts} micro-batches: take 1 to {size}")
-    small, larger = divmod(size, parts)
-    edges = accumulate([small + 1] * larger + [small] * (parts - larger), initial=0)
+    if not 1 <= micro_batches <= size:
+        raise ValueError(f"a batch of {size} cannot be cut into {micro_batches} micro-batches: take 1 to {size}")
+    small, larger = divmod(size, micro_batches)
+    edges = accumulate([small + 1] * larger + [small] * (micro_batches - larger), initial=0)
     return tuple(slice(begin, end) for begin, end in pairwise(edges))

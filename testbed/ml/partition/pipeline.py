@@ -20,7 +20,7 @@ from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.batches import cut_batch
 from testbed.ml.models.chain import Model, Tied, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition import cuts as cutting
@@ -330,7 +330,7 @@ class SynchronousPipeline(TrainingPipeline):
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [part.stop - part.start for part in micro_batches(self.batch_size, self.micro_batches)]
+        return [part.stop - part.start for part in cut_batch(self.batch_size, self.micro_batches)]
 
     @cached_property
     def _in_flight(self) -> list[int]:

@@ -59,7 +59,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
             step_time=pipeline.step_time(cuts),
             details=PipelineDetails(
                 schedule=options.schedule,
-                micro_batches=options.micro_batch_count,
+                micro_batches=options.micro_batches,
                 partition=options.partition,
                 bottleneck=pipeline.bottleneck(cuts),
             ),
@@ -73,7 +73,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
 
     def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
         """Return the size of the smallest micro-batch."""
-        return max(1, problem.workload.batch_size // problem.options.micro_batch_count)
+        return max(1, problem.workload.batch_size // problem.options.micro_batches)
 
     async def program(self, device: Device, job: Job[SynchronousOptions, PipelineDetails]) -> None:
         """Train on the first device; be a stage there and elsewhere."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import TypeVar
 
 from testbed.common.errors import InputError
@@ -25,7 +25,7 @@ from testbed.network.link import Pair
 from testbed.plan import Details, Piece, Plan
 
 MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
-"""What ``micro_batches`` is where it is not given."""
+"""Default of ``micro_batches`` by schedule."""
 
 
 class StagesOptions(Options):
@@ -52,7 +52,9 @@ class SynchronousOptions(StagesOptions):
     """Options of every pipeline whose micro-batches of a step all meet the same weights."""
 
     schedule: Literal["model-parallelism", "gpipe", "1f1b"] = "1f1b"
-    micro_batches: int | None = Field(None, ge=1, description="of a batch; 4, or 1 for model-parallelism")
+    micro_batches: int = Field(
+        None, ge=1, validate_default=True, description="of a batch; default: 4, or 1 for model-parallelism"
+    )
     partition: Literal["even", "optimal"] = Field(
         "optimal", description="even: by number of units; optimal: least predicted time of a step"
     )
@@ -63,10 +65,10 @@ class SynchronousOptions(StagesOptions):
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
     evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
 
-    @property
-    def micro_batch_count(self) -> int:
-        """Micro-batches of a batch."""
-        return self.micro_batches or MICRO_BATCHES[self.schedule]
+    @field_validator("micro_batches", mode="before")
+    @classmethod
+    def _default_of_schedule(cls, value: object, info: ValidationInfo) -> object:
+        return MICRO_BATCHES.get(info.data.get("schedule", ""), 1) if value is None else value
 
     def checkpoints(self, step: int, steps: int) -> bool:
         """Return whether the state after ``step`` of ``steps`` is kept: the last one is in any case."""
@@ -108,7 +110,7 @@ def synchronous_cut(
         links=problem.links,
         shares=options.shares,
         batch_size=workload.batch_size,
-        micro_batches=options.micro_batch_count,
+        micro_batches=options.micro_batches,
         schedule=SCHEDULES[options.schedule],
         state_values=problem.training.state_values,
         update_flops=problem.training.update_flops,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.method import Problem
-from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers import costs
 from testbed.ml.layers.shape_shard import ShapeShard, shard
 from testbed.ml.layers.shard import Shard, State, result_of
@@ -244,13 +244,13 @@ class _Executor:
         key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
         shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
         span = self._span("forward", *key)
-        rows = micro_batches(given.samples, given.micros)[given.micro].start, given.samples
+        part = cut_batch(given.samples, given.micros)[given.micro]
+        rows = part.start, given.samples
         loss = 0.0
         if stage.position.after is None:
             labels = await self._labels_of(given.batch)
-            own = labels[micro_batches(given.samples, given.micros)[given.micro]]
             whole = stage.problem.training.weight(labels)
-            work = partial(shard.forward_loss, key, inputs, own, whole, version, rows)
+            work = partial(shard.forward_loss, key, inputs, labels[part], whole, version, rows)
             loss, seconds = await stage.timed(work, cost, span)
         else:
             forward = shard.forward_lightly if policy.recompute else partial(shard.forward, version=version)

@@ -11,7 +11,7 @@ from functools import partial
 
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.method import Job, Problem
-from testbed.ml.data.batches import Due, micro_batches
+from testbed.ml.data.batches import Due, cut_batch
 from testbed.ml.layers.feed import Requests, Training, loss_fields
 from testbed.ml.layers.shard import State
 from testbed.ml.partition.redistribution import StagePartition
@@ -98,7 +98,7 @@ class SynchronousTrainer:
         supervisor, mailbox = self._supervisor, self._supervisor.mailbox
         images, labels = self._training.batch(step)
         samples = len(labels)
-        parts = micro_batches(samples, min(self._options.micro_batch_count, samples))
+        parts = cut_batch(samples, min(self._options.micro_batches, samples))
         number = mailbox.configuration
         self._reports.clear()
         mailbox.post(supervisor.layout[-1].device, Labels(number, step, labels))

@@ -2,7 +2,7 @@
 
 In the synchronous ones all micro-batches of a step see the same weights, and an update ends the step. So each gives the
 gradient of the whole batch, whatever the order; the micro-batches of a batch that does not divide differ by one sample
-(`testbed.ml.data.batches.micro_batches`). In the asynchronous one every batch has an update of its own. All are drawn
+(`testbed.ml.data.batches.cut_batch`). In the asynchronous one every batch has an update of its own. All are drawn
 for three stages and four micro-batches, forward and backward equally long, by `grid`.
 
 Played, one stage does one action at a time, in its order. Forward and backward wait for what the neighbour sends, and

@@ -16,7 +16,7 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.batches import cut_batch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Requests, Score, Training
 from testbed.ml.models.slices import Channels, pick
@@ -34,7 +34,7 @@ class MicroBatches:
         self.whole = training.samples
         """Samples of a batch."""
         self._training = training
-        self._cuts = micro_batches(training.samples, parts)
+        self._cuts = cut_batch(training.samples, parts)
 
     def samples(self, number: int) -> int:
         """Return how many samples a micro-batch has."""

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import HostError, InputError
 from testbed.ml.data import DATASETS, describe, load
-from testbed.ml.data.batches import batch, micro_batches, steps_per_epoch
+from testbed.ml.data.batches import batch, cut_batch, steps_per_epoch
 from testbed.ml.data.catalog import Remote, train_labels
 from testbed.ml.data.fetch import fetch
 from testbed.ml.data.split import holdout
@@ -285,11 +285,11 @@ def test_batches_depend_on_seed_and_step_alone() -> None:
 
 
 def test_micro_batches_of_a_batch_that_does_not_divide() -> None:
-    assert [piece.stop - piece.start for piece in micro_batches(10, 4)] == [3, 3, 2, 2]
-    assert [list(range(10))[piece] for piece in micro_batches(10, 4)][1:3] == [[3, 4, 5], [6, 7]]
-    assert micro_batches(3, 1) == (slice(0, 3),)
+    assert [piece.stop - piece.start for piece in cut_batch(10, 4)] == [3, 3, 2, 2]
+    assert [list(range(10))[piece] for piece in cut_batch(10, 4)][1:3] == [[3, 4, 5], [6, 7]]
+    assert cut_batch(3, 1) == (slice(0, 3),)
     with pytest.raises(ValueError, match="a batch of 3 cannot be cut into 4 micro-batches: take 1 to 3"):
-        micro_batches(3, 4)
+        cut_batch(3, 4)
 
 
 @pytest.fixture

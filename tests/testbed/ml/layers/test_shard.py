@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers.shard import Shard, restrict, unit_of, weights_of
 from testbed.ml.models import create
 from testbed.ml.models.chain import chain
@@ -53,7 +53,7 @@ def train_split(model, sizes, cuts, schedule, count):
     bounds = list(itertools.pairwise((0, *cuts, len(model.units))))
     shards = [Shard(model, first, last, 7, SGD) for first, last in bounds]
     for step, (images, labels) in enumerate(batches(model, sizes)):
-        parts = micro_batches(len(labels), count)
+        parts = cut_batch(len(labels), count)
         passing = {(0, micro): images[part] for micro, part in enumerate(parts)}
         back = {}
         for slot in play(orders(schedule, len(shards), count), lambda _stage, _action: 1.0):
@@ -92,7 +92,7 @@ def test_gradients_equal_those_of_the_whole_batch():
     shard = Shard(model, 0, len(model.units), 7, sgd(learning_rate=1.0))
     before = shard.state()
     ((images, labels),) = batches(model, [11])
-    for micro, part in enumerate(micro_batches(11, 4)):
+    for micro, part in enumerate(cut_batch(11, 4)):
         shard.forward_loss(micro, images[part], labels[part], 11)
         shard.backward(micro)
     shard.update(0)

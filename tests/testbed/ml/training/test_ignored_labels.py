@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from testbed.ml.data.batches import micro_batches
+from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers.feed import Score
 from testbed.ml.training.recipe import Recipe
 from testbed_controller.api import load, simulate
@@ -27,7 +27,7 @@ def in_parts(training: Recipe, outputs: torch.Tensor, labels: torch.Tensor, part
     """Return loss and gradient of outputs that pass in parts, as the stages of a pipeline compute them."""
     outputs = outputs.clone().requires_grad_()
     loss = 0.0
-    for part in micro_batches(len(labels), parts):
+    for part in cut_batch(len(labels), parts):
         found = training.loss(outputs[part], labels[part], training.weight(labels))
         found.backward()
         loss += float(found.detach())
@@ -67,7 +67,7 @@ def test_the_test_loss_is_the_mean_of_counted_labels() -> None:
     outputs = torch.rand((12, 8, 6))
     _, labels = data(-100)
     score = Score()
-    for part in micro_batches(12, 4):
+    for part in cut_batch(12, 4):
         score.add(outputs[part], labels[part].numpy())
     expected = torch.nn.functional.cross_entropy(outputs.movedim(-1, 1), labels)
     assert score.loss == pytest.approx(float(expected), rel=1e-6)
