@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 
 from testbed.common import formats
 from testbed.common.errors import InputError
@@ -17,19 +19,14 @@ from testbed.scenario.loading import load
 from testbed.scenario.points import point_text
 from testbed.workload import by_device
 from testbed_controller.cli.options import as_json, in_results, on_hosts, overrides
-from testbed_controller.cli.printing import dump, make_console, print_section
-from testbed_controller.report.tables import Column, figures
+from testbed_controller.cli.printing import dump, make_console
+from testbed_controller.report.tables import Column, Section, draw, figures, plain
 
 CLASSES_SHOWN = 4
 """Classes shown of a device, those with most samples; all of them are in the JSON."""
-COLUMNS = 44
-"""Letters of a map's width."""
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from testbed.method import Problem
-    from testbed.network.radio import Position
+    from testbed.method import Alternative, Problem
     from testbed.plan import Piece
     from testbed_controller.hosts.placement import LabPart
 
@@ -45,9 +42,9 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
     and the FLOPs computed in a step. Below it are the step time that the planner predicts and, for a pipeline, the
     schedule as a grid (F0 is the forward of micro-batch 0, B0 its backward). With `network.radio` there are also the
-    position of each device, the packet reception ratio (PRR) of each directed pair, and a map; with
-    `workload.data.split`, how many training samples of which classes each device has. A method that can divide the
-    work in several ways shows all of them. A sweep is planned at each of its points.
+    position of each device and the packet reception ratio (PRR) of each directed pair; the report of a run has a map.
+    With `workload.data.split`, how many training samples of which classes each device has. A method that can divide
+    the work in several ways shows all of them. A sweep is planned at each of its points.
 
     SCENARIO is a file, or the name of one in scenarios/.
 
@@ -64,47 +61,132 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     points = [each for each in trials(loaded) if each.repetition == 0]
     found, refused = prepare_all(points)
     prepared = list(found.values())
-    plans = [_describe_plan(each) for each in prepared]
-    if where.hosts:
-        for described, each in zip(plans, _describe_hosts(prepared, where), strict=True):
-            described["hosts"] = each
+    hosts = _describe_hosts(prepared, where) if where.hosts else [[] for _ in prepared]
+    views = [_view(*each) for each in zip(prepared, hosts, strict=True)]
     if as_json:
-        dump(plans)
-    console = make_console()
-    for number, described in enumerate([] if as_json else plans):
-        if number:
-            console.print()
-        _print_plan(console, described)
+        dump([asdict(view) for view in views])
+    else:
+        _print(views)
     raise_refused(refused)
 
 
-def _describe_plan(prepared: Prepared) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PieceView:
+    """One piece of the model: its device, and the part of the device that it takes."""
+
+    device: str
+    profile: str
+    speed: float
+    memory_rate: float | None
+    first: int
+    last: int
+    units: list[str]
+    part: str | None
+    copy_for: str | None
+    parameters: int
+    frozen: int
+    memory: float
+    memory_available: float
+    flops: float
+    compute_time: float
+
+    @property
+    def held(self) -> str:
+        """The units of the piece: ``0-2 conv1..conv3``."""
+        if not self.units:
+            return "-"
+        several = len(self.units) > 1
+        numbers = f"{self.first}-{self.last - 1}" if several else str(self.first)
+        names = f"{self.units[0]}..{self.units[-1]}" if several else self.units[0]
+        held = f"{numbers} {names}" if self.part is None else f"{self.part} of {numbers}"
+        return held if self.copy_for is None else f"{held} for {self.copy_for}"
+
+
+@dataclass(frozen=True)
+class DataView:
+    """Owners of training samples, each with its samples of each class."""
+
+    samples: int
+    owners: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class RadioView:
+    """Positions of devices, and the share of each sender's casts that the others receive."""
+
+    area: list[float]
+    positions: dict[str, list[float]]
+    prr: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan as it is printed; as JSON, the keys of `testbed plan --json`."""
+
+    scenario: str
+    point: dict[str, Any]
+    task: str
+    programs: dict[str, dict[str, Any]]
+    method: str
+    model: str
+    batch_size: int
+    lead: str
+    pieces: list[PieceView]
+    data: DataView | None
+    samples_everywhere: bool
+    radio: RadioView | None
+    memory: dict[str, float]
+    idle: list[str]
+    step_time: float | None
+    even_step_time: float | None
+    f32_step_time: float | None
+    fastest_alone: dict[str, Any] | None
+    schedule: str
+    alternatives: list[Alternative]
+    advice: list[str]
+    details: dict[str, Any]
+    hosts: list[dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        """Name of the scenario and, of a sweep, the point."""
+        point = point_text(self.point)
+        return f"[bold]{self.scenario}[/bold]{' at ' + point if point else ''}"
+
+    @property
+    def unit(self) -> str:
+        """The work that times are of."""
+        return "step" if self.task == "train" else "request"
+
+
+def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
     programs = by_device(problem.workload.programs, [device.name for device in problem.devices])
-    return {
-        "scenario": prepared.scenario.name,
-        "point": prepared.trial.point,
-        "task": problem.workload.task,
-        "programs": {name: part.model_dump() for name, part in programs.items()},
-        "method": chosen.method,
-        "model": problem.model.name,
-        "batch_size": problem.workload.batch_size,
-        "lead": chosen.lead,
-        "pieces": [_describe_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
-        "data": _describe_data(prepared),
-        "samples_everywhere": prepared.method.samples_everywhere,
-        "radio": _describe_radio(prepared),
-        "memory": {name: chosen.memory(name) for name in chosen.devices},
-        "idle": [device.name for device in experiment.devices if device.name not in chosen.devices],
-        "step_time": chosen.step_time,
-        "even_step_time": _even_time(prepared),
-        "f32_step_time": _plain_time(prepared),
-        "fastest_alone": _fastest_alone(prepared),
-        "schedule": prepared.method.draw(chosen),
-        "alternatives": [asdict(each) for each in prepared.method.alternatives(problem)],
-        "advice": prepared.method.advice(problem, chosen),
-        "details": chosen.details.model_dump(mode="json"),
-    }
+    return PlanView(
+        scenario=prepared.scenario.name,
+        point=dict(prepared.trial.point),
+        task=problem.workload.task,
+        programs={name: part.model_dump() for name, part in programs.items()},
+        method=chosen.method,
+        model=problem.model.name,
+        batch_size=problem.workload.batch_size,
+        lead=chosen.lead,
+        pieces=[_view_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
+        data=_view_data(prepared),
+        samples_everywhere=prepared.method.samples_everywhere,
+        radio=_view_radio(prepared),
+        memory={name: chosen.memory(name) for name in chosen.devices},
+        idle=[device.name for device in experiment.devices if device.name not in chosen.devices],
+        step_time=chosen.step_time,
+        even_step_time=_even_time(prepared),
+        f32_step_time=_plain_time(prepared),
+        fastest_alone=_fastest_alone(prepared),
+        schedule=prepared.method.draw(chosen),
+        alternatives=list(prepared.method.alternatives(problem)),
+        advice=list(prepared.method.advice(problem, chosen)),
+        details=chosen.details.model_dump(mode="json"),
+        hosts=hosts,
+    )
 
 
 def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[dict[str, Any]]]:
@@ -156,20 +238,20 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     return {"device": best, "step_time": times[best]}
 
 
-def _describe_data(prepared: Prepared) -> dict[str, Any] | None:
-    """Return who owns how many training samples of which classes; None where all are the lead's."""
+def _view_data(prepared: Prepared) -> DataView | None:
+    """Return the owners of training samples; None if all are the lead's."""
     from testbed.ml.data.catalog import train_labels
 
     counts = prepared.owned()
     if not counts:
         return None
     labels = train_labels(prepared.problem.workload.data, prepared.scenario.data_folder)
-    owners = [{"device": name, "samples": sum(counts[name].values()), "classes": counts[name]} for name in counts]
-    return {"samples": len(labels), "owners": owners}
+    owners = [{"device": name, "samples": sum(owned.values()), "classes": owned} for name, owned in counts.items()]
+    return DataView(len(labels), owners)
 
 
-def _describe_radio(prepared: Prepared) -> dict[str, Any] | None:
-    """Return where devices are and which share of each one's casts the others receive; None without a radio."""
+def _view_radio(prepared: Prepared) -> RadioView | None:
+    """Return positions and reception; None without a radio."""
     experiment, part = prepared.experiment, prepared.scenario.network.radio
     if experiment.radio is None or part is None:
         return None
@@ -177,15 +259,10 @@ def _describe_radio(prepared: Prepared) -> dict[str, Any] | None:
     ratios: dict[str, dict[str, float]] = {name: {} for name in positions}
     for (source, destination), link in experiment.links.items():
         ratios[source][destination] = 1 - link.message_loss
-    return {
-        "area": list(part.area),
-        "positions": {name: list(place) for name, place in positions.items()},
-        "prr": ratios,
-    }
+    return RadioView(list(part.area), {name: list(place) for name, place in positions.items()}, ratios)
 
 
-def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
-    """Return what a device holds by one piece, and what that takes of it."""
+def _view_piece(problem: Problem, piece: Piece) -> PieceView:
     workload, device = problem.workload, problem.device(piece.device)
     units = problem.model.units[piece.first : piece.last]
     cost = costs.forward(units, workload.batch_size)
@@ -194,28 +271,113 @@ def _describe_piece(problem: Problem, piece: Piece) -> dict[str, Any]:
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
-    return {
-        "device": device.name,
-        "profile": device.profile,
-        "speed": device.speed,
-        "memory_rate": device.memory_rate,
-        "first": piece.first,
-        "last": piece.last,
-        "units": [unit.name for unit in units],
-        "part": piece.part,
-        "copy_for": piece.copy_for,
-        "parameters": parameters,
-        "frozen": sum(unit.frozen for unit in units),
-        "memory": piece.memory,
-        "memory_available": device.memory,
-        "flops": cost.of().flops if piece.flops is None else piece.flops * workload.batch_size,
-        "compute_time": device.seconds(cost) if piece.seconds is None else piece.seconds,
-    }
+    return PieceView(
+        device=device.name,
+        profile=device.profile,
+        speed=device.speed,
+        memory_rate=device.memory_rate,
+        first=piece.first,
+        last=piece.last,
+        units=[unit.name for unit in units],
+        part=piece.part,
+        copy_for=piece.copy_for,
+        parameters=parameters,
+        frozen=sum(unit.frozen for unit in units),
+        memory=piece.memory,
+        memory_available=device.memory,
+        flops=cost.of().flops if piece.flops is None else piece.flops * workload.batch_size,
+        compute_time=device.seconds(cost) if piece.seconds is None else piece.seconds,
+    )
 
 
-def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
-    """Print where devices would run."""
-    if not hosts:
+def _print(views: Sequence[PlanView]) -> None:
+    console = make_console()
+    for number, view in enumerate(views):
+        if number:
+            console.print()
+        for block in _blocks(view):
+            console.print(block if isinstance(block, str) else draw(block, console.width))
+        if view.schedule:
+            console.print(f"\n{escape(view.schedule)}", soft_wrap=True)
+
+
+def _blocks(view: PlanView) -> Iterator[Section | str]:
+    """Yield tables, and lines of markup between them."""
+    if view.programs:
+        yield f"{view.title}: programs\n"
+        yield programs_table(view)
+        yield from hosts_table(view)
+        return
+    work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples a {view.unit}"
+    yield f"{view.title}: {work}\n"
+    yield pieces_table(view)
+    lead = "lead" if view.data or view.samples_everywhere else "lead, holds the data"
+    yield f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {view.unit}[/dim]"
+    yield from times(view)
+    yield from hosts_table(view)
+    if view.data is not None:
+        yield from data_table(view.data)
+    if view.radio is not None:
+        yield from radio_table(view.radio)
+    if view.alternatives:
+        yield from alternatives_table(view.alternatives)
+
+
+def programs_table(view: PlanView) -> Section:
+    """Return the command of each device."""
+    rows = [
+        (name, " ".join(program["command"]), "in the background" if program["background"] else "")
+        for name, program in view.programs.items()
+    ]
+    return plain([Column("device"), Column("command"), Column("")], rows)
+
+
+def pieces_table(view: PlanView) -> Section:
+    """Return the pieces of each device, one below the other; its share of memory is that of all of them."""
+    rows: list[Sequence[str]] = []
+    before = ""
+    for piece in view.pieces:
+        name = share = ""
+        if piece.device != before:
+            name = piece.device + (" *" if piece.device == view.lead else "")
+            share = f"{view.memory[piece.device] / piece.memory_available:.0%}"
+        before = piece.device
+        frozen = f" + {formats.count(piece.frozen)} frozen" if piece.frozen else ""
+        rows.append(
+            (
+                name,
+                piece.held,
+                formats.count(piece.parameters) + frozen,
+                formats.size(piece.memory),
+                "< 1%" if share == "0%" else share,
+                formats.count(piece.flops),
+                formats.seconds(piece.compute_time),
+            )
+        )
+    rows += [(name, "-", *[""] * 5) for name in view.idle]
+    return plain([Column("device"), Column("units"), *figures("parameters", "memory", "of", "FLOP", "time")], rows)
+
+
+def times(view: PlanView) -> Iterator[str]:
+    """Yield the predicted time of a step or request, and what would make it shorter."""
+    if view.step_time is not None:
+        text = f"predicted {view.unit} time: [bold]{formats.seconds(view.step_time)}[/bold]"
+        if view.even_step_time is not None:
+            text += f" ({formats.seconds(view.even_step_time)} with partition: even)"
+        if view.f32_step_time is not None:
+            text += f" ({formats.seconds(view.f32_step_time)} if all devices computed in f32)"
+        yield text
+        if view.fastest_alone is not None:
+            alone = formats.seconds(view.fastest_alone["step_time"])
+            text = f"{alone} per {view.unit} instead of {formats.seconds(view.step_time)}"
+            yield f"[yellow]{view.fastest_alone['device']} alone would be quicker: {text}[/yellow]"
+    for text in view.advice:
+        yield f"[yellow]{text}[/yellow]"
+
+
+def hosts_table(view: PlanView) -> Iterator[Section | str]:
+    """Yield the devices and the load of each host, if the run is one over several."""
+    if not view.hosts:
         return
     rows = [
         (
@@ -225,171 +387,63 @@ def _print_hosts(console: Console, hosts: Sequence[Mapping[str, Any]]) -> None:
             f"{formats.size(each['memory'])} of {formats.size(each['of'])}",
             str(each["leaving"]),
         )
-        for each in hosts
+        for each in view.hosts
     ]
-    console.print()
-    print_section(
-        console, [Column("host"), Column("devices"), *figures("cores busy", "memory", "links that leave")], rows
-    )
+    yield ""
+    yield plain([Column("host"), Column("devices"), *figures("cores busy", "memory", "links that leave")], rows)
 
 
-def _print_plan(console: Console, described: dict[str, Any]) -> None:
-    point = point_text(described["point"])
-    if described["programs"]:
-        console.print(f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: programs\n")
-        commands = [
-            (name, " ".join(program["command"]), "in the background" if program["background"] else "")
-            for name, program in described["programs"].items()
-        ]
-        print_section(console, [Column("device"), Column("command"), Column("")], commands)
-        _print_hosts(console, described.get("hosts", ()))
-        return
-    unit = "step" if described["task"] == "train" else "request"
-    console.print(
-        f"[bold]{described['scenario']}[/bold]{' at ' + point if point else ''}: {described['task']} "
-        f"{described['model']} with {described['method']}, {described['batch_size']} samples a {unit}\n"
-    )
-    rows: list[tuple[str, ...]] = []
-    before = None
-    for row in described["pieces"]:
-        name = row["device"]
-        # A device's pieces stand one below the other; its share of memory is that of all of them.
-        share = f"{described['memory'][name] / row['memory_available']:.0%}" if name != before else ""
+def data_table(data: DataView) -> Iterator[Section | str]:
+    """Yield the samples of each owner."""
+    rows = []
+    for owner in data.owners:
+        counts = owner["classes"]
+        most = sorted(counts, key=lambda label: (-counts[label], label))
+        shown = [f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN]]
+        if len(most) > CLASSES_SHOWN:
+            shown.append("...")
+        rows.append((owner["device"], f"{owner['samples']:,}", str(len(counts)), ", ".join(shown)))
+    yield ""
+    yield plain([Column("device"), *figures("samples", "classes"), Column("samples of a class")], rows)
+    owned = sum(owner["samples"] for owner in data.owners)
+    yield f"\n[dim]{owned:,} of {data.samples:,} training samples; the lead has the test samples[/dim]"
+
+
+def radio_table(radio: RadioView) -> Iterator[Section | str]:
+    """Yield the reception ratios: a row a sender, a column a receiver, numbered as the rows are."""
+    numbers = {name: str(index) for index, name in enumerate(radio.prr, 1)}
+    rows = []
+    for name, (x, y) in radio.positions.items():
+        ratios = radio.prr[name]
+        received = [f"{ratios[other]:.0%}" if other in ratios else "-" for other in numbers]
+        rows.append((numbers[name], name, f"{x:.1f}, {y:.1f}", *received))
+    every = [ratio for row in radio.prr.values() for ratio in row.values()]
+    mean = f", {fmean(every):.1%} on average" if every else ""
+    yield ""
+    yield plain([Column(""), Column("device"), Column("metres"), *figures(*numbers.values())], rows)
+    yield f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]"
+
+
+def alternatives_table(alternatives: Sequence[Alternative]) -> Iterator[Section | str]:
+    """Yield the needs of each scheme: of the device with most, and of the network."""
+    rows = []
+    for each in alternatives:
+        notes = ["" if each.fits else "does not fit", each.notes]
         rows.append(
             (
-                "" if name == before else name + (" *" if name == described["lead"] else ""),
-                _held(row),
-                formats.count(row["parameters"])
-                + (f" + {formats.count(row['frozen'])} frozen" if row["frozen"] else ""),
-                formats.size(row["memory"]),
-                "< 1%" if share == "0%" else share,
-                formats.count(row["flops"]),
-                formats.seconds(row["compute_time"]),
+                each.name + (" *" if each.chosen else ""),
+                formats.count(max(each.weights.values())),
+                formats.size(max(each.memory.values())),
+                formats.count(each.longest_path),
+                formats.count(each.communication),
+                formats.size(each.wire_bytes),
+                "-" if each.step_time is None else formats.seconds(each.step_time),
+                "; ".join(filter(None, notes)),
             )
         )
-        before = name
-    rows += [(name, "-", *[""] * 5) for name in described["idle"]]
-    columns = [Column("device"), Column("units"), *figures("parameters", "memory", "of", "FLOP", "time")]
-    print_section(console, columns, rows)
-    lead = "lead" if described["data"] or described["samples_everywhere"] else "lead, holds the data"
-    console.print(f"\n[dim]* {lead}; of: the device's memory; FLOP, time: per {unit}[/dim]")
-    _print_times(console, described, unit)
-    _print_hosts(console, described.get("hosts", ()))
-    if described["data"]:
-        console.print()
-        _print_data(console, described["data"])
-    if described["radio"]:
-        console.print()
-        _print_radio(console, described["radio"])
-    if described["schedule"]:
-        console.print()
-        console.print(described["schedule"], soft_wrap=True)
-    if described["alternatives"]:
-        console.print()
-        _print_alternatives(console, described["alternatives"])
-
-
-def _print_times(console: Console, described: dict[str, Any], unit: str) -> None:
-    """Print the predicted time of a step or request, and what would make it shorter."""
-    if described["step_time"] is not None:
-        even = described["even_step_time"]
-        other = "" if even is None else f" ({formats.seconds(even)} with partition: even)"
-        if described["f32_step_time"] is not None:
-            other += f" ({formats.seconds(described['f32_step_time'])} if all devices computed in f32)"
-        console.print(f"predicted {unit} time: [bold]{formats.seconds(described['step_time'])}[/bold]{other}")
-    if (alone := described["fastest_alone"]) is not None:
-        times = f"{formats.seconds(alone['step_time'])} per {unit} instead of {formats.seconds(described['step_time'])}"
-        console.print(f"[yellow]{alone['device']} alone would be quicker: {times}[/yellow]", soft_wrap=True)
-    for text in described["advice"]:
-        console.print(f"[yellow]{text}[/yellow]", soft_wrap=True)
-
-
-def _print_data(console: Console, data: dict[str, Any]) -> None:
-    """Print who owns which training samples."""
-    rows = []
-    for row in data["owners"]:
-        counts = row["classes"]
-        most = sorted(counts, key=lambda label: (-counts[label], label))
-        shown = ", ".join(f"{label}: {counts[label]:,}" for label in most[:CLASSES_SHOWN])
-        more = ", ..." if len(most) > CLASSES_SHOWN else ""
-        rows.append((row["device"], f"{row['samples']:,}", str(len(counts)), shown + more))
-    columns = [Column("device"), *figures("samples", "classes"), Column("samples of a class")]
-    print_section(console, columns, rows)
-    owned = sum(row["samples"] for row in data["owners"])
-    console.print(f"\n[dim]{owned:,} of {data['samples']:,} training samples; the lead has the test samples[/dim]")
-
-
-def _print_radio(console: Console, radio: dict[str, Any]) -> None:
-    """Print the reception ratios, a row a sender, a column a receiver, numbered as the rows are, and the map."""
-    ratios = radio["prr"]
-    numbers = {name: str(index) for index, name in enumerate(ratios, 1)}
-    rows = [
-        (
-            numbers[name],
-            name,
-            f"{x:.1f}, {y:.1f}",
-            *(f"{ratios[name][other]:.0%}" if other in ratios[name] else "-" for other in ratios),
-        )
-        for name, (x, y) in radio["positions"].items()
-    ]
-    columns = [Column(""), Column("device"), Column("metres"), *figures(*numbers.values())]
-    print_section(console, columns, rows)
-    every = [ratio for row in ratios.values() for ratio in row.values()]
-    mean = f", {sum(every) / len(every):.1%} on average" if every else ""
-    console.print(f"\n[dim]share of the casts of each row's device that each column's receives (PRR){mean}[/dim]")
-    console.print(letters(radio["positions"], numbers, radio["area"]), soft_wrap=True, highlight=False)
-
-
-def letters(positions: Mapping[str, Position], names: Mapping[str, str], area: tuple[float, float]) -> str:
-    """Return a map in letters, framed, north up: each device's short name begins where it is.
-
-    Where two are too close to distinguish, the later one stands in the next free place to its right, or is left out.
-    """
-    # A letter is about twice as high as it is wide.
-    rows = min(30, max(5, round(COLUMNS * area[1] / area[0] / 2)))
-    canvas = [[" "] * COLUMNS for _ in range(rows)]
-    for device, (x, y) in positions.items():
-        row = canvas[rows - 1 - min(rows - 1, int(y / area[1] * rows))]
-        word = names[device]
-        first = min(COLUMNS - len(word), int(x / area[0] * COLUMNS))
-        for start in range(first, COLUMNS - len(word) + 1):
-            if all(letter == " " for letter in row[max(0, start - 1) : start + len(word) + 1]):
-                row[start : start + len(word)] = word
-                break
-    frame = "-" * COLUMNS
-    lines = [f"+{frame}+", *(f"|{''.join(row)}|" for row in canvas), f"+{frame}+"]
-    return "\n".join(lines)
-
-
-def _print_alternatives(console: Console, alternatives: Sequence[dict[str, Any]]) -> None:
-    """Print what each way takes of the device that it takes most of, and of the network."""
-    rows = [
-        (
-            each["name"] + (" *" if each["chosen"] else ""),
-            formats.count(max(each["weights"].values())),
-            formats.size(max(each["memory"].values())),
-            formats.count(each["longest_path"]),
-            formats.count(each["communication"]),
-            formats.size(each["wire_bytes"]),
-            "-" if each["step_time"] is None else formats.seconds(each["step_time"]),
-            "; ".join(filter(None, ("" if each["fits"] else "does not fit", each["notes"]))),
-        )
-        for each in alternatives
-    ]
-    columns = [Column("scheme"), *figures("weights", "memory", "T", "C", "on the wire", "time"), Column("")]
-    print_section(console, columns, rows)
-    console.print(
+    yield ""
+    yield plain([Column("scheme"), *figures("weights", "memory", "T", "C", "on the wire", "time"), Column("")], rows)
+    yield (
         "\n[dim]* chosen; weights, in elements, and memory: of the device with most; T: multiplications one after the "
         "other, C: elements sent by the paper's formulas, per sample; on the wire, time: of a request[/dim]"
     )
-
-
-def _held(row: dict[str, Any]) -> str:
-    """Say which units a device holds by a piece: ``0-2 conv1..conv3``."""
-    names, first, last = row["units"], row["first"], row["last"] - 1
-    if not names:
-        return "-"
-    units = f"{first} {names[0]}" if len(names) == 1 else f"{first}-{last} {names[0]}..{names[-1]}"
-    if row["part"] is not None:
-        units = f"{row['part']} of {first if len(names) == 1 else f'{first}-{last}'}"
-    return units if row["copy_for"] is None else f"{units} for {row['copy_for']}"

@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from testbed.network.parts import PRESETS
 from testbed.network.radio import TRANSCEIVERS, Propagation, Radio, draw_positions
 from testbed_controller.cli.main import testbed as command_line
-from testbed_controller.cli.plan import letters
 
 EDGEPIPE = Propagation(transmit_power=16, sensitivity=-82, path_loss_exponent=3.1, reference_loss=46.68, shadowing=8)
 WORKLOAD = {"model": {"name": "mlp"}, "method": {"name": "single"}, "steps": 1}
@@ -103,22 +102,9 @@ def test_plan_prints_the_reception_ratios(tmp_path, monkeypatch):
     shown = CliRunner().invoke(command_line, ["plan", str(file)]).output
     assert "0.0, 50.0" in shown
     assert "43%" in shown
-    assert "|2   " in shown
     (plan,) = json.loads(CliRunner().invoke(command_line, ["plan", str(file), "--json"]).output)
     assert plan["radio"]["prr"]["a"]["b"] == pytest.approx(EDGEPIPE.reception_ratio(50))
     assert plan["radio"]["positions"]["b"] == [0, 50]
-
-
-def test_a_map_in_letters_has_each_device_where_it_is():
-    positions = {"a": (0.0, 0.0), "b": (100.0, 50.0), "c": (50.0, 25.0), "d": (50.0, 25.0)}
-    rows = letters(positions, {name: name for name in positions}, (100, 50)).splitlines()
-    assert len({len(row) for row in rows}) == 1
-    assert rows[1].endswith("b|")
-    assert rows[-2].startswith("|a ")
-    (middle,) = [row for row in rows if "c" in row]
-    assert middle.index("c") == len(middle) // 2
-    assert "c d" in middle
-    assert "c" not in letters(positions, {**dict.fromkeys(positions, "d"), "b": "d" * 22}, (100, 50))
 
 
 def test_radios_and_their_frames_have_sources():

@@ -22,7 +22,8 @@ from testbed.plan import Plan
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
 from testbed.workload import WorkloadPart
-from testbed_controller.cli.plan import _print_alternatives
+from testbed_controller.cli.plan import alternatives_table
+from testbed_controller.report.tables import draw
 from tests.helpers.graphs import FOUR_LAYERS, asked
 
 
@@ -98,9 +99,8 @@ def test_every_scheme_is_shown_beside_the_one_that_is_chosen() -> None:
 
 
 def test_the_alternatives_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from dataclasses import asdict
-
-    _print_alternatives(Console(width=160), [asdict(each) for each in alternatives(problem(memory=1.4e6))])
+    _, table, _ = alternatives_table(alternatives(problem(memory=1.4e6)))
+    Console(width=160).print(draw(table, 160))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["scheme", "weights", "memory"]
     assert [line.split()[0] for line in lines[2:8]] == ["single", "sequential", "lop", "lip", "fuse", "optimal"]
