@@ -141,7 +141,7 @@ class PlanView:
     even_step_time: float | None
     f32_step_time: float | None
     fastest_alone: dict[str, Any] | None
-    schedule: str
+    schedule: str | None
     alternatives: list[Alternative]
     advice: list[str]
     details: dict[str, Any]
