@@ -166,17 +166,17 @@ def known(net: Network, name: str) -> dict[str, str]:
 
 
 def port_of(shaping: Shaping, name: str) -> str:
-    return shaping._devices[name].port
+    return shaping.registry.devices[name].port
 
 
 def forwarding(shaping: Shaping) -> str:
-    assert shaping._bridge is not None
-    return shaping._bridge.run(lambda: command(["bridge", "fdb", "show"]))
+    assert shaping.registry.bridge is not None
+    return shaping.registry.bridge.run(lambda: command(["bridge", "fdb", "show"]))
 
 
 def ports(shaping: Shaping) -> set[str]:
-    assert shaping._bridge is not None
-    return shaping._bridge.run(interface_names) - {"lo", "data"}
+    assert shaping.registry.bridge is not None
+    return shaping.registry.bridge.run(interface_names) - {"lo", "data"}
 
 
 def test_a_change_spares_the_flows_of_others(net: Network, shaping: Shaping) -> None:

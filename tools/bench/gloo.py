@@ -24,7 +24,7 @@ from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running.emulation import emulate
-from testbed_controller.shaping.shaper import INTERFACE
+from testbed_controller.shaping.registry import INTERFACE
 from tools.bench import gloo_program
 from tools.bench.figure import Measurement
 

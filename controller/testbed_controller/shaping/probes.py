@@ -16,9 +16,9 @@ import socket
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from testbed.network.impairments import expected_loss, longest_delay
@@ -34,7 +34,10 @@ from testbed_controller.shaping.trains import (
     FarEnds,
     Listener,
     Site,
+    Train,
+    make_train,
     rates,
+    receivers,
     seconds,
     sockets,
 )
@@ -115,7 +118,7 @@ def measure(
     wanted, until = dict(links), time.monotonic() + _AGAIN_SECONDS
     for _ in range(_ATTEMPTS):
         tallies = _tallies(wanted, sites, media, representatives)
-        with sockets(sites, {name for pair in wanted for name in pair}) as ends:
+        with sockets(sites, set(chain.from_iterable(wanted))) as ends:
             _measure(tallies, representatives, media, ends)
         results |= {tally.pair: tally.measurement() for tally in tallies}
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
@@ -180,11 +183,11 @@ def _measure(
     by_pair, due = {tally.pair: tally for tally in tallies}, begin or -math.inf
     time.sleep(max(0.0, due - time.monotonic()))
     due += _measure_delays(tallies, ends, run, begin)
-    for together, late in _trains(tallies, representatives, media):
+    for together in _trains(tallies, representatives, media, ends):
         time.sleep(max(0.0, due - time.monotonic()))
-        for pair, rate in rates(together, late, ends, run).items():
+        for pair, rate in rates(together, run).items():
             by_pair[pair].rate = rate
-        due += seconds(together, late, ends) + _BETWEEN
+        due += seconds(together) + _BETWEEN
 
 
 def _tallies(
@@ -234,17 +237,17 @@ def _shared_rates(pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Ro
 
 
 def _trains(
-    tallies: Sequence[_Tally], representatives: set[Pair], media: Mapping[Pair, Route]
-) -> Iterator[tuple[dict[Pair, Link], list[Pair]]]:
-    """Yield links whose rates are measured together, each of the lowest rate on its way; and the late ones of them."""
-    rated = {
-        tally.pair: tally for tally in tallies if tally.link.up and tally.link.rate and tally.pair in representatives
-    }
-    for together in rounds(list(rated), media):
-        yield (
-            {pair: tally.link for pair, tally in rated.items() if pair in together},
-            [pair for pair in rated if pair in together and rated[pair].late],
-        )
+    tallies: Sequence[_Tally],
+    representatives: set[Pair],
+    media: Mapping[Pair, Route],
+    ends: Mapping[str, Ends | FarEnds],
+) -> list[list[Train]]:
+    """Return a train for each link whose rate is measured; those in one list share no device and are sent together."""
+    trains = {}
+    for tally in tallies:
+        if tally.link.up and tally.link.rate and tally.pair in representatives:
+            trains[tally.pair] = make_train(tally.pair, tally.link, tally.late, ends)
+    return [[trains[pair] for pair in trains if pair in together] for together in rounds(list(trains), media)]
 
 
 def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
@@ -292,48 +295,86 @@ def _measure_delays(
 
     Returns within how many seconds that is over, on each of the hosts that take part from the instant ``begin`` on.
     """
-    run = run or os.urandom(8)
     began = time.monotonic()
-
-    def send(index: int, number: int) -> None:
-        source, destination = tallies[index].pair
-        content = CONTENT.pack(run, index, number, time.monotonic())
-        if (sender := ends[source].sender) is not None:
-            with contextlib.suppress(BlockingIOError):  # then it is lost, as on any host that is too slow
-                sender.sendto(content, ends[destination].target)
-
+    exchange = _DelayExchange(tallies, ends, run or os.urandom(8))
     for index, tally in enumerate(tallies):
-        send(index, tally.packets)  # makes the addresses known; its number is no measurement's
-    time.sleep(0.01 + max(tally.gap for tally in tallies) / 2)
-    first = 0.015 + max(tally.gap for tally in tallies) / 2
-    starts, gaps = _schedule(tallies, began + first)
+        exchange.send(index, tally.packets)  # makes the addresses known; its number is no measurement's
+    pause = max(tally.gap for tally in tallies) / 2
+    time.sleep(0.01 + pause)
+    starts, gaps = _schedule(tallies, began + 0.015 + pause)
     rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
     planned = max(starts[index] + gaps[index] * (tally.packets - 1) for index, tally in enumerate(tallies)) + rest
     # Other hosts measure by the same schedule; by itself a host that falls behind sends later, and loses nothing by it.
-    until, latest = planned, planned if begin is not None else planned + _BEHIND_SECONDS
-    upcoming = [(when, index, 0) for index, when in enumerate(starts)]
-    heapq.heapify(upcoming)
-    receivers = [end.receiver for end in ends.values() if end.receiver is not None]
-    coming = [tally for tally in tallies if ends[tally.pair[1]].receiver is not None]
-    with Listener(receivers) as listener:
-        while (now := time.monotonic()) < (latest if upcoming else until):
-            if upcoming and upcoming[0][0] <= now:
-                when, index, number = heapq.heappop(upcoming)
-                tally = tallies[index]
-                tally.sent += ends[tally.pair[0]].sender is not None
-                send(index, number)
-                if number + 1 < tally.packets:
-                    # Not two at once after a stall: the second would wait for the first on a slow link.
-                    heapq.heappush(upcoming, (max(when + gaps[index], now + tally.gap), index, number + 1))
-                until = max(until, min(latest, now + rest))
-            elif not upcoming and all(len(tally.delays) == tally.packets for tally in coming):
-                break
-            following = upcoming[0][0] if upcoming else until
-            for receiver in listener.ready(following - time.monotonic()):
-                _note_delays(receiver, run, tallies)
-    for receiver in receivers:  # what came while this process was kept from the processor is not lost
-        _note_delays(receiver, run, tallies)
+    latest = planned if begin is not None else planned + _BEHIND_SECONDS
+    exchange.start(starts, gaps)
+    exchange.finish(rest, planned, latest)
     return planned - began + _BETWEEN
+
+
+class _DelayExchange:
+    """The small packets of all links: those that are due next, and the arrivals."""
+
+    def __init__(self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes) -> None:
+        self._tallies = tallies
+        self._ends = ends
+        self._run = run
+        self._coming = [tally for tally in tallies if isinstance(ends[tally.pair[1]], Ends)]
+        self._gaps: Sequence[float] = ()
+        self._upcoming: list[tuple[float, int, int]] = []
+        """A heap of the instant, the link and the number of the packets to send."""
+
+    def send(self, index: int, number: int) -> bool:
+        """Send a packet of a link; return whether that is done on this host."""
+        source, destination = (self._ends[name] for name in self._tallies[index].pair)
+        if isinstance(source, FarEnds):
+            return False
+        # A packet that a full buffer does not take is lost, as on any host that is too slow.
+        source.send(CONTENT.pack(self._run, index, number, time.monotonic()), destination.target)
+        return True
+
+    def start(self, starts: Sequence[float], gaps: Sequence[float]) -> None:
+        """Schedule the first packet of each link."""
+        self._gaps = gaps
+        self._upcoming = [(when, index, 0) for index, when in enumerate(starts)]
+        heapq.heapify(self._upcoming)
+
+    def finish(self, rest: float, until: float, latest: float) -> None:
+        """Send all packets until ``latest``; receive until ``until``, or ``rest`` after the last packet."""
+        sockets_here = receivers(self._ends.values())
+        with Listener(sockets_here) as listener:
+            while (now := time.monotonic()) < (latest if self._upcoming else until):
+                if self._send_due(now):
+                    until = max(until, min(latest, now + rest))
+                elif not self._upcoming and all(len(tally.delays) == tally.packets for tally in self._coming):
+                    break
+                following = self._upcoming[0][0] if self._upcoming else until
+                for receiver in listener.ready(following - time.monotonic()):
+                    self._note_arrivals(receiver)
+        for receiver in sockets_here:  # what came while this process was kept from the processor is not lost
+            self._note_arrivals(receiver)
+
+    def _send_due(self, now: float) -> bool:
+        """Send the next packet if it is due and schedule its successor; return whether it was due."""
+        if not self._upcoming or self._upcoming[0][0] > now:
+            return False
+        when, index, number = heapq.heappop(self._upcoming)
+        tally = self._tallies[index]
+        tally.sent += self.send(index, number)
+        if number + 1 < tally.packets:
+            # Not two at once after a stall: the second would wait for the first on a slow link.
+            heapq.heappush(self._upcoming, (max(when + self._gaps[index], now + tally.gap), index, number + 1))
+        return True
+
+    def _note_arrivals(self, receiver: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = receiver.recv(FRAME)
+                now = time.monotonic()
+                if len(data) != CONTENT.size:
+                    continue
+                run, index, number, sent = CONTENT.unpack(data)
+                if run == self._run and number < self._tallies[index].packets:
+                    self._tallies[index].delays.setdefault(number, now - sent)
 
 
 def _schedule(tallies: Sequence[_Tally], start: float) -> tuple[list[float], list[float]]:
@@ -346,15 +387,3 @@ def _schedule(tallies: Sequence[_Tally], start: float) -> tuple[list[float], lis
         starts.append(start + gap * place / among)
         gaps.append(gap)
     return starts, gaps
-
-
-def _note_delays(receiver: socket.socket, run: bytes, tallies: Sequence[_Tally]) -> None:
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            data = receiver.recv(FRAME)
-            now = time.monotonic()
-            if len(data) != CONTENT.size:
-                continue
-            stamp, index, number, sent = CONTENT.unpack(data)
-            if stamp == run and number < tallies[index].packets:
-                tallies[index].delays.setdefault(number, now - sent)

@@ -10,7 +10,7 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -55,7 +55,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Ends:
-    """The ends of the probes on one device."""
+    """The sockets for measurements on one device of this host."""
 
     sender: socket.socket
     receiver: socket.socket
@@ -64,19 +64,30 @@ class Ends:
 
     @property
     def target(self) -> tuple[str, int]:
-        """Where the receiver is reached."""
+        """Return the address of the receiver."""
         address: tuple[str, int] = self.receiver.getsockname()
         return address
+
+    def send(self, content: bytes, target: tuple[str, int]) -> bool:
+        """Send a datagram; return False if the socket's buffer is full."""
+        try:
+            self.sender.sendto(content, target)
+        except BlockingIOError:
+            return False
+        return True
 
 
 @dataclass(frozen=True)
 class FarEnds:
-    """The ends of the probes on a device on another host."""
+    """The address of the receiver on a device of another host."""
 
     target: tuple[str, int]
     frame: int = FRAME
-    sender: None = None
-    receiver: None = None
+
+
+def receivers(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
+    """Return the receiving sockets on this host."""
+    return [each.receiver for each in ends if isinstance(each, Ends)]
 
 
 @contextlib.contextmanager
@@ -136,43 +147,98 @@ class Listener:
 
 
 @dataclass
-class _Train:
-    """Full frames on their way over one link as fast as it takes them."""
+class Train:
+    """Full frames on their way over one link, sent as fast as the link takes them.
+
+    Several frames go to the kernel in one piece, which it cuts up before the wire: frame by frame a host under load
+    would measure itself at high rates.
+    """
 
     pair: Pair
     link: Link
     """The link with the lowest rate on the way."""
     late: bool
     """Whether that is the downlink's: packets meet it after the kernel has noted their arrival."""
+    source: Ends | FarEnds
+    destination: Ends | FarEnds
     frame: int
     frames: int
     together: int
     """Frames handed to the kernel in one piece, which the link's rate lets pass at once: one on all but fast links."""
     sent: int = 0
     stamps: dict[int, float] = field(default_factory=dict)
+    """Seconds of arrival by the frame's number."""
 
     @property
     def frame_seconds(self) -> float:
         """Return the seconds that a frame takes at the link's rate."""
         return self.link.transmission_time(self.frame)
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds within which all frames that are not lost have arrived."""
+        return (2 * self.frames + 1) * self.frame_seconds + longest_delay(self.link) + 0.2
+
+    @property
+    def quiet(self) -> float:
+        """Return the seconds without an arrival after which no further frame arrives."""
+        return longest_delay(self.link) + 0.1 + 10 * self.frame_seconds
+
+    @property
+    def done(self) -> bool:
+        """Return whether the last frame has arrived, or arrives at another host."""
+        return isinstance(self.destination, FarEnds) or self.frames - 1 in self.stamps
+
+    def open(self) -> None:
+        """Prepare the sending socket, if it is on this host."""
+        if isinstance(self.source, Ends):
+            # As much as the queue before the link holds may be sent ahead; more would be lost there.
+            buffer = int(0.6 * queue_limit(self.link)) * BUFFER_PER_FRAME
+            self.source.sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
+            self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS)
+
+    def close(self) -> None:
+        """Let the sending socket send single datagrams again."""
+        if isinstance(self.source, Ends):
+            self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
+
+    def send(self, run: bytes, index: int) -> bool:
+        """Send as many frames as the socket takes; return whether frames are left to send from this host."""
+        if isinstance(self.source, FarEnds):
+            return False
+        size = self.frame - HEADERS
+        most = min(self.frames, self.sent + _AT_ONCE) if self.late else self.frames
+        while self.sent < most:
+            following = range(self.sent, min(self.frames, self.sent + self.together))
+            piece = b"".join(CONTENT.pack(run, index, number, 0.0).ljust(size, b"\0") for number in following)
+            if not self.source.send(piece, self.destination.target):
+                break
+            self.sent = following.stop
+        return self.sent < self.frames
+
+    def receive(self, number: int, kernel_stamp: float) -> None:
+        """Note the arrival of a frame."""
+        self.stamps[number] = time.monotonic() if self.late else kernel_stamp
+
     def rate(self) -> float | None:
-        """Return bit/s on the wire, without what the bucket let through at once; None when too little arrived."""
+        """Return bit/s on the wire, without the frames that the bucket let through at once; None if too few arrived."""
         assert self.link.rate
         skipped = _unmetered(self.link.rate, self.frame)
         counted = sorted(number for number in self.stamps if number >= skipped)
-        if len(counted) < 2 or self.stamps[counted[-1]] <= self.stamps[counted[0]]:
+        if len(counted) < 2:
             return None
+        spacing = self._spacing(counted, [self.stamps[number] for number in counted])
+        return self.frame * 8 / spacing if spacing > 0 else None
+
+    def _spacing(self, numbers: Sequence[int], times: Sequence[float]) -> float:
+        """Return the seconds between two frames."""
         if self.late:
             # Frames that were lost never came to the downlink, so arrivals are counted, whatever their numbers.
-            spacing = slope_below(sorted(self.stamps[number] for number in counted))
-            return self.frame * 8 / spacing if spacing > 0 else None
+            return slope_below(sorted(times))
         if self.link.jitter or self.link.reorder:
             # Of packets that each had a delay of its own, two alone say too little.
-            slope = statistics.linear_regression(counted, [self.stamps[number] for number in counted]).slope
-            return self.frame * 8 / slope if slope > 0 else None
-        first, last = counted[0], counted[-1]
-        return (last - first) * self.frame * 8 / (self.stamps[last] - self.stamps[first])
+            return statistics.linear_regression(numbers, times).slope
+        return (times[-1] - times[0]) / (numbers[-1] - numbers[0])
 
 
 def slope_below(times: Sequence[float]) -> float:
@@ -204,102 +270,74 @@ def _unmetered(rate: float, frame: int) -> int:
     return 2 * burst(rate) // frame + 2
 
 
-def _train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> _Train:
+def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> Train:
+    """Return a train for a link; its frames are small on a slow link, so that it ends in time."""
     rate = link.rate
     assert rate
-    largest = min(ends[name].frame for name in pair)
+    source, destination = ends[pair[0]], ends[pair[1]]
+    largest = min(source.frame, destination.frame)
     frame = int(min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
     together = max(1, min(40, burst(rate) // FRAME // 2))
-    return _Train(pair, link, late, frame, _unmetered(rate, frame) + frames, together)
+    return Train(pair, link, late, source, destination, frame, _unmetered(rate, frame) + frames, together)
 
 
-def _push(index: int, train: _Train, run: bytes, ends: Mapping[str, Ends | FarEnds]) -> bool:
-    """Send what the socket takes; say whether frames are left.
+def seconds(trains: Iterable[Train]) -> float:
+    """Return the seconds within which trains that are sent together have arrived."""
+    return max(train.seconds for train in trains)
 
-    Several frames go to the kernel in one piece, which it cuts up before the wire: frame by frame a host under load
-    would measure itself at high rates.
+
+def rates(trains: Sequence[Train], run: bytes | None = None) -> dict[Pair, float | None]:
+    """Send these trains, whose links share no device; return bit/s by link, None where too few frames arrived.
+
+    A train from or to another host is sent or received there; ``run`` is then the same on both hosts.
     """
-    source, destination = train.pair
-    sender, address = ends[source].sender, ends[destination].target
-    assert sender is not None
-    content = train.frame - HEADERS
-    most = train.sent + _AT_ONCE if train.late else train.frames
-    with contextlib.suppress(BlockingIOError):
-        while train.sent < min(train.frames, most):
-            following = range(train.sent, min(train.frames, train.sent + train.together))
-            piece = b"".join(CONTENT.pack(run, index, number, 0.0).ljust(content, b"\0") for number in following)
-            sender.sendto(piece, address)
-            train.sent = following.stop
-    return train.sent < train.frames
+    for train in trains:
+        train.open()
+    _exchange(trains, run or os.urandom(8))
+    for train in trains:
+        train.close()
+    # A bucket that the last frame has emptied delays no further packet after this.
+    time.sleep(max(train.frame_seconds for train in trains))
+    return {train.pair: train.rate() for train in trains}
 
 
-def _note_arrivals(receiver: socket.socket, run: bytes, trains: Mapping[int, _Train]) -> None:
+def _exchange(trains: Sequence[Train], run: bytes) -> None:
+    """Send and receive until all frames have arrived, or none arrives any more."""
+    deadline = time.monotonic() + seconds(trains)
+    quiet = max(train.quiet for train in trains)
+    last_heard = time.monotonic() + 0.2  # another host may begin a little later
+    with Listener(receivers(train.destination for train in trains)) as listener:
+        while (now := time.monotonic()) < deadline:
+            pause = _send(trains, run)
+            if pause is None and (now > last_heard + quiet or all(train.done for train in trains)):
+                break
+            for receiver in listener.ready(0.02 if pause is None else pause):
+                last_heard = time.monotonic()
+                _note_arrivals(receiver, run, trains)
+
+
+def _send(trains: Sequence[Train], run: bytes) -> float | None:
+    """Send as much of each train as its socket takes; return for how many seconds to listen, None if all is sent."""
+    left = [train.send(run, index) for index, train in enumerate(trains)]
+    if not any(left):
+        return None
+    return 0.0 if any(train.late for train in trains) else 0.002
+
+
+def _note_arrivals(receiver: socket.socket, run: bytes, trains: Sequence[Train]) -> None:
     with contextlib.suppress(BlockingIOError):
         for _ in range(256):
             data, ancillary, _, _ = receiver.recvmsg(FRAME, 64)
-            if len(data) < CONTENT.size or not data.startswith(run):
-                continue
-            _, index, number, _ = CONTENT.unpack_from(data)
-            if trains[index].late:
-                trains[index].stamps[number] = time.monotonic()
-                continue
-            for level, kind, value in ancillary:
-                if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPNS:
-                    seconds, nanoseconds = struct.unpack_from("=qq", value)
-                    trains[index].stamps[number] = seconds + nanoseconds * 1e-9
+            if len(data) >= CONTENT.size and data.startswith(run):
+                _, index, number, _ = CONTENT.unpack_from(data)
+                trains[index].receive(number, _kernel_stamp(ancillary))
 
 
-def seconds(links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends | FarEnds]) -> float:
-    """Return within which time `rates` is over."""
-    trains = [_train(pair, link, pair in late, ends) for pair, link in links.items()]
-    longest = max(train.frames * train.frame_seconds for train in trains)
-    return 2 * longest + max(longest_delay(link) for link in links.values()) + 0.2 + _rest(trains)
-
-
-def _rest(trains: Iterable[_Train]) -> float:
-    """Return the seconds after which a bucket that the last frame has emptied delays no further packet."""
-    return max(train.frame_seconds for train in trains)
-
-
-def rates(
-    links: Mapping[Pair, Link], late: Collection[Pair], ends: Mapping[str, Ends | FarEnds], run: bytes | None = None
-) -> dict[Pair, float | None]:
-    """Send a train over each of these links, which share no device; return bit/s, None where too little arrived.
-
-    Each link is that of the lowest rate on the way; ``late`` are those of which it is the downlink's. Of a link with an
-    end on another host only what is done at the other end is done here; ``run`` is then the same at both.
-    """
-    run = run or os.urandom(8)
-    trains = [_train(pair, link, pair in late, ends) for pair, link in links.items()]
-    by_index = dict(enumerate(trains))
-    leaving = {index: train for index, train in by_index.items() if ends[train.pair[0]].sender is not None}
-    coming = [train for train in trains if ends[train.pair[1]].receiver is not None]
-    for train in leaving.values():
-        # As much as the queue before the link holds may be sent ahead; more would be lost there.
-        sender = ends[train.pair[0]].sender
-        assert sender is not None
-        buffer = int(0.6 * queue_limit(train.link)) * BUFFER_PER_FRAME
-        sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
-        sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, train.frame - HEADERS)
-    until = time.monotonic() + seconds(links, late, ends)
-    quiet = max(longest_delay(link) for link in links.values()) + 0.1
-    quiet += 10 * max(train.frame_seconds for train in trains)
-    last_heard = time.monotonic() + (0.2 if len(coming) > len(leaving) else 0.0)
-    receivers = [found for pair in links if (found := ends[pair[1]].receiver) is not None]
-    with Listener(receivers) as listener:
-        while (now := time.monotonic()) < until:
-            sending = [index for index, train in leaving.items() if _push(index, train, run, ends)]
-            if not sending and all(train.frames - 1 in train.stamps for train in coming):
-                break
-            if not sending and now > last_heard + quiet:
-                break
-            for receiver in listener.ready((0.0 if late else 0.002) if sending else 0.02):
-                last_heard = time.monotonic()
-                _note_arrivals(receiver, run, by_index)
-    for train in leaving.values():
-        sender = ends[train.pair[0]].sender
-        assert sender is not None
-        sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
-    time.sleep(_rest(trains))
-    return {train.pair: train.rate() for train in trains}
+def _kernel_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> float:
+    """Return the seconds at which the kernel received a packet."""
+    for level, kind, value in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
+            whole, nanoseconds = struct.unpack_from("=qq", value)
+            return float(whole + nanoseconds * 1e-9)
+    raise ValueError("the kernel gave no time stamp")

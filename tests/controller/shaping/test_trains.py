@@ -13,10 +13,9 @@ from testbed_controller.shaping.trains import (
     SMALL_FRAME,
     FarEnds,
     Listener,
-    _Train,
-    _train,
+    Train,
     _unmetered,
-    seconds,
+    make_train,
     slope_below,
 )
 
@@ -24,9 +23,9 @@ ENDS = {name: FarEnds(("127.0.0.1", 1)) for name in "ab"}
 PAIR = ("a", "b")
 
 
-def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> _Train:
+def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> Train:
     """Return a train of which frames came at this rate, after a bucketful at once; the first ones metered are lost."""
-    train = _train(PAIR, Link(rate=10e6, **link), late, ENDS)
+    train = make_train(PAIR, Link(rate=10e6, **link), late, ENDS)
     skipped = _unmetered(10e6, train.frame)
     train.stamps = {
         number: 5.0 + max(0, number - skipped) * train.frame * 8 / rate
@@ -63,7 +62,7 @@ def test_arrivals_that_are_noticed_late_do_not_change_the_rate_of_a_downlink(
 
 @pytest.mark.parametrize("rate", [8e3, 16e3, 27e3, 64e3, 128e3, 250e3, 1e6, 100e6])
 def test_frames_of_a_slow_link_go_one_by_one_and_take_seconds_that_are_bounded(rate: float) -> None:
-    train = _train(PAIR, Link(rate=rate), False, ENDS)
+    train = make_train(PAIR, Link(rate=rate), False, ENDS)
     assert train.together == 1, "several in one piece leave at once and arrive at the rate of no link"
     assert train.frames * train.frame_seconds < 5
 
@@ -77,14 +76,14 @@ def test_too_little_is_no_rate() -> None:
 
 
 def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
-    slow, fast = (_train(PAIR, Link(rate=rate), False, ENDS) for rate in (8e3, 1e9))
+    slow, fast = (make_train(PAIR, Link(rate=rate), False, ENDS) for rate in (8e3, 1e9))
     assert slow.frame == SMALL_FRAME
     assert fast.frame == FRAME
     for train in (slow, fast):
         # Half of what the bucket lets through at once: the rest of the train keeps the pace.
         assert train.together * train.frame <= burst(train.link.rate or 0) / 2
         assert train.frames >= 24 + _unmetered(train.link.rate or 0, train.frame)
-    assert seconds({PAIR: Link(rate=1e6, delay=0.5)}, (), ENDS) > 0.7
+    assert make_train(PAIR, Link(rate=1e6, delay=0.5), False, ENDS).seconds > 0.7
 
 
 def test_a_socket_that_has_something_is_heard_of() -> None:

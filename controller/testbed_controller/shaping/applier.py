@@ -1,0 +1,182 @@
+"""Applies plans to the interfaces of devices by ``tc`` and a link backend, reads them back, and counts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from testbed.common.errors import HostError
+from testbed.wire.framing import CONGESTION_CONTROL
+from testbed_controller.shaping import sender, tc
+from testbed_controller.shaping.backends import choose, queueing_iptables
+from testbed_controller.shaping.helper import Gate
+from testbed_controller.shaping.interfaces import (
+    bound_segments,
+    forbid_offloads,
+    route_by_default,
+    segments_of,
+    set_congestion_control,
+    set_neighbours,
+)
+from testbed_controller.shaping.medium import Route
+from testbed_controller.shaping.namespaces import command
+from testbed_controller.shaping.nfqueue import kernel_queues
+from testbed_controller.shaping.plan import InterfacePlan, linked_addresses
+from testbed_controller.shaping.registry import Attached, hardware_address
+
+_LOG = logging.getLogger(__name__)
+
+
+class Applier:
+    """The link backend, and the gate once a link needs it."""
+
+    def __init__(self, links: str, seed: Callable[[], int]) -> None:
+        self._backend, self._refused = choose(links, seed)
+        refused = f"; refused: {self._refused}" if self._refused else ""
+        _LOG.info("links are shaped by %s%s", self._backend.name, refused)
+        self._gate: Gate | None = None
+        self._no_gate = ""
+        """The reason why there can be no gate."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the backend, its priority and that of the gate."""
+        return {
+            "backend": self._backend.name,
+            "congestion_control": CONGESTION_CONTROL,
+            "refused": self._refused,
+            "priority": self._backend.priority,
+            "gate": self._gate.priority if self._gate else self._no_gate or "not needed",
+        }
+
+    def has_gate(self, required: bool) -> bool:
+        """Start the gate on first use; return whether there is one. Raises HostError if it is required and cannot be.
+
+        Without a gate HTB paces casts and slow links; only a radio cell requires one.
+        """
+        if self._gate is not None or self._no_gate:
+            return self._gate is not None
+        try:
+            self._gate = Gate(queueing_iptables())
+        except HostError as error:
+            if required:
+                text = f"a radio cell needs netfilter queues, which this kernel does not offer: {error}"
+                raise HostError(text) from error
+            self._no_gate = str(error)
+        return self._gate is not None
+
+    def problem(self, attached: Attached, wanted: InterfacePlan) -> str:
+        """Return why the backend cannot apply a plan, or an empty text."""
+        return attached.namespace.run(partial(self._backend.problem, wanted)) or ""
+
+    def apply(self, attached: Attached, wanted: InterfacePlan, routes: dict[str, Route]) -> None:
+        """Change a device's interface to a plan and read it back; raises HostError where the kernel differs."""
+        if attached.plan == wanted and (attached.routes or {}) == routes:
+            return
+        name, old = attached.endpoint.name, attached.plan
+        attached.plan = None
+        if problems := attached.namespace.run(lambda: self._apply_inside(attached, old, wanted, routes)):
+            raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
+        attached.plan = wanted
+
+    def _apply_inside(
+        self, attached: Attached, old: InterfacePlan | None, wanted: InterfacePlan, routes: dict[str, Route]
+    ) -> list[str]:
+        """Apply a plan in the device's namespace; return the differences that remain."""
+        name = attached.endpoint.name
+        if self._gate is not None and (routes or attached.routes):
+            before, attached.routes = attached.routes, None
+            self._gate.apply(name, wanted.interface, before, routes)
+            attached.routes = routes
+        if old is None:
+            forbid_offloads(wanted.interface)
+            route_by_default(wanted.interface)
+            set_congestion_control(wanted.interface, CONGESTION_CONTROL)
+        if attached.endpoint.network is not None:
+            unknown = linked_addresses(wanted) - attached.neighbours
+            set_neighbours(wanted.interface, {address: hardware_address(address) for address in unknown})
+            attached.neighbours |= unknown
+        if old is None or old.segments != wanted.segments:
+            bound_segments(wanted.interface, wanted.segments)
+        self._backend.apply(name, old, wanted)
+        lines = sender.build(wanted) if old is None else sender.change(old, wanted)
+        return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
+
+    def differences(self, attached: Attached, wanted: InterfacePlan) -> list[str]:
+        """Return where the kernel holds something else than the plan of a device."""
+        return attached.namespace.run(partial(self._differences, attached, wanted))
+
+    def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
+        """Run lines of ``tc``, then compare the kernel with the plan."""
+        classes, filters = self._backend.reads(plan)
+        shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
+        segments = segments_of(plan.interface)
+        found = [] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]
+        found += sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0])
+        found += self._backend.differences(plan, shown)
+        if self._gate and attached.routes:
+            found += self._gate.differences(plan.interface, attached.routes)
+        return found
+
+    def statistics(self, devices: Mapping[str, Attached], reset: bool) -> dict[str, Any]:
+        """Return drops at queues, lateness of packets, and bytes sent; ``reset`` resets the lateness."""
+        queues = {}
+        for name, attached in sorted(devices.items()):
+            queues[name] = attached.namespace.run(partial(self._queue_counts, attached))
+        sent = {name: counts.pop("bytes") for name, counts in queues.items()}
+        figures = {
+            "backend": self._backend.name,
+            "congestion_control": CONGESTION_CONTROL,
+            **self._backend.statistics(),
+            "queues": queues,
+            "sent": sent,
+        }
+        own = os.times()
+        figures["processor_seconds"] = figures.get("processor_seconds", 0.0) + own.user + own.system
+        if self._gate is not None:
+            _add_gate(figures, self._gate.statistics())
+        if reset:
+            self._backend.reset()
+            if self._gate is not None:
+                self._gate.reset()
+        return figures
+
+    def _queue_counts(self, attached: Attached) -> dict[str, int]:
+        """Count, in the device's namespace, the packets that found a queue full, and the bytes that have left it."""
+        counts = {"sender_drops": 0, "bytes": 0}
+        for entry in json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name])):
+            if entry.get("kind") == "pfifo":
+                counts["sender_drops"] += entry.get("drops", 0)
+            if entry.get("root"):
+                counts["bytes"] += entry.get("bytes", 0)
+        if self._backend.uses_queues or attached.routes:
+            rows = kernel_queues()
+            counts["queue_dropped"] = sum(row["queue_dropped"] for row in rows)
+            counts["user_dropped"] = sum(row["user_dropped"] for row in rows)
+        return counts
+
+    def forget(self, name: str) -> None:
+        """Release what is held for a device that has ended."""
+        self._backend.forget(name)
+        if self._gate is not None:
+            self._gate.forget(name)
+
+    def close(self) -> None:
+        """End the backend and the gate; the settings of the devices stay."""
+        self._backend.close()
+        if self._gate is not None:
+            self._gate.stop()
+
+
+def _add_gate(figures: dict[str, Any], gate: Mapping[str, Any]) -> None:
+    """Add the statistics of the gate to those of the backend."""
+    figures["gate"] = gate
+    lateness = figures.get("lateness", {})
+    figures["lateness"] = {key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()}
+    figures["processor_seconds"] += gate["processor_seconds"]
+    for name, dropped in gate["dropped"].items():
+        if name in figures["queues"]:
+            figures["queues"][name]["sender_drops"] += dropped

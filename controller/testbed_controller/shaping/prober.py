@@ -1,0 +1,55 @@
+"""Opens sites and sockets in attached devices for measurements on this host or together with other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+
+from testbed.network.link import Pair
+from testbed_controller.shaping.registry import Registry
+from testbed_controller.shaping.trains import Ends, FarEnds, Site, sockets
+
+
+class Prober:
+    """Opens the namespaces and sockets of measurements."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._open: dict[str, tuple[dict[str, Ends], contextlib.ExitStack]] = {}
+        """Sockets for measurements with other hosts that have not begun."""
+
+    def sites(self, names: Collection[str], stack: contextlib.ExitStack) -> dict[str, Site]:
+        """Return the sites of devices on this host; the stack holds their namespaces."""
+        sites = {}
+        for name in names:
+            attached = self._registry.devices[name]
+            namespace = attached.namespace.again()
+            stack.callback(namespace.close)
+            endpoint = attached.endpoint
+            sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
+        return sites
+
+    def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
+        """Open sockets for a measurement with other hosts; return the port of the receiver of each device here."""
+        here = self._registry.devices.keys() & set(chain.from_iterable(pairs))
+        with contextlib.ExitStack() as stack:
+            ends = stack.enter_context(sockets(self.sites(here, stack), here))
+            self._open[run] = ends, stack.pop_all()
+        return {name: each.target[1] for name, each in ends.items()}
+
+    def take_ends(
+        self, run: str, names: Collection[str], ports: Mapping[str, int]
+    ) -> tuple[dict[str, Site], dict[str, Ends | FarEnds], contextlib.ExitStack]:
+        """Return the sites and ends of devices here and elsewhere; the stack closes the sockets of `open_ends`.
+
+        ``ports`` are those of all devices, of which the ones here are those of `open_ends`.
+        """
+        opened, held = self._open.pop(run)
+        sites, ends = {}, dict[str, Ends | FarEnds](opened)
+        endpoints = self._registry.endpoints
+        for name in names:
+            endpoint = endpoints[name]
+            sites[name] = Site(None, endpoint.address, endpoint.uplink, endpoint.downlink)
+            ends.setdefault(name, FarEnds((endpoint.address, ports[name])))
+        return sites, ends, held
