@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from testbed.hardware import DeviceSpec, Machine
-from testbed.network.link import Cell, Link, Pair, cell_of
+from testbed.network.link import Cell, Link, Pair, cell_of, least_rate
 from testbed.network.radio import Radio
 from testbed.workload import WorkloadPart
 
@@ -60,7 +60,8 @@ class Experiment:
         found = {}
         for pair, link in self.links.items():
             cell = cell_of(pair, self.cells)
-            given = (link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), cell.rate if cell else None)
-            rates = [rate for rate in given if rate is not None]
-            found[pair] = replace(link, rate=min(rates)) if rates else link
+            shared = None if cell is None else cell.rate
+            found[pair] = replace(
+                link, rate=least_rate(link.rate, uplinks.get(pair[0]), downlinks.get(pair[1]), shared)
+            )
         return found

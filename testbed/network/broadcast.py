@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from testbed.common.seeds import deriving
-from testbed.network.link import Link
+from testbed.network.link import Link, least_rate
 from testbed.wire.cast import with_gaps
 from testbed.wire.message import Message
 
@@ -24,8 +24,7 @@ def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None
     ``links`` are all that lead away from the sender, whomever the cast is for; ``limits`` are what else bounds the
     sender: its uplink, its cell. None is as fast as the host.
     """
-    rates = [rate for rate in (*(link.rate for link in links), *limits) if rate is not None]
-    return min(rates, default=None)
+    return least_rate(*(link.rate for link in links), *limits)
 
 
 def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float, frame: int | None = None) -> bool:

@@ -14,6 +14,16 @@ Pair = tuple[str, str]
 Distribution = Literal["normal", "uniform", "pareto"]
 
 
+def least_rate(*rates: float | None) -> float | None:
+    """Return the least of some rates in bit/s; None, as fast as the host, is more than any other rate."""
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def transmission_time(wire_bytes: float, rate: float | None) -> float:
+    """Return the seconds that a sender needs to put bytes on the wire at a rate in bit/s; 0 without a rate."""
+    return 0.0 if rate is None else wire_bytes * 8 / rate
+
+
 @dataclass(frozen=True)
 class GilbertElliott:
     """Loss in bursts: a chain that is in a good or a bad state, and moves before each packet.
@@ -78,7 +88,7 @@ class Link:
 
     def transmission_time(self, wire_bytes: float) -> float:
         """Return the seconds that the sender is busy putting bytes on the wire."""
-        return 0.0 if self.rate is None else wire_bytes * 8 / self.rate
+        return transmission_time(wire_bytes, self.rate)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as plain values."""

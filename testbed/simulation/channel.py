@@ -121,10 +121,6 @@ class Channel:
         # The properties of the two links are copied here, since every message reads them.
         self._calendar = calendar
         self.target = target
-        self._rate = math.inf
-        """bit/s; infinite where the link is as fast as the host."""
-        self._delay = 0.0
-        self._back_delay = 0.0
         self._free_at = 0.0
         """When the last transmission scheduled so far ends."""
         self._last_due = 0.0
@@ -170,15 +166,13 @@ class Channel:
         other._apply()
 
     def _apply(self) -> None:
-        """Copy the figures of the link to where they are needed."""
+        """Start the random processes of the link anew; the way back learns whether its acknowledgements pass."""
         link, back = self.link, self.back
-        self._rate, self._delay = math.inf if link.rate is None else link.rate, link.delay
         self._changes += 1
         self.crossing = None
         if has_chance(link):
             self.crossing = crossing(link, f"{self._seed} {self.source.name} {self.target.name} {self._changes}")
         self._chance = back._chance = self.crossing is not None or back.crossing is not None
-        back._back_delay = link.delay
         back._answered = passes(link)
 
     def _passable(self) -> bool:
@@ -195,7 +189,7 @@ class Channel:
     def arrives(self) -> bool:
         """Return whether the first bytes of a message have arrived and its last are on their way."""
         now = self._calendar.now
-        return any(parcel.due >= 0 and parcel.start + self._delay <= now for parcel in self._waiting)
+        return any(parcel.due >= 0 and parcel.start + self.link.delay <= now for parcel in self._waiting)
 
     def enqueue(self, parcel: Parcel) -> None:
         """Send a message after those before it."""
@@ -216,14 +210,14 @@ class Channel:
         wire, lag, least = parcel.remaining, 0.0, 0.0
         if self._chance:
             wire, least, lag, parcel.answer = self._crossed(wire)
-        end = start + wire * 8 / self._rate
+        end = start + self.link.transmission_time(wire)
         if end < start + least:
             end = start + least
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start = start
         parcel.end = self._free_at = end
-        due = end + (self._delay + lag)
+        due = end + (self.link.delay + lag)
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
@@ -252,7 +246,7 @@ class Channel:
             if self._window is None:
                 self._window = Window()
             unheard = _heard if back is None else back.lost
-            spacing = PACKET * 8 / self._rate
+            spacing = self.link.transmission_time(PACKET)
             wire, least, lag = self.crossing.message(wire, spacing, self.round_trip, self._window, unheard)
         if back is not None:
             answer = back.answer(self.round_trip)
@@ -261,7 +255,7 @@ class Channel:
     @property
     def round_trip(self) -> float:
         """Return the sum of the delays there and back."""
-        return self._delay + self._back_delay
+        return self.link.delay + self.back.link.delay
 
     def arrive(self, parcel: Parcel) -> None:
         """Let a message whose time has come arrive."""
@@ -284,11 +278,11 @@ class Channel:
         """Hand an arrived message to the device, and answer."""
         now, device = self._calendar.now, self.target.device
         assert device is not None
-        start = parcel.begun + self._delay
+        start = parcel.begun + self.link.delay
         if start > now:
             start = now  # its packets skipped the delay
         if self._answered:
-            self._answer(parcel, now + (self._back_delay + parcel.answer))
+            self._answer(parcel, now + (self.back.link.delay + parcel.answer))
         else:
             self._unanswered.append((now, parcel))
         device.deliver(parcel.message, parcel.bytes, start, now - start)

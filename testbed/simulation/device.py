@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.hardware import check_message
+from testbed.network.link import transmission_time
 from testbed.simulation.calendar import Calendar
 from testbed.simulation.channel import Cast, Channel, Parcel, hear
 from testbed.simulation.host import Host
@@ -199,8 +200,7 @@ class SimulatedDevice:
         size = header + values + message.padding
         for channel in channels:
             check_message(size, self.host.spec, channel.target.spec)
-        rate = self._world.cast_rate(self.name)
-        seconds = 0.0 if rate is None else cast_wire_bytes(size) * 8 / rate
+        seconds = transmission_time(cast_wire_bytes(size), self._world.cast_rate(self.name))
         called = self._calendar.now
         start, end = occupy(self._world.cast_media(self.name), called, seconds)
         ready, self._cast_until = max(called, self._cast_until), end

@@ -66,7 +66,7 @@ class SharedChannel(Channel):
         wire, least, self._lag = parcel.remaining, 0.0, 0.0
         if self._chance:
             wire, least, self._lag, parcel.answer = self._crossed(wire)
-        cap = self._rate
+        cap = inf if self.link.rate is None else self.link.rate
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
@@ -80,7 +80,7 @@ class SharedChannel(Channel):
         assert parcel is not None
         self._present = self._flow = None
         parcel.end = now
-        due = max(now + (self._delay + self._lag), self._last_due)
+        due = max(now + (self.link.delay + self._lag), self._last_due)
         self._last_due = parcel.due = due
         self._calendar.at(due, self.arrive, parcel)
         self._launch_waiting()

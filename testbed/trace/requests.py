@@ -110,7 +110,7 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
     for device, peer, content, cast in log.of("receive").within(*window).rows("device", "peer", "bytes", "cast"):
         if not cast:
             size, link = 8 * wire_bytes(content), experiment.links.get((peer, device))
-            carried["link", peer, device] += size / link.rate if link is not None and link.rate else 0.0
+            carried["link", peer, device] += link.transmission_time(wire_bytes(content)) if link is not None else 0.0
             carried["up", peer] += size / access[peer][0]
             carried["down", device] += size / access[device][1]
     processors = (

@@ -15,6 +15,7 @@ from testbed.common.part import Name, Part
 from testbed.common.quantities import Duration
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.hardware import DeviceSpec
+from testbed.network.checks import MAX_RATE
 from testbed.network.link import Link, Pair
 from testbed.scenario.loading import parse, read_keys
 from testbed.scenario.schema import Trial
@@ -96,7 +97,7 @@ def _cost(
     load = loads(after, specs, hosts)[host]
     lacking = max(0.0, load.memory + RESERVED - hosts[host].memory)
     leaving = sum(
-        min(link.rate or 1e12, 1e12)
+        link.rate or MAX_RATE
         for (a, b), link in links.items()
         if (a in group) != (b in group) and after.get(a, host) != after.get(b, host)
     )

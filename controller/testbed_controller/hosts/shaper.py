@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from testbed.common.errors import HostError, InputError
+from testbed.network.checks import MAX_RATE
 from testbed.network.impairments import expected_loss, median_delay
 from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
@@ -96,7 +97,7 @@ def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
         if way[0] != way[1] and link.up:
-            rank = (link.jitter, link.loss, -(link.rate or 1e12))
+            rank = (link.jitter, link.loss, -(link.rate or MAX_RATE))
             best[way] = min(best.get(way, (rank, pair)), (rank, pair))
     return [pair for _, pair in best.values()]
 

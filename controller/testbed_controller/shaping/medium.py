@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from testbed.network.broadcast import broadcast_rate
-from testbed.network.link import Cell, Link, Pair, cell_of
+from testbed.network.link import Cell, Link, Pair, cell_of, least_rate
 from testbed_controller.shaping.chain import RuleChain
 from testbed_controller.shaping.plan import FRAME, queue_limit
 
@@ -47,12 +47,12 @@ def routes(
     for pair, link in outgoing.items():
         cell = cell_of(pair, cells)
         if cell is not None and pair[1] in peers:
-            rate = min(cell.rate, link.rate or cell.rate)
+            rate = least_rate(cell.rate, link.rate)
+            assert rate is not None
             found[peers[pair[1]]] = Route((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
         elif pair[1] in peers:
-            limits = (link.rate, uplink, downlinks.get(pair[1]))
-            slowest = min((rate for rate in limits if rate is not None), default=math.inf)
-            if slowest <= SLOW_RATE:
+            slowest = least_rate(link.rate, uplink, downlinks.get(pair[1]))
+            if slowest is not None and slowest <= SLOW_RATE:
                 limit = queue_limit(replace(link, rate=slowest))
                 found[peers[pair[1]]] = Route((f"link {device} -> {pair[1]}",), slowest, limit)
     own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]

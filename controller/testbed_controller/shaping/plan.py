@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from testbed.network.impairments import longest_delay
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, least_rate
 
 FRAME = 1514
 """Bytes of a full Ethernet frame, as the kernel charges it: without preamble and checksum."""
 CEILING = 32_000_000_000
-"""bit/s of a link without a rate: more than any host moves through a veth pair, and still a 32-bit byte rate."""
+"""bit/s of an HTB class without a limit: more than any host moves through a veth pair, and still a 32-bit byte rate."""
 BURST_SECONDS = 2e-4
 """What an idle link may send at once: enough to bridge a late timer, too little to show in a message's time."""
 MOST_SEGMENTS = 64
@@ -121,7 +121,7 @@ def plan(
         if (device, peer) in links:
             link = links[device, peer]
             if link.up:
-                rates.append(min(gated.get(address, CEILING), link.rate or CEILING, uplink or CEILING))
+                rates.append(class_rate(least_rate(gated.get(address), link.rate, uplink)))
             senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
         incoming = links.get((peer, device), DOWN)
         queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)
@@ -130,7 +130,7 @@ def plan(
     incoming_links = [line.link for line in receivers]
     if broadcast and outgoing:
         # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
-        slowest = min(outgoing, key=lambda link: math.inf if link.rate is None else link.rate)
+        slowest = min(outgoing, key=lambda link: class_rate(link.rate))
         slowest = replace(slowest, rate=None) if broadcast in gated else slowest
         senders.insert(0, _sender(BROADCAST_CLASS, broadcast, slowest, uplink))
     return InterfacePlan(
@@ -164,9 +164,13 @@ def impaired(link: Link) -> bool:
 
 
 def _sender(number: int, address: str, link: Link, uplink: float | None) -> SenderClass:
-    rate = CEILING if link.rate is None else round(link.rate)
-    limit = queue_limit(replace(link, rate=min(each for each in (rate, uplink) if each is not None)))
-    return SenderClass(number, address, rate, limit)
+    rate = class_rate(link.rate)
+    return SenderClass(number, address, rate, queue_limit(replace(link, rate=least_rate(rate, uplink))))
+
+
+def class_rate(rate: float | None) -> int:
+    """Return the bit/s of the HTB class for a rate; every class needs one, also that of a link without a rate."""
+    return CEILING if rate is None else round(rate)
 
 
 def _access(rate: float | None, links: Iterable[Link]) -> Access | None:
@@ -192,12 +196,10 @@ def queue_limit(link: Link) -> int:
     """
     if link.limit is not None:
         return link.limit
-    rate = CEILING if link.rate is None else link.rate
-    return min(20_000, max(300, math.ceil(rate / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME)))
+    return min(20_000, max(300, math.ceil(class_rate(link.rate) / 8 * (2 * link.delay + QUEUE_SECONDS) / FRAME)))
 
 
 def line_limit(link: Link) -> int:
     """Return how many packets the delay line must hold: it is the wire, not a queue, and must never overflow."""
-    rate = CEILING if link.rate is None else link.rate
     smallest_frame = 60
-    return min(200_000, max(10_000, math.ceil(1.2 * rate / 8 * longest_delay(link) / smallest_frame)))
+    return min(200_000, max(10_000, math.ceil(1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame)))

@@ -22,7 +22,7 @@ from itertools import chain, count
 from typing import Any
 
 from testbed.network.impairments import expected_loss, longest_delay
-from testbed.network.link import Link, Pair
+from testbed.network.link import Link, Pair, least_rate
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.shaping import tolerance
 from testbed_controller.shaping.medium import Route
@@ -253,8 +253,7 @@ def _trains(
 def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
     """Return a link with the lowest rate on its way: its own, its channel's, or an access limit of its ends."""
     shared = media[pair].rate if pair in media else None
-    limits = (link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared)
-    return replace(link, rate=min((rate for rate in limits if rate is not None), default=None))
+    return replace(link, rate=least_rate(link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared))
 
 
 def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None) -> list[set[Pair]]:
