@@ -1,8 +1,11 @@
-"""Puts into the wheel the files beside the packages of a checkout: the shipped scenarios, and the images' recipes."""
+"""Names the packages of a checkout's folders, and puts the files beside them into the wheel."""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
 
 BESIDE = {"testbed.scenario.shipped": "scenarios", "testbed_controller.lab.recipes": "images"}
+"""Folders of the shipped scenarios, and of the images' recipes."""
 
 FOLDERS = {
     "testbed": "testbed",
@@ -10,6 +13,12 @@ FOLDERS = {
     "testbed_controller": "controller/testbed_controller",
 }
 """Where each package lies in a checkout. Their names cannot clash with a user's `agent.py` or `controller.py`."""
+
+for paper in sorted(Path("papers").glob("*/testbed_*")):
+    FOLDERS[paper.name] = str(paper)
+    scenarios = paper.parent / "scenarios"
+    if scenarios.is_dir():
+        BESIDE[f"{paper.name}.scenarios"] = str(scenarios)
 
 packages = [*BESIDE]
 for name, folder in FOLDERS.items():

@@ -23,6 +23,7 @@ from testbed.common import formats, yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.expand import swept
+from testbed.scenario.finding import find, named
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
 from testbed_controller.cli.main import COMMANDS
@@ -67,7 +68,7 @@ class Shipped:
     @property
     def file(self) -> str:
         """Its place in the repository."""
-        return f"scenarios/{self.name}.yaml"
+        return find(self.name).resolve().relative_to(ROOT).as_posix()
 
     @property
     def runs(self) -> int:
@@ -86,9 +87,7 @@ def guide() -> dict[str, str]:
 
 def shipped() -> list[Shipped]:
     """Return every scenario of the testbed."""
-    folder = ROOT / "scenarios"
-    files = sorted(folder.rglob("*.yaml"))
-    return [Shipped(str(file.relative_to(folder).with_suffix("")), load(file)) for file in files]
+    return [Shipped(name, load(file)) for name, file in named().items()]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

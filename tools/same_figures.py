@@ -48,21 +48,36 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
     return scenario | {"repetitions": 1}
 
 
+def code_path(checkout: Path) -> str:
+    """Return the folders with the packages of a checkout, which precede the installed ones."""
+    folders = [checkout, checkout / "agent", checkout / "controller", *checkout.glob("papers/*")]
+    return os.pathsep.join(map(str, folders))
+
+
+def scenarios(checkout: Path) -> dict[str, Path]:
+    """Return the files of a checkout's scenarios by the names that `testbed run` takes."""
+    found = {}
+    for file in checkout.glob("scenarios/**/*.yaml"):
+        found[file.relative_to(checkout / "scenarios").with_suffix("").as_posix()] = file
+    for file in checkout.glob("papers/*/scenarios/*.yaml"):
+        found[f"papers/{file.stem}"] = file
+    return found
+
+
 def figures(checkout: Path, file: Path, folder: Path) -> dict[str, Any]:
     """Return the figures of each run of a scenario, simulated by the code in ``checkout``; raises RuntimeError."""
     given, short = file, folder / file.name
-    if file.parent.name == "papers":
+    if "papers" in file.relative_to(checkout).parts:
         for other in file.parent.iterdir():
             if other.suffix != ".yaml" and other.is_file():
                 (folder / other.name).write_bytes(other.read_bytes())
         short.write_text(yamltext.written(shortened(yamltext.values(file.read_text())), lines=False))
         given = short
     results = folder / "results"
-    rooms = (checkout, checkout / "controller", checkout / "agent")
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "run", str(given), "--runtime", "simulate", "--out", str(results)],
         cwd=checkout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, rooms)), "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
+        env={**os.environ, "PYTHONPATH": code_path(checkout), "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
         capture_output=True,
         text=True,
         check=False,
@@ -111,12 +126,14 @@ def compare(other: Path, kept: Path, names: list[str], jobs: int) -> int:
     """Compare this checkout with another; return how many scenarios differ, at most 1."""
     kept.mkdir(parents=True, exist_ok=True)
 
-    def one(file: Path) -> list[str]:
-        there = kept / f"{file.parent.name}-{file.stem}.json"
+    theirs = scenarios(other)
+
+    def one(name: str, file: Path) -> list[str]:
+        there = kept / f"{name.replace('/', '-')}.json"
         if not there.exists():
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    there.write_text(json.dumps(figures(other, other / file.relative_to(HERE), Path(folder))))
+                    there.write_text(json.dumps(figures(other, theirs[name], Path(folder))))
                 except RuntimeError as error:
                     return [f"nothing to compare with: {error}"]
         try:
@@ -125,16 +142,15 @@ def compare(other: Path, kept: Path, names: list[str], jobs: int) -> int:
         except RuntimeError as error:
             return [str(error)]
 
-    files = [
-        file
-        for file in sorted((HERE / "scenarios").rglob("*.yaml"))
-        if (other / file.relative_to(HERE)).exists() and (not names or any(name in str(file) for name in names))
-    ]
+    chosen = {}
+    for name, file in sorted(scenarios(HERE).items()):
+        if name in theirs and (not names or any(each in name for each in names)):
+            chosen[name] = file
     differing = 0
     with ThreadPoolExecutor(jobs) as pool:
-        for file, found in zip(files, pool.map(one, files), strict=True):
+        for name, found in zip(chosen, pool.map(one, chosen, chosen.values()), strict=True):
             differing += bool(found)
-            print(f"{file.relative_to(HERE)}: {'equal' if not found else f'{len(found)} differ'}", flush=True)
+            print(f"{name}: {'equal' if not found else f'{len(found)} differ'}", flush=True)
             for line in found[:10]:
                 print(f"    {line}", flush=True)
     return int(differing > 0)

@@ -1,4 +1,4 @@
-"""Published systems and baselines, one file or folder each, and the registry of them all."""
+"""The registry of all methods: those of the testbed, and those of installed packages such as papers/."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ _CLASSES = {
     "single": "testbed.ml.methods.single:Single",
     "sequential": "testbed.ml.methods.sequential:Sequential",
     "pipeline": "testbed.ml.methods.pipeline:Pipeline",
-    "distributed": "testbed.ml.methods.distributed:Distributed",
     "gpipe": "testbed.ml.methods.pipeline:GPipe",
     "model-parallelism": "testbed.ml.methods.pipeline:ModelParallelism",
-    "ftpipehd": "testbed.ml.methods.ftpipehd:FTPipeHD",
     "pipedream": "testbed.ml.methods.pipedream:PipeDream",
     "respipe": "testbed.ml.methods.pipedream:ResPipe",
     "federated": "testbed.ml.methods.federated:Federated",
     "split-learning": "testbed.ml.methods.federated:SplitLearning",
     "split-federated": "testbed.ml.methods.federated:SplitFederated",
-    "pipelearn": "testbed.ml.methods.pipelearn:PipeLearn",
-    "edgepipe": "testbed.ml.methods.edgepipe:EdgePipe",
-    "versatile": "testbed.ml.methods.versatile:Versatile",
     "program": "testbed.methods.program:Program",
     "exchange": "testbed.ml.methods.exchange:Exchange",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -15,12 +14,9 @@ from yaml import MappingNode, MarkedYAMLError, Node, ScalarNode, SequenceNode, Y
 
 from testbed.common import yamltext
 from testbed.common.errors import Diagnostic, InputError, Key, closest, format_key, nearest, parse_key
+from testbed.scenario.finding import find
 from testbed.scenario.schema import Scenario, Source
 
-SCENARIOS = Path("scenarios")
-_INSTALLED = Path(__file__).parent / "shipped"
-SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCENARIOS
-"""Those of the testbed itself, which are found from any folder; setup.py puts them into the wheel."""
 M = TypeVar("M", bound=BaseModel)
 _TAG = "tag:yaml.org,2002:"
 _MAX_BYTES = 1 << 20
@@ -36,12 +32,12 @@ MAX_CHANGES = 10_000
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
     """Read and validate a scenario file.
 
-    ``path`` may also be a bare name: ``quickstart`` is ``scenarios/quickstart.yaml``, here or else of the testbed
-    itself. Each override reads
-    ``key=value`` with a dotted key and a YAML value, as in ``network.link.rate=10mbit``. Raises `InputError`
-    with one line for each problem: ``file:line: key: what is wrong: what would be right``.
+    ``path`` may also be a bare name: ``quickstart`` is ``scenarios/quickstart.yaml``, here, of the testbed itself or of
+    an installed package. Each override reads ``key=value`` with a dotted key and a YAML value, as in
+    ``network.link.rate=10mbit``. Raises `InputError` with one line for each problem:
+    ``file:line: key: what is wrong: what would be right``.
     """
-    file = _find(path)
+    file = find(path)
     text = _read(file)
     tree, source = _Reader(str(file)).read(text)
     for override in overrides:
@@ -120,32 +116,6 @@ def _meant(key: Key, model: type[BaseModel]) -> Key:
     """Return the known key that an unknown one resembles most."""
     close = closest(str(key[-1]), _known(key[:-1], model))
     return (*key[:-1], *close)
-
-
-def _find(path: str | Path) -> Path:
-    given = Path(path)
-    if given.exists():
-        return given
-    file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
-    candidates = [SCENARIOS / file, file, SHIPPED / file]
-    for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    raise InputError(f"{given}: no such scenario: {_near_scenario(file)}")
-
-
-def _near_scenario(file: Path) -> str:
-    """Suggest an existing file for one that does not exist: one beside it, or a scenario that has a name."""
-    beside = [str(each) for each in file.parent.glob("*.yaml")]
-    named: list[str] = []
-    for folder in (SCENARIOS, SHIPPED):
-        named += [each.relative_to(folder).with_suffix("").as_posix() for each in folder.rglob("*.yaml")]
-    name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
-    near = [*difflib.get_close_matches(str(file), beside, n=1), *difflib.get_close_matches(name, named, n=1)]
-    near += [each for each in named if Path(each).name == file.stem]
-    if near:
-        return f"did you mean '{near[0]}'?"
-    return f"name a file, or a shipped scenario such as 'quickstart'; all of them are in {SHIPPED}"
 
 
 def _read(file: Path) -> str:

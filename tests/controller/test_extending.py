@@ -212,6 +212,13 @@ def test_a_link_backend_reaches_a_shaper_without_the_package(packages: Path, tmp
     assert done.stdout == "['netem', 'userspace', 'rates'] None it shapes rates only: use --links auto\n", done.stderr
 
 
+def test_a_scenario_of_a_package_runs_by_its_name(packages: Path, tmp_path: Path) -> None:
+    done = run(packages, tmp_path, "run", "extras/first", "--runtime", "simulate", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["metrics"]["requests"] == 1
+    assert "did you mean 'extras/first'?" in run(packages, tmp_path, "validate", "extras/frist").stderr
+
+
 def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "methods", "--json").stdout)}
     assert {"pipeline", "idle"} <= {*rows}

@@ -54,6 +54,11 @@ def test_an_installed_testbed_runs_the_quickstart_where_one_stands(installed: Pa
     assert json.loads((results / "metrics.json").read_text())["steps"] > 0
 
 
+def test_an_installed_testbed_has_the_methods_and_scenarios_of_papers(installed: Path, tmp_path: Path) -> None:
+    names = ("stahl-example", "ftpipehd-figure-5", "pipelearn-table-3", "edgepipe-headlines", "versatilefl-figure-5")
+    command(installed, tmp_path, ["validate", *(f"papers/{name}" for name in names)])
+
+
 def test_a_study_of_ones_own_begins_with_what_runs(installed: Path, tmp_path: Path) -> None:
     command(installed, tmp_path, ["init", "my-study"])
     study = tmp_path / "my-study"

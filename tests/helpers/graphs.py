@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from testbed.ml.methods.distributed.options import DistributedOptions, PlanSettings
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.ml.models.layers import Conv2d, Division, Layer, LeakyReLU, Linear, MaxPool2d, Reorganise
 from testbed.ml.models.shapes import Shape
+from testbed_stahl.options import DistributedOptions, PlanSettings
 
 
 def fully_connected(name: str, sizes: Sequence[int], bias: bool = True) -> Graph:

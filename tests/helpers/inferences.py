@@ -12,8 +12,6 @@ from testbed.method import Problem
 from testbed.methods import METHODS
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Answers
-from testbed.ml.methods.distributed.dataflow import Dataflow
-from testbed.ml.methods.distributed.planner import flow_of
 from testbed.ml.models.chain import Model
 from testbed.plan import Plan
 from testbed.prepare import Prepared
@@ -21,6 +19,8 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.simulation import simulate
 from testbed.trace.outcome import Outcome
+from testbed_stahl.dataflow import Dataflow
+from testbed_stahl.planner import flow_of
 from tests.helpers.runs import scenario
 
 FC = {"name": "mlp", "hidden": [8, 16, 4]}

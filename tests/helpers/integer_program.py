@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from testbed.ml.methods.distributed.plan import Scheme
-from testbed.ml.methods.distributed.schemes import Reuse, Schemes, WorkerTotals, elements
 from testbed.ml.models.graph import Graph
+from testbed_stahl.plan import Scheme
+from testbed_stahl.schemes import Reuse, Schemes, WorkerTotals, elements
 
 _SCHEMES: tuple[Scheme, ...] = ("lop", "lip", "fuse1", "fuse2")
 

@@ -49,7 +49,7 @@ def test_netem_in_a_virtual_machine(tmp_path: Path) -> None:
 
 
 def test_what_the_guest_runs_needs_nothing_that_it_goes_without() -> None:
-    modules = [file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "tests/conftest.py")]
+    modules = [file.removesuffix(".py").replace("/", ".") for file in (*_FILES, "conftest.py")]
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(LEFT_OUT - {'test', 'site-packages'})}))"
     code += f"; import tests.helpers.hostload, testbed_controller.shaping.capability, {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

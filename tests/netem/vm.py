@@ -149,7 +149,7 @@ def run(command: list[str], *, timeout: float, memory: str = "3G", echo: bool = 
 def _in_memory() -> list[Path]:
     """Return the folders and files that the guest has in its memory."""
     paths = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    ours = [ROOT / name for name in ("testbed", "agent", "controller", "tests", "tools")]
+    ours = [ROOT / name for name in ("testbed", "agent", "controller", "papers", "tests", "tools", "conftest.py")]
     tools = [Path(path).resolve() for path in (sys.executable, *filter(None, map(_tool, TOOLS)))]
     # By the names that programs ask for: a link on the host has to be read from there each time that it is followed.
     shutil.rmtree(LIBRARIES, ignore_errors=True)

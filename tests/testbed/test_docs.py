@@ -15,6 +15,7 @@ from testbed.common import yamltext
 from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.finding import named
 from testbed.scenario.loading import load
 from testbed_controller.cli.main import COMMANDS
 from tests.helpers import ROOT
@@ -63,7 +64,7 @@ def test_shipped_scenarios_fit_the_schema():
     schema = json.loads((DOCS / "scenario.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)  # `jsonschema.validate` would check the schema for each file
-    for file in sorted((DOCS.parent / "scenarios").rglob("*.yaml")):
+    for file in named().values():
         validator.validate(yamltext.values(file.read_text()))
 
 

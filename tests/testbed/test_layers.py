@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers import ROOT
 
+PAPERS = {folder.name: folder for folder in sorted((ROOT / "papers").glob("*/testbed_*"))}
 FLOORS = {
     "testbed": (
         ("testbed.simulation",),
@@ -52,6 +53,7 @@ FLOORS = {
         ("testbed_controller.shaping",),
     ),
     "testbed_agent": (("testbed_agent",),),
+    **{package: ((package,),) for package in PAPERS},
     "tools": (("tools",),),
 }
 """From the top down: a room imports only from rooms below its own floor. Rooms of one floor do not know each other.
@@ -61,6 +63,7 @@ FOLDERS = {
     "testbed": ROOT / "testbed",
     "testbed_agent": ROOT / "agent" / "testbed_agent",
     "testbed_controller": ROOT / "controller" / "testbed_controller",
+    **PAPERS,
     "tools": ROOT / "tools",
 }
 MODULES = {

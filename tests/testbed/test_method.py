@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from testbed.methods import METHODS
-from testbed.ml.methods.edgepipe.planner import EdgePipeOptions
-from testbed.ml.methods.versatile.planner import VersatileOptions
+from testbed_edgepipe.planner import EdgePipeOptions
+from testbed_versatilefl.planner import VersatileOptions
 from tests.helpers.runs import problem_of, scenario
 
 BASELINES = [(method.Options, name) for method in METHODS.values() for name in method.Options.baselines]

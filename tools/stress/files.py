@@ -26,9 +26,9 @@ from testbed.common.errors import InputError, Key
 from testbed.common.formats import visible
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
+from testbed.scenario.finding import named
 from testbed.scenario.loading import load
 
-SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 LONGEST = 2.0
 """Seconds of processor time in which a file is answered, once what it names is imported."""
 LARGEST = 500 << 20
@@ -62,7 +62,7 @@ SYNTAX = (b"{", b"]", b": ", b"- ", b"&a ", b"*a ", b"!!python/none ", b"\t", b"
 
 @cache
 def _originals() -> tuple[Path, ...]:
-    return tuple(sorted(path for path in SCENARIOS.rglob("*.yaml") if path.stat().st_size < 8000))
+    return tuple(sorted(path for path in named().values() if path.stat().st_size < 8000))
 
 
 @cache
@@ -150,7 +150,7 @@ def attack(original: Path, content: bytes) -> list[str]:
 def _import() -> None:
     """Have imported what networks and data of one's own need, which takes longer than any answer."""
     for name in ("own", "fromtorch"):
-        prepare(trials(load(SCENARIOS / "examples" / f"{name}.yaml"))[0])
+        prepare(trials(load(f"examples/{name}"))[0])
 
 
 def answered(path: Path) -> Iterator[str]:

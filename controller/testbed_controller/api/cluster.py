@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import secrets
 import shutil
 import sys
@@ -19,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from testbed.common import plugins
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.version import VERSION
 from testbed_controller.api.execution import DEFAULTS, RunOptions
 from testbed_controller.api.executors import Done, PlannedRun, collect, simulate_trial
-from testbed_controller.lab.paths import package_folder
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -36,7 +37,6 @@ PATIENCE = 600.0
 """Seconds for which a cluster may be without any worker."""
 DEATHS = 3
 """Workers that died while they ran the same trial, after which that trial is given up."""
-_PACKAGES = ("testbed", "testbed_controller")
 _ONE_AT_A_TIME = threading.Lock()
 
 Files = dict[str, bytes]
@@ -189,12 +189,18 @@ def _workers(client: Client) -> int:
 
 
 def version() -> str:
-    """Return the version of the testbed with a hash of its code: two that differ may not compute the same."""
+    """Return the version of the testbed with a hash of its code and of all methods: results may differ between two."""
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        folder = package_folder(package)
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder.parent).as_posix().encode() + path.read_bytes())
+    names = {"testbed", "testbed_controller"}
+    names |= {point.module.partition(".")[0] for point in plugins.installed("testbed.methods").values()}
+    for name in sorted(names):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a broken package, which a scenario that needs it reports
+            continue
+        origin = Path(spec.origin)
+        files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
+        for path in files:
+            digest.update(path.relative_to(origin.parent).as_posix().encode() + path.read_bytes())
     return f"{VERSION}-{digest.hexdigest()[:8]}"
 
 

@@ -28,7 +28,7 @@ RUNS = Path("results/papers")
 def papers(patterns: tuple[str, ...], jobs: int, again: bool, listing: bool) -> None:
     """Run what is missing or stale of all figures of publications, and write docs/papers.md from the results.
 
-    PATTERNS choose scenarios of scenarios/papers by name, as in 'versatilefl-*'; by default all that
+    PATTERNS choose scenarios of papers/ by name, as in 'versatilefl-*'; by default all that
     docs/papers.yaml lists. What was run is kept in docs/papers.json: a scenario is run again when it, or what
     docs/papers.yaml changes of it, is another. The paper's figures, readings of it, notes and which row explains
     which are words: they are taken from the scenario and need no run; neither do rows that are new, while

@@ -17,7 +17,8 @@ from testbed.common.errors import InputError
 from testbed.common.formats import visible
 from testbed.prepare import prepare_all, raise_refused
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import SHIPPED, load
+from testbed.scenario.finding import SHIPPED
+from testbed.scenario.loading import load
 from testbed.trace.modelled import left_out
 from testbed_controller.cli.options import as_json, in_results, overrides
 from testbed_controller.cli.printing import dump

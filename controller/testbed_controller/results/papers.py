@@ -35,7 +35,7 @@ class Entry:
     """A scenario of a publication's figures, as it is run for the documentation."""
 
     scenario: str
-    """Its name in ``scenarios/papers``."""
+    """Its name without ``papers/``."""
     changes: tuple[str, ...] = ()
     """What is changed of it, as ``--set`` has it."""
 

@@ -367,11 +367,11 @@ def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
-    for path in sorted((ROOT / "scenarios" / "papers").glob("*.yaml")):
+    for path in sorted((ROOT / "papers").glob("*/scenarios/*.yaml")):
         assert trials(load(path)), path
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "scenarios" / "papers").glob("*-figure-*.yaml")))
+@pytest.mark.parametrize("file", sorted((ROOT / "papers").glob("*/scenarios/*-figure-*.yaml")))
 def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
     part = load(file).paper
     assert part is not None

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.ml.methods.ftpipehd import AdaptivePartitioner, FTPipeHDOptions, estimate, worthwhile
 from testbed.ml.partition.redistribution import StagePartition, needs
 from testbed.ml.pipeline.placement import FailureCase, classify_failure, held_at, resume_point
+from testbed_ftpipehd.method import AdaptivePartitioner, FTPipeHDOptions, estimate, worthwhile
 from tests.helpers.replicated import chained, gathered, without
 
 ROW = StagePartition(("centre", "one", "two", "three"), (0, 2, 4, 6, 8))

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from testbed.ml.layers.layer_shard import LayerShard
-from testbed.ml.methods.edgepipe.program import TreatedAsNull
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.sliced import cut
 from testbed.ml.models.slices import Slice
 from testbed.ml.slots.missing import Arrived, SenderPart, Usable
 from testbed.ml.training.schema import OptimizerPart
+from testbed_edgepipe.program import TreatedAsNull
 
 NEW, NOTHING = Usable(None, "new"), Usable(None, "nothing")
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.ml.methods.edgepipe import EdgePipe
 from testbed.ml.slots import arrangement
 from testbed.ml.slots.arrangement import devices_of, layer_groups
 from testbed.ml.slots.mapping import (
@@ -26,6 +25,7 @@ from testbed.ml.slots.mapping import (
 from testbed.ml.slots.timeslots import MARGIN, draw, naive_slots, segments, timetable
 from testbed.network.radio import Propagation, Radio, draw_positions
 from testbed.wire.cast import size_around
+from testbed_edgepipe.method import EdgePipe
 from tests.helpers.runs import problem_of, scenario
 
 FIGURE_2 = (10, 8, 8, 8, 8, 10)

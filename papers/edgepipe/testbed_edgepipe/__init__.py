@@ -1,0 +1,1 @@
+"""EdgePipe (Yoon et al., 2022)."""

@@ -1,0 +1,1 @@
+"""FTPipeHD: asynchronous pipelines that adapt to their devices and survive losing them."""

@@ -1,0 +1,1 @@
+"""PipeLearn (Zhang et al., 2022)."""

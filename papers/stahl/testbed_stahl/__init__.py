@@ -1,0 +1,1 @@
+"""Fully distributed inference (Stahl et al.)."""

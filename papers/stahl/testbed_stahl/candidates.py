@@ -1,0 +1,266 @@
+"""The plan of a scheme over given devices, shares by speed and bounded by memory, or why no such plan can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import Self
+
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.hardware import DeviceSpec
+from testbed.ml.models.graph import Graph
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.ml.partition.cuts import Costs, best
+from testbed_stahl.dataflow import Dataflow, dataflow
+from testbed_stahl.demands import divided_weights, memory
+from testbed_stahl.options import PlanSettings, SchemeName
+from testbed_stahl.plan import DistributedPlan, LayerPlan, Range, Tiling, divide, proportional
+from testbed_stahl.schemes import (
+    Schemes,
+    WorkerTotals,
+    everywhere,
+    fused,
+    least_communication,
+)
+from testbed_stahl.tiles import best_tiling, check_early, early_layers, tile
+
+
+def divided_plan(
+    name: str,
+    graph: Graph,
+    devices: Sequence[str],
+    source: int,
+    shares: Sequence[Fraction],
+    schemes: Schemes,
+    tiling: Tiling | None = None,
+) -> DistributedPlan:
+    """Return the plan in which each device has its share of every layer that is split."""
+    layers: list[LayerPlan] = []
+    for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
+        if scheme in ("lop", "fuse1"):
+            layers.append(LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares)))
+        elif scheme in ("lip", "fuse2"):
+            layers.append(LayerPlan(scheme=scheme, inputs=_inputs(graph, index, shares)))
+        else:
+            layers.append(LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None))
+    return DistributedPlan(
+        scheme=name,
+        devices=tuple(devices),
+        source=source,
+        layers=tuple(layers),
+        tiling=tiling,
+        shares=tuple(map(float, shares)),
+    )
+
+
+def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
+    """Divide a layer's input as the layer before it divides its output, if nothing comes in between."""
+    layer = graph.layers[index]
+    if not graph.follows(index) or not graph.layers[index - 1].splits:
+        return divide(layer.input_channels, shares)
+    channels = graph.layers[index - 1].output_channels
+    # More than one where a fully connected layer takes a feature map, of which each device has whole channels.
+    factor = layer.input_channels // channels
+    return tuple(Range(first * factor, last * factor) for first, last in divide(channels, shares))
+
+
+def single_plan(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
+    """Return the plan in which the source computes everything: equation (6)."""
+    return _owned(name, devices, source, [source] * len(graph.layers))
+
+
+def sequential_plan(
+    name: str, graph: Graph, devices: Sequence[str], source: int, capacities: Sequence[float]
+) -> DistributedPlan:
+    """Return sequential layer mapping, DL: layers in a row over the devices, the source first.
+
+    The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
+    """
+    order = [source, *(index for index in range(len(devices)) if index != source)][: len(graph.layers)]
+    costs = Costs(
+        lambda stage, first, last: sum(layer.weights for layer in graph.layers[first:last]) / capacities[order[stage]],
+        lambda _stage, _cut: 0.0,
+    )
+    _, cuts = best(len(graph.layers), len(order), costs, max)
+    owners = [owner for owner, (first, last) in zip(order, pairwise(cuts), strict=True) for _ in range(first, last)]
+    return _owned(name, devices, source, owners)
+
+
+def _owned(name: str, devices: Sequence[str], source: int, owners: Sequence[int]) -> DistributedPlan:
+    layers = tuple(LayerPlan(scheme="whole", owner=owner) for owner in owners)
+    return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=layers)
+
+
+MOST_TILES = 144
+"""How fine a grid is looked at where a coarser one does not fit into memory."""
+_STEPS = 1000
+"""Shares that memory bounds are rounded down to thousandths of what they were."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that may need more memory than there is."""
+
+    flow: Dataflow
+    needs: tuple[float, ...]
+    """Bytes, by device."""
+
+    @classmethod
+    def of(cls, flow: Dataflow) -> Self:
+        """Work out what a plan needs."""
+        return cls(flow, memory(flow))
+
+    def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
+        """Return how many bytes which devices have too few."""
+        pairs = enumerate(zip(self.needs, devices, strict=True))
+        return {index: need - device.memory for index, (need, device) in pairs if need > device.memory}
+
+    def fullest(self, devices: Sequence[DeviceSpec]) -> int:
+        """Return the device that needs most of what it has."""
+        return max(range(len(devices)), key=lambda index: self.needs[index] / devices[index].memory)
+
+    def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
+        """Return how many bytes the fullest device has too few; 0 where all fit."""
+        return self.excess(devices).get(self.fullest(devices), 0.0)
+
+
+def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> Candidate:
+    """Return a plan that fits, else the one with the smallest shortfall; raises `InputError` for what cannot be."""
+    names, scheme = [device.name for device in devices], settings.options.scheme
+    if scheme == "single":
+        return Candidate.of(dataflow(graph, single_plan(scheme, graph, names, settings.source), settings))
+    if scheme == "sequential":
+        plan = sequential_plan(scheme, graph, names, settings.source, [device.memory for device in devices])
+        return Candidate.of(dataflow(graph, plan, settings))
+    early = early_layers(graph) if settings.options.early is None else settings.options.early
+    check_early(graph, early)
+    candidates: list[Candidate] = []
+    for tiling in _tilings(graph, devices, settings, early):
+        candidates.append(_bounded(graph, devices, settings, early, tiling))
+        if not candidates[-1].excess(devices):
+            return candidates[-1]
+    return min(candidates, key=lambda found: found.shortfall(devices))
+
+
+def _bounded(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int, tiling: Tiling | None
+) -> Candidate:
+    """Shrink the shares of devices that lack memory, as long as the others can take over."""
+    names = [device.name for device in devices]
+    caps: dict[int, Fraction] = {}
+    while True:
+        shares = _shares(devices, settings, caps)
+        schemes = _schemes(graph, shares, early, settings)
+        plan = divided_plan(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
+        found = Candidate.of(dataflow(graph, plan, settings))
+        excess = found.excess(devices)
+        if not excess or any(shares[index] == 0 for index in excess):
+            return found
+        for index, much in excess.items():
+            shrinks = BYTES_PER_VALUE * divided_weights(found.flow, index)
+            left = max(0.0, 1 - much / shrinks) if shrinks else 0.0
+            caps[index] = shares[index] * Fraction(int(left * _STEPS), _STEPS)
+        if len(caps) == len(devices):
+            return found
+
+
+def _shares(
+    devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
+) -> tuple[Fraction, ...]:
+    """Divide what the devices that memory bounds leave among the others, in proportion to their speed."""
+    free = [index for index in range(len(devices)) if index not in caps]
+    speeds = [devices[index].speed if settings.options.shares == "speed" else 1.0 for index in free]
+    rest = 1 - sum(caps.values())
+    shares = {**caps, **{index: rest * share for index, share in zip(free, proportional(speeds), strict=True)}}
+    return tuple(shares[index] for index in range(len(devices)))
+
+
+def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings) -> Schemes:
+    options, workers = settings.options, WorkerTotals.of(shares, settings.source)
+    if options.scheme == "lop" or options.scheme == "lip":
+        return everywhere(graph, options.scheme, early)
+    if options.scheme == "fuse" and options.fused is not None:
+        return fused(graph, options.fused, early)
+    return least_communication(graph, workers, options.reuse, early, lip=options.scheme == "optimal")
+
+
+def _tilings(
+    graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int
+) -> Iterator[Tiling | None]:
+    """Yield the grid that is wished for; or the soonest done, then finer ones, whose tiles take less memory."""
+    if not early:
+        yield None
+        return
+    speeds = [device.speed if settings.options.shares == "speed" else 1.0 for device in devices]
+    layers = graph.layers[:early]
+    reuse = settings.options.overlap == "reuse"
+    if settings.options.grid is not None:
+        yield tile(layers, *settings.options.grid, speeds, settings.source, reuse)
+        return
+    best = best_tiling(layers, speeds, settings.source, reuse)
+    yield best
+    _, height, width = layers[-1].output
+    for factor in (2, 3, 4):
+        rows, columns = min(factor * best.rows, height), min(factor * best.columns, width)
+        if rows * columns <= MOST_TILES:
+            yield tile(layers, rows, columns, speeds, settings.source, reuse)
+
+
+_PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
+"""Numbers of devices that are tried in the search for one that would do."""
+
+
+def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
+    """Return the plan of a scheme; raises `InputError` where it cannot be, with the number of devices that would do."""
+    found = candidate(graph, devices, settings)
+    if not found.excess(devices):
+        return found.flow.plan
+    fullest = found.fullest(devices)
+    available = formats.size(devices[fullest].memory)
+    raise InputError(
+        f"{devices[fullest].name} has {available} of memory, but its part of {graph.name} by "
+        f"{settings.options.scheme} needs {formats.size(found.needs[fullest])}: {_what_fits(graph, devices, settings)}",
+        ("devices", devices[fullest].name, "memory"),
+    )
+
+
+def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> str:
+    """Name the smallest number of devices that would do, by another scheme where this one has no such number."""
+    ways: list[SchemeName] = [settings.options.scheme] if settings.options.scheme != "single" else []
+    if settings.options.scheme in ("single", "sequential"):
+        ways.append("optimal")
+    for scheme in ways:
+        count = enough_devices(graph, devices, settings.with_options(scheme=scheme))
+        if count:
+            by = "" if scheme == settings.options.scheme else f" by the scheme {scheme}"
+            like = f", the added ones like {devices[-1].name}" if count > len(devices) else ""
+            return f"{count} devices would do{by}{like}"
+    return (
+        "no number of such devices would do, for what each needs whatever its share, activations above all, is too "
+        f"much for one of them: give {devices[settings.source].name} and the others more memory, or use a smaller "
+        "input, batch_size or in_flight"
+    )
+
+
+def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> int:
+    """Return how many devices hold a scheme, if need be more like the last; 0 where none of `_PROBES` does."""
+    others = [device for index, device in enumerate(devices) if index != settings.source]
+    ordered = [devices[settings.source], *others]
+    inner = replace(settings, source=0)
+
+    def fits(count: int) -> bool:
+        some = [*ordered[:count], *[ordered[-1]] * (count - len(ordered))]
+        if BYTES_PER_VALUE * graph.weights > sum(device.memory for device in some):
+            return False
+        return not candidate(graph, some, inner).excess(some)
+
+    # Shares fall with the number of devices, but sums to be merged grow: all that fit are next to each other.
+    missed = 0
+    for probe in _PROBES:
+        if fits(probe):
+            return next(count for count in range(missed + 1, probe + 1) if count == probe or fits(count))
+        missed = probe
+    return 0

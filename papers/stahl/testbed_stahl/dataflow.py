@@ -1,0 +1,354 @@
+"""From a plan and how it is carried out to what every device has, makes, wants and sends in one inference.
+
+This is what devices follow and what everything that is said of a plan is taken from: what it takes of each device
+(`demands`), what it sends and how long that lasts (`communication`). Pure, and the same on every device.
+
+What a layer takes and makes is counted in elements of one sample, flattened channel after channel: a range of
+channels is then a range of elements, and a fully connected layer reads a convolution's output as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from testbed.ml.models.graph import Graph, GraphLayer
+from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
+from testbed.ml.models.slices import NONE, Slice
+from testbed_stahl.options import PlanSettings
+from testbed_stahl.plan import (
+    NOTHING,
+    DistributedPlan,
+    Pieces,
+    Range,
+    Region,
+    difference,
+    divide,
+    evenly,
+    hull,
+    intersection,
+    proportional,
+    scaled,
+    shifted,
+    union,
+)
+from testbed_stahl.tiles import Overlap, computed, overlaps
+
+Way = Literal["direct", "source", "row"]
+"""An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
+for that."""
+TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
+"""``outputs``: some output channels from all of the input. ``sums``: partial sums of all outputs from a part of the
+input. ``whole``: the layer as it is. ``channels``: a layer that treats each channel by itself, on some of them."""
+
+
+@dataclass(frozen=True)
+class LayerTask:
+    """What one device does of one layer."""
+
+    work: TaskKind = "none"
+    takes: Range = NOTHING
+    """Elements of the layer's input that it computes from."""
+    makes: Range = NOTHING
+    """Output channels that it ends up with; for ``sums`` those that it merges, of everybody's sums."""
+
+
+IDLE = LayerTask()
+
+
+def is_alias(layer: GraphLayer, way: Way) -> bool:
+    """Say whether a layer only names what others have made."""
+    return way == "direct" and layer.joins
+
+
+def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
+    """Whether a device computes its part chunk by chunk, and sends each as soon as it is there."""
+    return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
+
+
+def tasks_of(
+    graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
+) -> tuple[LayerTask, ...]:
+    """Return what each device does of a layer without tiles; ``homes``: elements made, by value and device."""
+    layer, decided, everyone = graph.layers[index], plan.layers[index], range(len(plan.devices))
+    everything = Range(0, layer.inputs)
+    if decided.scheme in ("lop", "fuse1"):
+        return tuple(LayerTask("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
+    if decided.scheme in ("lip", "fuse2"):
+        merging = _merging(graph, plan, way, index)
+        each = layer.inputs // layer.input_channels
+        return tuple(
+            LayerTask("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
+        )
+    whole = LayerTask("whole", everything, Range(0, layer.output[0]))
+    if is_alias(layer, way):
+        return (IDLE,) * len(everyone)
+    if way == "direct" and layer.division == "moves":
+        # Each device moves the pixels that it has.
+        return (whole,) * len(everyone)
+    (first, *more) = layer.sources
+    if way == "direct" and layer.by_channel and not more and any(home.size for home in homes.get(first, ())):
+        channel = layer.inputs // layer.output[0]
+        return tuple(
+            LayerTask("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
+            for home in homes[first]
+        )
+    owner = plan.source if decided.owner is None else decided.owner
+    return tuple(whole if device == owner else IDLE for device in everyone)
+
+
+def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
+    """Return which output channels of a layer's sums each device merges."""
+    channels, decided = graph.layers[index].output[0], plan.layers[index]
+    if way == "direct" and graph.readers[index]:
+        return divide(channels, proportional([taken.size for taken in decided.inputs]))
+    return tuple(Range(0, channels if device == plan.source else 0) for device in range(len(plan.devices)))
+
+
+Homes = Mapping[int, tuple[Range, ...]]
+
+
+class Origin(NamedTuple):
+    """Where a part of a layer's input comes from."""
+
+    value: int
+    """The layer that made it, or `INPUT`."""
+    part: Range
+    """Elements of that value."""
+    at: int
+    """First element of the layer's input that it becomes."""
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """A plan in terms of tasks; `flow` makes it."""
+
+    graph: Graph
+    plan: DistributedPlan
+    settings: PlanSettings
+    way: Way
+    tasks: tuple[tuple[LayerTask, ...], ...]
+    """By layer and device; the layers that are tiled have none."""
+    homes: Homes
+    """By value and device: the elements that the device itself makes. Of the tiled layers there is only the last one's
+    output, which the source collects."""
+    wants: Mapping[int, tuple[Pieces, ...]]
+    """By value and device: the elements that the device computes from at some time, or hands out as the result."""
+    last: Mapping[int, tuple[int, ...]]
+    """By value and device: the last layer for which the device needs the value. Beyond all layers where it is the
+    result, before all where it is not needed."""
+
+    @property
+    def devices(self) -> range:
+        """Indices of the devices."""
+        return range(len(self.plan.devices))
+
+    @property
+    def tiled(self) -> int:
+        """How many of the first layers are done by tiles."""
+        return self.plan.tiled
+
+    @cached_property
+    def computed(self) -> tuple[tuple[Region, ...], ...]:
+        """What each tile computes of each early layer's output."""
+        tiling = self.plan.tiling
+        if tiling is None or self.settings.options.overlap == "compute":
+            return tuple(tile.regions[1:] for tile in self.plan.tiles)
+        return tuple(computed(tiling, number) for number in range(len(tiling.tiles)))
+
+    @cached_property
+    def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
+        """What tiles take of each other, by lender and borrower; it travels as one piece."""
+        found: dict[tuple[int, int], tuple[Overlap, ...]] = {}
+        if self.plan.tiling is not None and self.settings.options.overlap == "reuse":
+            for each in overlaps(self.plan.tiling):
+                pair = each.lender, each.borrower
+                found[pair] = (*found.get(pair, ()), each)
+        return found
+
+    def values(self, overlap: Overlap) -> int:
+        """Return the elements of one sample in an overlap."""
+        return self.graph.layers[overlap.layer].output[0] * overlap.region.pixels
+
+    def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
+        """Return where a range of a layer's input comes from, in its order."""
+        if (index, taken) not in self._origins:
+            self._origins[index, taken] = tuple(self._traced(index, taken))
+        return self._origins[index, taken]
+
+    @cached_property
+    def _origins(self) -> dict[tuple[int, Range], tuple[Origin, ...]]:
+        return {}
+
+    def _traced(self, index: int, taken: Range) -> Iterator[Origin]:
+        at = 0
+        for source in self.graph.layers[index].sources:
+            there = Range(at, at + self.graph.outputs_of(source))
+            part = intersection(there, taken)
+            if part.size and source != INPUT and is_alias(self.graph.layers[source], self.way):
+                for origin in self.origins(source, shifted(part, -at)):
+                    yield origin._replace(at=origin.at + at)
+            elif part.size:
+                yield Origin(source, shifted(part, -at), part.first)
+            at = there.last
+
+    def result(self) -> tuple[Origin, ...]:
+        """Return what the network's output consists of."""
+        last = len(self.graph.layers) - 1
+        if is_alias(self.graph.layers[last], self.way):
+            return self.origins(last, Range(0, self.graph.layers[last].inputs))
+        return (Origin(last, Range(0, self.graph.layers[last].outputs), 0),)
+
+    def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
+        """Divide output channels of a layer into about equal ranges that are sent as soon as each is computed.
+
+        By the size of a full request, so that all devices cut alike without telling each other.
+        """
+        options = self.settings.options
+        size = made.size * self.graph.layers[index].pixels * self.settings.samples * BYTES_PER_VALUE
+        count = 1 if options.layerwise else max(1, min(options.chunks, made.size, size // options.least_chunk))
+        return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
+
+    def pieces(self, value: int, device: int) -> Pieces:
+        """Return what a device makes of a value, in elements, as it makes it: chunk by chunk or at once."""
+        if (value, device) not in self._pieces:
+            self._pieces[value, device] = self._made_in(value, device)
+        return self._pieces[value, device]
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, int], Pieces]:
+        return {}
+
+    def _made_in(self, value: int, device: int) -> Pieces:
+        home = self.homes[value][device]
+        if value < self.tiled or not by_chunks(self.graph.layers[value], self.tasks[value][device]):
+            return (home,) if home.size else ()
+        each = self.graph.layers[value].pixels
+        return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.tasks[value][device].makes))
+
+    def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
+        """Yield whom a device sends what it has made of a value, and which part."""
+        source = self.plan.source
+        if self.way != "source" or device == source:
+            yield from self.forwarded(value, device, made)
+        else:
+            wanted = intersection(made, self._for_source(value, device))
+            if wanted.size:
+                yield source, wanted
+
+    def forwarded(self, value: int, origin: int, made: Range) -> Iterator[tuple[int, Range]]:
+        """Yield who needs what ``origin`` has made of a value; where all passes the source, the source sends it on."""
+        for receiver, pieces in self._needed(value, origin):
+            if self.way == "source" and receiver == self.plan.source != origin:
+                continue
+            for piece in pieces:
+                part = intersection(piece, made)
+                if part.size:
+                    yield receiver, part
+
+    def lacks(self, value: int, device: int) -> Pieces:
+        """Return what a device wants of a value and others make."""
+        return difference(self.wants[value][device], self.homes[value][device])
+
+    def collected(self, value: int) -> int:
+        """Return how many elements of a value come to the source, for itself and for the others."""
+        source = self.plan.source
+        return sum(
+            part.size
+            for maker, home in enumerate(self.homes[value])
+            if maker != source and home.size
+            for to, part in self.receivers(value, maker, home)
+            if to == source
+        )
+
+    def _for_source(self, value: int, maker: int) -> Range:
+        """Return what the source collects of what another device has made, for itself and for the others."""
+        needed = [piece for _, pieces in self._needed(value, maker) for piece in pieces]
+        return hull([*self.wants[value][self.plan.source], *needed])
+
+    def _needed(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
+        """Yield in a circle from ``maker`` on who lacks what of a value: each begins with another's link."""
+        count = len(self.plan.devices)
+        for step in range(1, count):
+            receiver = (maker + step) % count
+            yield receiver, self.lacks(value, receiver)
+
+
+def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
+    """Work out every device's tasks, and what it wants of what the others make."""
+    way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
+    homes: dict[int, tuple[Range, ...]] = {}
+    if not plan.tiled:
+        homes[INPUT] = _at_source(plan, graph.layers[0].inputs)
+    tasks: list[tuple[LayerTask, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
+    if plan.tiled:
+        homes[plan.tiled - 1] = _at_source(plan, graph.layers[plan.tiled - 1].outputs)
+    for index in range(plan.tiled, len(graph.layers)):
+        tasks.append(tasks_of(graph, plan, way, index, homes))
+        homes[index] = _made(graph.layers[index], tasks[index])
+
+    draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
+    wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
+    last = {value: [INPUT - 1] * len(plan.devices) for value in homes}
+
+    def want(origins: Sequence[Origin], device: int, reader: int) -> None:
+        for value, part, _ in origins:
+            wants[value][device] = union(wants[value][device], (part,))
+            last[value][device] = max(last[value][device], reader)
+
+    want(draft.result(), plan.source, len(graph.layers))
+    for index in range(len(graph.layers) - 1, plan.tiled - 1, -1):
+        if way == "direct" and graph.layers[index].division == "moves":
+            # Only devices that need the moved pixels move them.
+            tasks[index] = tuple(task if wants[index][device] else IDLE for device, task in enumerate(tasks[index]))
+            homes[index] = _made(graph.layers[index], tasks[index])
+        for device, task in enumerate(tasks[index]):
+            want(draft.origins(index, task.takes), device, index)
+    return replace(
+        draft,
+        tasks=tuple(tasks),
+        homes=homes,
+        wants={value: tuple(pieces) for value, pieces in wants.items()},
+        last={value: tuple(readers) for value, readers in last.items()},
+    )
+
+
+def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
+    return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
+
+
+def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
+    each = layer.pixels
+    return tuple(scaled(task.makes, each) for task in tasks)
+
+
+def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
+    """Return what a device stores, by layer in their order. Tiled layers are whole on each device with a tile."""
+    found: dict[int, Slice] = {}
+    tiles = flow.settings.options.stealing or any(tile.device == device for tile in flow.plan.tiles)
+    for index, layer in enumerate(flow.graph.layers):
+        task, whole = flow.tasks[index][device], layer.whole
+        makes = as_range(task.makes)
+        if task.work == "whole" or (index < flow.tiled and tiles):
+            found[index] = whole
+        elif task.work == "outputs":
+            found[index] = Slice(makes, whole.columns, makes)
+        elif task.work == "sums":
+            each = layer.inputs // layer.input_channels
+            columns = range(task.takes.first // each, task.takes.last // each)
+            found[index] = Slice(whole.rows, columns, makes)
+        elif task.work == "channels":
+            found[index] = Slice(NONE, NONE, makes)
+    return found
+
+
+def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
+    """Return the same with the layers themselves."""
+    return [(flow.graph.layers[index], part) for index, part in stored(flow, device).items()]
+
+
+def as_range(part: Range) -> range:
+    """Return a part of a plan as a slice has it."""
+    return range(part.first, part.last)

@@ -1,0 +1,161 @@
+"""Fully distributed inference (Stahl et al.): every layer divided over the devices, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from testbed.common.formats import size
+from testbed.device import Device
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.membership import MEMBERSHIP_KINDS, RoleHolder
+from testbed.messaging.supervision import Supervisor, Timeouts, run_with_recovery
+from testbed.method import Alternative, Job, Method, PlannedMessage, Problem
+from testbed.ml.layers.shard import State
+from testbed.ml.models.sliced import cut_copies
+from testbed.ml.pipeline.checkpointing import FromCheckpoint
+from testbed.ml.pipeline.forwarding import Serving
+from testbed.plan import Piece, Plan
+from testbed.trace.events import EventType
+from testbed.trace.figures import Figure, Metrics, Reporting, Row
+from testbed.trace.record import Record
+from testbed_stahl.dataflow import layers_stored
+from testbed_stahl.member import InferenceMember
+from testbed_stahl.messages import MEMBER_KINDS, ConfigureMember, TileInput, TileOutput, TileOverlap
+from testbed_stahl.options import DistributedOptions
+from testbed_stahl.plan import DistributedPlan
+from testbed_stahl.planner import (
+    DistributedDetails,
+    alternatives,
+    distributed,
+    flow_of,
+    over,
+    part_messages,
+    plan,
+)
+from testbed_stahl.request_work import SPAN
+
+DistributedJob = Job[DistributedOptions, DistributedDetails]
+
+
+TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
+
+
+def _fullest(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
+    """Return the device that held most, of those that said what they hold."""
+    held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
+    return max(held.items(), key=lambda item: float(item[1]["weights"] + item[1]["activations"]))
+
+
+def _memory(metrics: Metrics) -> str:
+    _, row = _fullest(metrics)
+    return size(row["weights"] + row["activations"])
+
+
+def _parts(metrics: Metrics) -> str:
+    name, row = _fullest(metrics)
+    return f"at most, on {name}: {size(row['weights'])} weights, {size(row['activations'])} activations"
+
+
+def _known(metrics: Metrics) -> bool:
+    return "requests" in metrics and any("weights" in row for row in metrics["devices"].values())
+
+
+def _tile_bytes(record: Record) -> int | None:
+    about = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in TILE_KINDS]
+    return sum(about) if about else None
+
+
+def _stolen(record: Record) -> int | None:
+    given = [event.fields for event in record.of("tile")]
+    return sum(fields["owner"] != fields["by"] for fields in given) if given else None
+
+
+DECLARED = Reporting(
+    events=(
+        EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
+    ),
+    figures=(
+        Figure("tiles_stolen", "number", "computed by other devices than the plan says, since they were idle", _stolen),
+        Figure(
+            "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
+        ),
+    ),
+    rows=(Row("Memory", _memory, _parts, when=_known),),
+)
+
+
+class Distributed(Method[DistributedOptions, DistributedDetails]):
+    """The source spreads an image, workers exchange what the schemes need, the source has the result.
+
+    A device holds the weights of its own parts and no others. Devices that die are dealt with as
+    `testbed.ml.pipeline.checkpointing` says, the layers being divided again over those that are left.
+    """
+
+    name = "distributed"
+    summary = "fully distributed inference: layers divided by output (LOP), input (LIP), in fused pairs or tiles"
+    tasks = ("infer",)
+    Options = DistributedOptions
+    Details = DistributedDetails
+    replans = True
+    timing_only = True
+    takes_weights = True
+    declared = DECLARED
+    begins = frozenset({"load", SPAN})
+
+    def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
+        """Divide every layer. Raises `InputError` where that cannot be."""
+        return plan(self.name, problem)
+
+    def largest_messages(
+        self, problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return parts of layers' outputs, and given weights."""
+        return part_messages(problem, plan)
+
+    def alternatives(self, problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
+        """Return every scheme over the same devices."""
+        return alternatives(problem)
+
+    async def program(self, device: Device, job: DistributedJob) -> None:
+        """Send requests on the source, be a member there and elsewhere."""
+        problem, source, options = job.problem, job.plan.lead, job.problem.options
+
+        def member_of(configure: ConfigureMember) -> InferenceMember:
+            flow = flow_of(problem, DistributedPlan.model_validate(configure.plan))
+            return InferenceMember(mailbox, problem, flow, source, configure.state if configure.given else None)
+
+        async with Mailbox(device, problem.links, (*MEMBERSHIP_KINDS, *MEMBER_KINDS)) as mailbox:
+            holder = RoleHolder(mailbox, source)
+            holder.follow(ConfigureMember, member_of)
+            if device.name != source:
+                await holder.serve()
+            timeouts = Timeouts(options.patience, options.return_window, options.return_window)
+            # A member may be sending its share of the activations of the requests in flight.
+            supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory)
+            recovery = FromCheckpoint(
+                supervisor,
+                partial(_configure, job, supervisor),
+                partial(over, problem),
+                len(problem.model.units),
+                job.weights,
+            )
+            supervisor.start(job.plan.pieces)
+            serving = Serving(supervisor, job, options.in_flight, gives_up=options.on_loss == "fail")
+            await run_with_recovery(serving, recovery, supervisor)
+
+
+def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:
+    """Return the message that makes a device a member, with its slices of a state; None: from the seed."""
+    there = {piece.device for piece in supervisor.layout}
+    planned = there == {piece.device for piece in job.plan.pieces}
+    decided = job.plan.details.distributed if planned else distributed(job.problem, there)
+    given = {} if state is None else _slices(job.problem, decided, part.device, state)
+    configuration = supervisor.mailbox.configuration
+    return ConfigureMember(configuration, decided.model_dump(mode="json"), state is not None, given)
+
+
+def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
+    """Return a member's slices of a state."""
+    return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)

@@ -1,0 +1,286 @@
+"""Which device computes which part of which layer, at the start and with the devices that are left after a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
+from itertools import permutations
+
+from pydantic import BaseModel, ConfigDict
+
+from testbed.common.errors import InputError, nearest
+from testbed.device import Cost
+from testbed.hardware import DeviceSpec
+from testbed.method import Alternative, PlannedMessage, Problem
+from testbed.ml.models.graph import Graph, graph_of
+from testbed.ml.models.shapes import BYTES_PER_VALUE
+from testbed.plan import Details, Piece, Plan
+from testbed_stahl.candidates import Candidate, candidate, fitting_plan
+from testbed_stahl.communication import elements, interval, of_tiles, phases, transfers
+from testbed_stahl.dataflow import Dataflow, dataflow
+from testbed_stahl.demands import costs, longest_path, memory, multiplications, parameters, weights
+from testbed_stahl.options import SCHEMES, DistributedOptions, PlanSettings
+from testbed_stahl.plan import DistributedPlan, equal
+from testbed_stahl.schemes import REUSES, Reuse, WorkerTotals, pairs_of, total
+from testbed_stahl.tiles import redundant_multiplications
+
+_DEFAULTS = DistributedOptions.model_fields
+
+
+class PlanFigures(BaseModel):
+    """What a plan takes for one sample; by device in the order of the plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    weights: tuple[int, ...]
+    """Elements of each device."""
+    weights_bytes: float
+    """Bytes on the device with most."""
+    memory_bytes: float
+    """Bytes on the device with most."""
+    longest_path: int
+    """Multiplications one after the other."""
+    communication: float
+    """C with what devices hold taken into account everywhere, in elements."""
+    communication_bytes: float
+    communication_as_printed: float
+    """C by the paper's equation (9), in elements."""
+    communication_as_printed_bytes: float
+    elements: int
+    """Elements that are sent."""
+    outputs: tuple[int, ...]
+    """Elements of each layer's output."""
+    wire_bytes: float
+    messages: int
+    tile_bytes: float = 0.0
+    """Bytes on the wire about tiles: parts of the image, what tiles take of each other, what they become."""
+    saved_tile_bytes: float = 0.0
+    """How many less than with the same grid where nothing is reused; below 0 where what is reused weighs more."""
+    saved_multiplications: int = 0
+    """Multiplications that reuse saves all tiles."""
+
+
+class DistributedDetails(Details):
+    """What the plan of a distributed inference says beyond its pieces."""
+
+    model_config = ConfigDict(extra="forbid")
+    distributed: DistributedPlan
+    figures: PlanFigures
+
+
+def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
+    """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
+    names = [device.name for device in problem.devices]
+    source = problem.options.source or names[0]
+    if source not in names:
+        raise InputError(f"there is no device '{source}': {nearest(source, names)}", ("method", "source"))
+    _check_links(problem, source)
+    spread = flow_of(problem, distributed(problem, names))
+    options = problem.options
+    about = [key for key in ("grid", "overlap", "stealing") if getattr(options, key) != _DEFAULTS[key].default]
+    if about and spread.plan.tiling is None and options.scheme not in ("single", "sequential"):
+        raise InputError(
+            f"no layer of {problem.model.name} is tiled: leave it out, or tile some of the first layers "
+            "by method.early",
+            ("method", about[0]),
+        )
+    described = figures(spread).model_copy(update=_savings(problem, spread))
+    return Plan(
+        method=method,
+        lead=source,
+        pieces=pieces(problem, spread),
+        step_time=_step_time(problem, spread),
+        details=DistributedDetails(distributed=spread.plan, figures=described),
+    )
+
+
+def figures(flow: Dataflow) -> PlanFigures:
+    """Return the figures of a plan, but for what reuse saves."""
+    sent, graph = transfers(flow), flow.graph
+    held = tuple(weights(flow, device) for device in flow.devices)
+    communication, printed = (formula(flow, reuse) for reuse in REUSES)
+    return PlanFigures(
+        weights=held,
+        weights_bytes=BYTES_PER_VALUE * max(held),
+        memory_bytes=max(memory(flow)),
+        longest_path=longest_path(flow),
+        communication=communication,
+        communication_bytes=BYTES_PER_VALUE * communication,
+        communication_as_printed=printed,
+        communication_as_printed_bytes=BYTES_PER_VALUE * printed,
+        elements=elements(sent),
+        outputs=tuple(layer.outputs for layer in graph.layers),
+        wire_bytes=sum(each.wire_bytes(flow.settings.samples) for each in sent),
+        messages=sum(len(each.messages) for each in sent),
+        tile_bytes=_tile_bytes(flow),
+    )
+
+
+def formula(flow: Dataflow, reuse: Reuse) -> float:
+    """Return C by the paper's formulas; of sequential layer mapping, which has none, what crosses between devices."""
+    graph, plan = flow.graph, flow.plan
+    if flow.way == "row":
+        # The result's way back is left out.
+        return float(elements([each for each in transfers(flow) if each.value != len(graph.layers) - 1]))
+    # As shares they are ratios of small numbers, of which a plan that travels as JSON keeps the nearest float.
+    shares = [Fraction(share).limit_denominator(10**9) for share in plan.shares] or equal(len(plan.devices))
+    return float(total(graph, [part.scheme for part in plan.layers], WorkerTotals.of(shares, plan.source), reuse))
+
+
+def _savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
+    """Return what reuse saves beside the same grid in which no tile takes anything of another."""
+    tiling = flow.plan.tiling
+    if tiling is None or not flow.overlaps:
+        return {}
+    grid = (tiling.rows, tiling.columns)
+    alone = settings_of(problem, problem.devices).with_options(grid=grid, overlap="compute")
+    without = candidate(flow.graph, problem.devices, alone).flow
+    return {
+        "saved_tile_bytes": _tile_bytes(without) - _tile_bytes(flow),
+        "saved_multiplications": _of_tiles(without) - _of_tiles(flow),
+    }
+
+
+def _tile_bytes(flow: Dataflow) -> float:
+    return sum(each.wire_bytes(flow.settings.samples) for each in of_tiles(flow))
+
+
+def _of_tiles(flow: Dataflow) -> int:
+    return sum(sum(row) for row in multiplications(flow)[: flow.tiled])
+
+
+def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
+    """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
+    devices = _among(problem, there)
+    return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
+
+
+def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
+    """Plan for the devices that are there; raises `InputError` where they are too small."""
+    return pieces(problem, flow_of(problem, distributed(problem, there)))
+
+
+def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
+    """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
+    needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
+    charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
+    found = [
+        Piece(
+            device=name,
+            first=0,
+            last=len(problem.model.units),
+            memory=needs[index],
+            part="a part",
+            parameters=parameters(spread, index),
+            flops=work[index],
+            seconds=problem.device(name).seconds(charged[index]),
+        )
+        for index, name in enumerate(spread.plan.devices)
+    ]
+    return (found.pop(spread.plan.source), *found)
+
+
+def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
+    """Return what every device does and sends."""
+    settings = PlanSettings(problem.options, decided.source, problem.workload.batch_size)
+    return dataflow(graph_of(problem.model), decided, settings)
+
+
+def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
+    """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
+    found = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
+    return tuple(_alternative(problem, each) for each in found if _linked(problem, each.flow))
+
+
+def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
+    """Return a plan of every scheme; of the one that is wished for with the pairs that are wished for.
+
+    Schemes that cannot be, e.g. since pairs do not fit, are left out. Raises `InputError` where that is the one that is
+    wished for.
+    """
+    found = []
+    for name in SCHEMES:
+        try:
+            found.append(candidate(graph, devices, settings.with_options(scheme=name)))
+        except InputError:
+            if name == settings.options.scheme:
+                raise
+    return found
+
+
+def _linked(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
+    names = flow.plan.devices
+    return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(flow))
+
+
+def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> Alternative:
+    flow, plan = candidate.flow, candidate.flow.plan
+    names, layers, schemes = plan.devices, flow.graph.layers, tuple(part.scheme for part in plan.layers)
+    pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
+    lip = [str(index) for index, scheme in enumerate(schemes) if scheme == "lip" and plan.scheme != "lip"]
+    notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
+    found = figures(flow)
+    return Alternative(
+        name=plan.scheme,
+        chosen=plan.scheme == problem.options.scheme,
+        fits=not candidate.excess(problem.devices),
+        weights=dict(zip(names, found.weights, strict=True)),
+        memory=dict(zip(names, candidate.needs, strict=True)),
+        longest_path=found.longest_path,
+        communication=formula(flow, problem.options.reuse),
+        elements=found.elements,
+        wire_bytes=found.wire_bytes,
+        messages=found.messages,
+        step_time=_step_time(problem, flow),
+        notes="; ".join(notes),
+        details={
+            "layers": {layer.name: scheme for layer, scheme in zip(layers, schemes, strict=True)},
+            "tiled_elements": elements(of_tiles(flow)),
+            "redundant_multiplications": (
+                redundant_multiplications(layers[: plan.tiled], flow.computed) if plan.tiling else 0
+            ),
+        },
+    )
+
+
+def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
+    """Predict the seconds from one result to the next; with one request under way, its latency."""
+    devices = _among(problem, spread.plan.devices)
+    return interval(phases(spread, devices, problem.links), spread.settings.options.in_flight)
+
+
+def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
+    return [device for device in problem.devices if device.name in there]
+
+
+def settings_of(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanSettings:
+    """Return what every plan over these devices is made by."""
+    options, names = problem.options, [device.name for device in devices]
+    source = names.index(options.source) if options.source else 0
+    return PlanSettings(options, source, problem.workload.batch_size)
+
+
+def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
+    """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them.
+
+    Also those that the plan leaves idle: they greet the source, and may have to take over.
+    """
+    options = problem.options
+    everyone = options.scheme != "single" and (options.exchange == "direct" or options.scheme == "sequential")
+    for one, other in permutations([device.name for device in problem.devices], 2):
+        if (everyone or source in (one, other)) and (one, other) not in problem.links:
+            raise InputError(
+                f"{one} and {other} talk to each other in a distributed inference, but no link leads from {one} to "
+                f"{other}: use the topology mesh or add the link",
+                ("network", "topology"),
+            )
+
+
+def part_messages(problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]) -> Iterator[PlannedMessage]:
+    """Yield each part of an output that is sent, and the given weights of each device."""
+    decided, value_bytes = plan.details.distributed, BYTES_PER_VALUE * problem.workload.batch_size
+    for each in transfers(flow_of(problem, decided)):
+        elements = max(each.messages, default=0)
+        yield decided.devices[each.sender], decided.devices[each.receiver], value_bytes * elements
+    if problem.workload.model.weights is not None:
+        for piece in plan.pieces:
+            yield plan.lead, piece.device, BYTES_PER_VALUE * (piece.parameters or 0)

@@ -1,0 +1,388 @@
+"""One request on one member, with all that the member has for its requests: its slices, its processor, what it holds.
+
+Sending overlaps with computing wherever the data allow it. A layer is computed from the pieces of its input that are
+here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed.
+Values are (samples, elements).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from testbed.common import formats
+from testbed.common.errors import TestbedError
+from testbed.device import Cost, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed.ml.lazy import torch
+from testbed.ml.models.chain import forward_of
+from testbed.ml.models.sliced import SlicedLayer, SlicedShape
+from testbed.ml.pipeline.messages import Output
+from testbed_stahl.dataflow import Dataflow, LayerTask, Origin, as_range
+from testbed_stahl.messages import OutputPiece, PartialSums
+from testbed_stahl.plan import Range, intersection
+
+
+class Ledger:
+    """Bytes of weights and activations that are resident, counted as tensors come and go.
+
+    A device that would hold more than it has memory fails, as one would whose kernel has nothing left to give.
+    """
+
+    def __init__(self, device: str, memory: float) -> None:
+        self.weights = 0
+        self.activations = 0
+        self.peak = 0
+        """Most bytes of activations at once."""
+        self._device = device
+        self._memory = memory
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count activations of any shape that begin to be resident; raises `TestbedError` where they are too many."""
+        self.activations += tensor.nbytes
+        self.peak = max(self.peak, self.activations)
+        if self.weights + self.activations > self._memory:
+            raise TestbedError(
+                f"{self._device} has {formats.size(self._memory)} of memory, and its weights "
+                f"({formats.size(self.weights)}) and activations ({formats.size(self.activations)}) are more: use more "
+                "devices, a smaller batch_size or fewer requests in_flight"
+            )
+        return tensor
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Count activations of any shape that are resident no more."""
+        self.activations -= tensor.nbytes
+
+
+T = TypeVar("T")
+
+
+class MemberContext:
+    """A device in one configuration: its slices of the layers, its processor, its messages, its tasks."""
+
+    def __init__(self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float) -> None:
+        """``memory`` is what the device has, in bytes."""
+        self.actions = 0
+        self.computing = False
+        self.flow = flow
+        self.configuration = mailbox.configuration
+        self.device = mailbox.device
+        self.index = flow.plan.devices.index(mailbox.device.name)
+        """Index of the device in the plan."""
+        self.layers: dict[int, SlicedLayer | SlicedShape] = {}
+        """What it holds, by layer."""
+        self.ledger = Ledger(mailbox.device.name, memory)
+        self.done_after: dict[int, list[int]] = {index: [] for index in range(len(flow.graph.layers))}
+        """Values that the device needs no more after a layer."""
+        for value, readers in flow.last.items():
+            self.done_after.get(readers[self.index], []).append(value)
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task until `cancel`."""
+        task = self._mailbox.start(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """End all tasks."""
+        for task in self._tasks:
+            task.cancel()
+
+    def post(self, device: int | None, message: Typed) -> None:
+        """Send to a device of the plan, or to the coordinator, without waiting."""
+        self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
+
+    async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
+        """Work on the device's processor, without gradients."""
+
+        def without_gradients() -> T:
+            with torch.no_grad():
+                return work()
+
+        self.computing = True
+        try:
+            return await self.device.compute(without_gradients, cost, span)
+        finally:
+            self.computing = False
+            self.actions += 1
+
+
+Block = tuple[Range, "torch.Tensor"]
+"""Elements of a layer's input, and their values as (samples, elements)."""
+
+
+class Store:
+    """Pieces of values, and sums that others have sent, until nobody needs them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._pieces: dict[int, list[tuple[Range, torch.Tensor]]] = {}
+        self._sums: dict[tuple[int, Range], dict[int, torch.Tensor]] = {}
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
+        """Take in elements of a value from ``first`` on, (samples, elements)."""
+        part = Range(first, first + tensor.shape[1])
+        self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
+        self._wake()
+
+    def put_sums(self, layer: int, made: Range, device: int, tensor: torch.Tensor) -> None:
+        """Take in a device's sums for some output channels of a layer, (samples, elements)."""
+        self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def news(self) -> None:
+        """Wait until something more is put in."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def blocks(self, origins: Iterable[Origin]) -> list[Block]:
+        """Return what is here of a layer's input."""
+        found: list[Block] = []
+        for origin in origins:
+            for part, tensor in self._pieces.get(origin.value, ()):
+                here = intersection(part, origin.part)
+                if here.size:
+                    at = origin.at - origin.part.first
+                    taken = tensor[:, here.first - part.first : here.last - part.first]
+                    found.append((Range(here.first + at, here.last + at), taken))
+        return sorted(found, key=lambda block: block[0])
+
+    async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
+        """Wait until a layer's input is here; return it in its order."""
+        wanted = sum(origin.part.size for origin in origins)
+        found = self.blocks(origins)
+        while sum(part.size for part, _ in found) < wanted:
+            await self.news()
+            found = self.blocks(origins)
+        return found
+
+    async def sums(self, layer: int, made: Range, count: int) -> list[torch.Tensor]:
+        """Wait for the sums of ``count`` devices; return them in the order of the devices, counted as held no more."""
+        while len(self._sums.get((layer, made), {})) < count:
+            await self.news()
+        found = self._sums.pop((layer, made))
+        for tensor in found.values():
+            self._ledger.drop(tensor)
+        return [found[device] for device in sorted(found)]
+
+    def forget(self, value: int) -> None:
+        """Drop a value."""
+        for _, tensor in self._pieces.pop(value, ()):
+            self._ledger.drop(tensor)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for value in list(self._pieces):
+            self.forget(value)
+        for sums in self._sums.values():
+            for tensor in sums.values():
+                self._ledger.drop(tensor)
+        self._sums.clear()
+
+
+SPAN = "forward"
+
+
+class RequestWork:
+    """What a member does for one request."""
+
+    def __init__(self, member: MemberContext, number: int) -> None:
+        self.number = number
+        self.store = Store(member.ledger)
+        self._member = member
+        self._flow = member.flow
+        self._layers = member.flow.graph.layers
+        self._collects = member.flow.way == "source" and member.index == member.flow.plan.source
+        self._collected: dict[int, list[tuple[int, Range, torch.Tensor]]] = {}
+        """Parts of values, with who made them, that the source has not sent on."""
+
+    async def run(self) -> None:
+        """Do this device's part of every layer, in their order; hand in the result on the source."""
+        for index in range(self._flow.tiled, len(self._layers)):
+            task = self._flow.tasks[index][self._member.index]
+            if task.work == "outputs" or (task.work == "whole" and self._layers[index].splits):
+                await self._by_outputs(index, task)
+            elif task.work == "sums":
+                await self._by_inputs(index, task)
+            elif task.work != "none":
+                await self._undivided(index, task)
+            for value in self._member.done_after[index]:
+                self.store.forget(value)
+        if self._member.index == self._flow.plan.source:
+            result = _joined(await self.store.all_of(self._flow.result()))
+            shaped = result.reshape(-1, *self._layers[-1].output)
+            self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
+        self.store.clear()
+
+    # Divided layers.
+
+    async def _by_outputs(self, index: int, task: LayerTask) -> None:
+        """LOP: compute output channels from all of the input, piece by piece as it comes.
+
+        What is added last is computed chunk by chunk, each being sent while the next is computed.
+        """
+        each, total = self._layers[index].pixels, None
+        used: set[Range] = set()
+        blocks = await self._new_blocks(index, task, used)
+        while sum(taken.size for taken in used) < task.takes.size:
+            work = partial(self._added, index, blocks, task.makes, total)
+            added = await self._compute(index, work, self._product_cost(index, blocks, task.makes.size))
+            if total is None:
+                self._member.ledger.hold(added)
+            total = added
+            blocks = await self._new_blocks(index, task, used)
+        for chunk in self._flow.chunks(index, task.makes):
+            before = None
+            if total is not None:
+                before = total[:, (chunk.first - task.makes.first) * each : (chunk.last - task.makes.first) * each]
+            work = partial(self._finished, index, blocks, chunk, before)
+            cost = self._product_cost(index, blocks, chunk.size)
+            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(blocks[0][1]))
+            made = await self._compute(index, work, cost)
+            self._made(index, chunk.first * each, made)
+        if total is not None:
+            self._member.ledger.drop(total)
+
+    async def _new_blocks(self, index: int, task: LayerTask, used: set[Range]) -> list[Block]:
+        """Wait for parts of a layer's input that are not used yet; count them as used."""
+        origins = self._flow.origins(index, task.takes)
+        if self._flow.settings.options.layerwise:
+            await self.store.all_of(origins)
+        while True:
+            blocks = [block for block in self.store.blocks(origins) if block[0] not in used]
+            if blocks:
+                used.update(taken for taken, _ in blocks)
+                return blocks
+            await self.store.news()
+
+    async def _by_inputs(self, index: int, task: LayerTask) -> None:
+        """LIP: compute sums of all outputs, each merger's part for it, its own last; merge what all have sent."""
+        if task.takes.size:
+            await self._send_sums(index, task)
+        senders = sum(other.takes.size > 0 for other in self._flow.tasks[index])
+        for chunk in self._flow.chunks(index, task.makes):
+            sums = await self.store.sums(index, chunk, senders)
+            # An addition for each value that is merged.
+            cost = Cost(sum(each.numel() for each in sums[1:]))
+            cost += forward_of(self._layers[index].finish_cost(chunk.size), len(sums[0]))
+            made = await self._compute(index, partial(self._merged, index, sums, chunk), cost)
+            self._made(index, chunk.first * self._layers[index].pixels, made)
+
+    async def _send_sums(self, index: int, task: LayerTask) -> None:
+        tasks, own = self._flow.tasks[index], self._member.index
+        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        for step in range(1, len(tasks) + 1):
+            merger = (own + step) % len(tasks)
+            for chunk in self._flow.chunks(index, tasks[merger].makes):
+                work = partial(self._added, index, blocks, chunk, None)
+                added = await self._compute(index, work, self._product_cost(index, blocks, chunk.size))
+                if merger == own:
+                    self.store.put_sums(index, chunk, own, added)
+                else:
+                    sums = PartialSums(self._member.configuration, self.number, index, *chunk, added)
+                    self._member.post(merger, sums)
+
+    def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
+        """Return what parts of the input are charged for some output channels."""
+        read = sum(taken.size for taken, _ in blocks)
+        return forward_of(self._layers[index].product_cost(read, channels), len(blocks[0][1]))
+
+    def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
+        """Return what parts of the input add to some output channels, and what was there before."""
+        layer, sliced = self._layers[index], self._member.layers[index]
+        each, total = layer.inputs // layer.input_channels, before
+        for taken, inputs in blocks:
+            sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
+            total = sums if total is None else _plus(total, sums)
+        assert total is not None
+        return total
+
+    def _finished(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
+        return self._member.layers[index].finish(self._added(index, blocks, made, before), as_range(made))
+
+    def _merged(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
+        total = sums[0]
+        for each in sums[1:]:
+            total = _plus(total, each)
+        return self._member.layers[index].finish(total, as_range(made))
+
+    async def _undivided(self, index: int, task: LayerTask) -> None:
+        """Compute a layer as it is, or pool some channels."""
+        layer = self._layers[index]
+        blocks = await self.store.all_of(self._flow.origins(index, task.takes))
+        cost = forward_of(layer.cost(task.takes.size, task.makes.size), len(blocks[0][1]))
+        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), cost)
+        self._made(index, task.makes.first * layer.pixels, made)
+
+    async def _compute(self, index: int, work: Callable[[], torch.Tensor], cost: Cost) -> torch.Tensor:
+        return await self._member.compute(work, cost, Span(SPAN, self.number, index))
+
+    # The exchange.
+
+    def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
+        """Keep what another device has made, (samples, elements); the source may have to send it on."""
+        part = Range(first, first + tensor.shape[1])
+        if self._collects:
+            self._send_on(value, part, tensor, maker)
+        self._keep(value, part, tensor)
+
+    def _made(self, value: int, first: int, tensor: torch.Tensor) -> None:
+        """Send what this device has made of a value to those that need it, and keep it for itself."""
+        part = Range(first, first + tensor.shape[1])
+        self._member.ledger.drop(self._member.ledger.hold(tensor))
+        if self._collects:
+            self._send_on(value, part, tensor, self._member.index)
+        else:
+            for receiver, wanted in self._flow.receivers(value, self._member.index, part):
+                self._send(value, receiver, wanted, part, tensor)
+        self._keep(value, part, tensor)
+
+    def _send_on(self, value: int, part: Range, tensor: torch.Tensor, maker: int) -> None:
+        """Send what somebody has made to those that need it; layer by layer all of a value at once."""
+        parts = self._collected.setdefault(value, [])
+        parts.append((maker, part, tensor))
+        if self._flow.settings.options.layerwise:
+            whole = self._flow.homes[value][self._member.index].size + self._flow.collected(value)
+            if sum(each.size for _, each, _ in parts) < whole:
+                return
+        for origin, each, made in self._collected.pop(value):
+            for receiver, wanted in self._flow.forwarded(value, origin, each):
+                self._send(value, receiver, wanted, each, made)
+
+    def _send(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
+        sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()
+        self._member.post(receiver, OutputPiece(self._member.configuration, self.number, value, wanted.first, sent))
+
+    def _keep(self, value: int, part: Range, tensor: torch.Tensor) -> None:
+        if self._flow.last[value][self._member.index] >= 0:
+            self.store.put(value, part.first, tensor)
+
+    def spread(self, value: int, tensor: torch.Tensor) -> None:
+        """Begin with a whole value, (samples, elements), on the source: the images, or the map of all tiles."""
+        self._made(value, 0, tensor)
+
+
+def _joined(blocks: Sequence[Block]) -> torch.Tensor:
+    """Put blocks of an input together, (samples, elements)."""
+    tensors = [values for _, values in blocks]
+    if len(tensors) == 1:
+        return tensors[0]
+    if tensors[0].is_meta:
+        return torch.empty((len(tensors[0]), sum(each.shape[1] for each in tensors)), device="meta")
+    return torch.cat(tensors, dim=1)
+
+
+def _plus(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Add; of tensors without values either is the sum."""
+    return more if more.is_meta else total + more

@@ -1,0 +1,313 @@
+"""The early layers on one member: its tiles of all requests, what they take of each other, and the source's maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from testbed.device import Cost, Span
+from testbed.ml.lazy import torch
+from testbed.ml.models.sliced import SlicedLayer, SlicedShape
+from testbed_stahl.dataflow import Dataflow
+from testbed_stahl.messages import TileInput, TileOutput, TileOverlap
+from testbed_stahl.plan import Region, Tile
+from testbed_stahl.request_work import SPAN, Ledger, MemberContext
+from testbed_stahl.tiles import costs, is_late, multiplications, padding
+
+Part = tuple[Region, "torch.Tensor"]
+"""A region of a map and its values, (samples, channels, height, width)."""
+
+
+def compute_tile(
+    flow: Dataflow,
+    number: int,
+    layers: Sequence[SlicedLayer | SlicedShape],
+    inputs: torch.Tensor,
+    taken: Mapping[int, torch.Tensor],
+    ledger: Ledger,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Compute the fused early layers of one tile, from (samples, channels, height, width) of its first region.
+
+    ``taken`` is what other tiles have of its maps, by lender, as these return it. Only at the border of a layer's map
+    is there padding. Returns the same axes of the last region, and what others take of this tile, by borrower, as
+    (samples, elements). The ledger counts that, and all that is held meanwhile beside ``inputs`` and ``taken``.
+    """
+    borrowed = _unpacked(flow, number, inputs, taken)
+    lent: dict[int, list[torch.Tensor]] = {borrower: [] for lender, borrower in flow.overlaps if lender == number}
+    values = inputs
+    for index, (layer, made) in enumerate(zip(layers, flow.computed[number], strict=True)):
+        parts = borrowed.get(index, [])
+        if made.pixels:
+            parts = [(made, ledger.hold(layer.tile(values, padding(layer.layer, made)))), *parts]
+        if values is not inputs:
+            ledger.drop(values)
+        for borrower, pieces in lent.items():
+            for each in flow.overlaps[number, borrower]:
+                if each.layer == index:
+                    pieces.append(ledger.hold(_cut(parts[0], each.region).flatten(1)))
+        values = parts[0][1] if len(parts) == 1 and made.pixels else _joined(flow, number, index, inputs, parts, ledger)
+        if made.pixels and values is not parts[0][1]:
+            ledger.drop(parts[0][1])
+    ledger.drop(values)
+    found = {}
+    for borrower, pieces in lent.items():
+        found[borrower] = ledger.hold(torch.cat(pieces, dim=1))
+        for piece in pieces:
+            ledger.drop(piece)
+    return values, found
+
+
+def _unpacked(
+    flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
+) -> dict[int, list[Part]]:
+    """Return what a tile takes of others, by the layer that made it."""
+    found: dict[int, list[Part]] = {}
+    for lender, tensor in taken.items():
+        overlaps = flow.overlaps[lender, number]
+        for each, part in zip(overlaps, torch.split(tensor, [*map(flow.values, overlaps)], dim=1), strict=True):
+            height, width = each.region.bottom - each.region.top, each.region.right - each.region.left
+            found.setdefault(each.layer, []).append((each.region, part.reshape(len(inputs), -1, height, width)))
+    return found
+
+
+def _cut(part: Part, region: Region) -> torch.Tensor:
+    around, values = part
+    rows = slice(region.top - around.top, region.bottom - around.top)
+    return values[:, :, rows, region.left - around.left : region.right - around.left]
+
+
+def _joined(
+    flow: Dataflow, number: int, index: int, like: torch.Tensor, parts: Sequence[Part], ledger: Ledger
+) -> torch.Tensor:
+    """Return what a tile needs of a layer's output, put together; empty where it needs nothing."""
+    whole = flow.plan.tiles[number].regions[index + 1]
+    size = (whole.bottom - whole.top, whole.right - whole.left)
+    found = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
+    for region, values in parts:
+        _cut((whole, found), region).copy_(values)
+    return found
+
+
+Item = tuple[int, int]
+"""A request, and a tile by its place in the plan."""
+
+
+class TileQueue:
+    """Tiles that wait at the source, which has the image as DeepThings' gateway and data source in one.
+
+    A device has one tile at a time: its own by the plan, or else the last of the device that would need longest for all
+    that still waits for it, if it expects to be done sooner. How long a device takes for a multiplication is what its
+    last tile took, with the way there and back; before that, what its speed says.
+    """
+
+    def __init__(
+        self,
+        tiles: Sequence[Tile],
+        work: Sequence[int],
+        lending: Collection[tuple[int, int]],
+        pace: Sequence[float],
+    ) -> None:
+        """Take tiles, multiplications of each, pairs (lender, borrower), and devices' seconds for a multiplication."""
+        self._tiles = tiles
+        # A tile of no more than pooling counts as one multiplication.
+        self._work = [max(1, each) for each in work]
+        self._lenders = [[one for one, other in lending if other == number] for number in range(len(tiles))]
+        self._pace = [*pace]
+        self._order = sorted(range(len(self._tiles)), key=self._rank)
+        self._waiting: list[Item] = []
+        self._hands: dict[int, tuple[Item, float]] = {}
+        """What each device has, and since when."""
+        self._done: dict[int, set[int]] = {}
+        """Tiles, by request."""
+
+    def _rank(self, number: int) -> tuple[bool, int]:
+        tile = self._tiles[number]
+        return is_late(tile.row, tile.column), -self._work[number]
+
+    def add(self, request: int) -> None:
+        """Let all tiles of a request wait: those that need none of the others first, and the largest of these."""
+        self._done[request] = set()
+        self._waiting += [(request, number) for number in self._order]
+
+    def take(self, device: int, now: float) -> Item | None:
+        """Give a device the tile that it should compute now; None where it is busy or has nothing to do."""
+        if device in self._hands:
+            return None
+        ready = [each for each in self._waiting if self._done[each[0]].issuperset(self._lenders[each[1]])]
+        own = [each for each in ready if self._tiles[each[1]].device == device]
+        found = own[0] if own else self._stolen(device, ready, now)
+        if found is not None:
+            self._waiting.remove(found)
+            self._hands[device] = found, now
+        return found
+
+    def _stolen(self, device: int, ready: Sequence[Item], now: float) -> Item | None:
+        last = {self._tiles[number].device: (request, number) for request, number in ready}
+        if not last:
+            return None
+        victim = max(last, key=lambda each: self._backlog(each, now))
+        sooner = self._work[last[victim][1]] * self._pace[device] < self._backlog(victim, now)
+        return last[victim] if sooner else None
+
+    def _backlog(self, device: int, now: float) -> float:
+        """Return the seconds that a device would need for what it has and what waits for it."""
+        pace, left = self._pace[device], 0.0
+        if device in self._hands:
+            (_, number), since = self._hands[device]
+            pace = max(pace, (now - since) / self._work[number])
+            left = self._work[number] * pace - (now - since)
+        waiting = (number for _, number in self._waiting if self._tiles[number].device == device)
+        return left + pace * sum(self._work[number] for number in waiting)
+
+    def done(self, device: int, now: float) -> None:
+        """Note that a device's tile is there."""
+        (request, number), since = self._hands.pop(device)
+        self._pace[device] = (now - since) / self._work[number]
+        self._done[request].add(number)
+
+    def forget(self, request: int) -> None:
+        """Forget a request whose tiles are all there."""
+        del self._done[request]
+
+
+def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
+    """Return the queue of a plan's tiles; ``speeds`` of its devices in FLOP/s."""
+    layers = flow.graph.layers[: flow.tiled]
+    work = [sum(multiplications(layers, made)) for made in flow.computed]
+    return TileQueue(flow.plan.tiles, work, flow.overlaps, [2.0 * flow.settings.samples / speed for speed in speeds])
+
+
+class TileWork:
+    """Computes each tile as soon as all that it needs is there.
+
+    Images and maps are (samples, channels, height, width).
+    """
+
+    def __init__(
+        self, member: MemberContext, speeds: Sequence[float], spread: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """``speeds`` of the plan's devices in FLOP/s.
+
+        ``spread`` is given, on the source, the number of a request and its complete map, (samples, elements).
+        """
+        self._member = member
+        self._flow = member.flow
+        self._spread = spread
+        self._queue = tile_queue(member.flow, speeds) if member.flow.settings.options.stealing else None
+        """The waiting tiles, on the source, where idle devices steal them."""
+        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
+        """Regions of the image by request and tile, (samples, channels, height, width)."""
+        self._taken: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """What others lend a tile, by request and tile, then by lender."""
+        self._images: dict[int, torch.Tensor] = {}
+        """Images on the source by request, until all tiles are done."""
+        self._maps: dict[int, torch.Tensor] = {}
+        self._missing: dict[int, int] = {}
+        """Tiles that are not in the map, by request."""
+
+    @property
+    def _is_source(self) -> bool:
+        return self._member.index == self._flow.plan.source
+
+    def begin(self, request: int, images: torch.Tensor) -> None:
+        """Send each tile its part of a request's images, (samples, channels, height, width); on the source."""
+        self._images[request] = self._member.ledger.hold(images)
+        if self._queue is not None:
+            self._queue.add(request)
+            self._hand_out(self._queue)
+            return
+        for number, tile in enumerate(self._flow.plan.tiles):
+            self._give(request, number, tile.device)
+
+    def _give(self, request: int, number: int, device: int) -> None:
+        """Have a device compute a tile."""
+        region = self._flow.plan.tiles[number].regions[0]
+        part = self._images[request][:, :, region.top : region.bottom, region.left : region.right]
+        if device == self._member.index:
+            self.take_input(request, number, part)
+        else:
+            self._member.post(device, TileInput(self._member.configuration, request, number, part.contiguous()))
+
+    def _hand_out(self, queue: TileQueue) -> None:
+        """Give every idle device a tile, with what it takes of others."""
+        for device in self._flow.devices:
+            if (found := queue.take(device, self._member.device.now())) is None:
+                continue
+            request, number = found
+            if device != self._member.index:
+                for lender, tensor in self._taken.pop(found, {}).items():
+                    self._member.ledger.drop(tensor)
+                    message = TileOverlap(self._member.configuration, request, lender, number, tensor)
+                    self._member.post(device, message)
+            self._give(request, number, device)
+            names, owner = self._flow.plan.devices, self._flow.plan.tiles[number].device
+            self._member.device.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
+
+    def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
+        """Take in what a tile needs of the image, (samples, channels, height, width)."""
+        # On the source it is a part of the image.
+        self._inputs[request, number] = inputs if self._is_source else self._member.ledger.hold(inputs)
+        self._begin_if_complete(request, number)
+
+    def take_overlap(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
+        """Take in what one tile lends another, (samples, elements); send it on if another device computes that one."""
+        to = self._flow.plan.tiles[borrower].device
+        if self._queue is None and to != self._member.index:
+            self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
+            return
+        self._taken.setdefault((request, borrower), {})[lender] = self._member.ledger.hold(tensor)
+        self._begin_if_complete(request, borrower)
+
+    def _lend(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
+        """Let another tile have what it takes of one, by way of the source where all goes there."""
+        to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
+        if self._queue is not None or (self._flow.way == "source" and to != self._member.index):
+            to = source
+        if self._member.index in (to, source):
+            self.take_overlap(request, lender, borrower, tensor)
+        else:
+            self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
+
+    def _begin_if_complete(self, request: int, number: int) -> None:
+        lenders = sum(borrower == number for _, borrower in self._flow.overlaps)
+        if (request, number) in self._inputs and len(self._taken.get((request, number), ())) == lenders:
+            self._member.start(self._compute(request, number))
+
+    async def _compute(self, request: int, number: int) -> None:
+        flow, ledger = self._flow, self._member.ledger
+        inputs, taken = self._inputs.pop((request, number)), self._taken.pop((request, number), {})
+        layers = [self._member.layers[index] for index in range(flow.tiled)]
+        cost = sum(costs(flow.graph.layers[: flow.tiled], flow.computed[number], len(inputs)), Cost())
+        outputs, lent = await self._member.compute(
+            lambda: compute_tile(flow, number, layers, inputs, taken, ledger), cost, Span(SPAN, request, 0)
+        )
+        for tensor in taken.values():
+            ledger.drop(tensor)
+        for borrower, tensor in lent.items():
+            ledger.drop(tensor)
+            self._lend(request, number, borrower, tensor)
+        if self._is_source:
+            self.place(request, number, outputs, flow.plan.devices[flow.plan.source])
+        else:
+            ledger.drop(inputs)
+            self._member.post(None, TileOutput(self._member.configuration, request, number, outputs))
+
+    def place(self, request: int, number: int, outputs: torch.Tensor, device: str) -> None:
+        """Collect tiles, (samples, channels, height, width), on the source; spread the map when all are there."""
+        if self._queue is not None:
+            self._queue.done(self._flow.plan.devices.index(device), self._member.device.now())
+            self._hand_out(self._queue)
+        tiles, ledger = self._flow.plan.tiles, self._member.ledger
+        if request not in self._maps:
+            shape = self._flow.graph.layers[self._flow.tiled - 1].output
+            self._maps[request] = ledger.hold(outputs.new_empty(len(outputs), *shape))
+            self._missing[request] = len(tiles)
+        region = tiles[number].regions[-1]
+        self._maps[request][:, :, region.top : region.bottom, region.left : region.right] = outputs
+        self._missing[request] -= 1
+        if not self._missing[request]:
+            complete = self._maps.pop(request)
+            if self._queue is not None:
+                self._queue.forget(request)
+            for tensor in (complete, self._images.pop(request)):
+                ledger.drop(tensor)
+            self._spread(request, complete.flatten(1))

@@ -1,0 +1,378 @@
+"""Fused tile partitioning (FTP) of the early layers, after Zhao et al., "DeepThings", as Stahl et al. use it.
+
+The output of the last early layer is cut by a grid; each tile is traced back to what it needs of every layer's input,
+its halo included. A device that computes a tile needs nothing of the others from the image to the tile's output;
+what it pays for that is what neighbouring tiles compute twice, unless they reuse it. Rows and columns
+are independent, so all is traced along one axis at a time.
+
+Beyond the paper, overlaps may be reused as in "DeepThings". The tiles are the squares of a chessboard. Those on the
+first colour are computed first, halo and all. The neighbours of one on the second colour are all of the first: of every
+map between the early layers it takes what they have, and computes what lies between. Of the image it takes what it
+computes from, as it all comes from the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple
+
+from testbed.common.errors import InputError
+from testbed.device import Cost
+from testbed.ml.models.chain import forward_of
+from testbed.ml.models.graph import Graph, GraphLayer
+from testbed.ml.models.shapes import INPUT
+from testbed_stahl.plan import NOTHING, Range, Region, Tile, Tiling, evenly
+
+
+class Overlap(NamedTuple):
+    """A part of one map that a tile takes from its neighbour; tiles by their place in the plan."""
+
+    lender: int
+    borrower: int
+    layer: int
+    """Index of the layer that makes the map."""
+    region: Region
+
+
+def is_late(row: int, column: int) -> bool:
+    """Whether a tile waits for its neighbours."""
+    return (row + column) % 2 == 1
+
+
+def between(needed: Range, before: Range | None, after: Range | None) -> Range:
+    """Return what of a range along one axis neither neighbour has; None: there is no neighbour."""
+    first = needed.first if before is None else min(max(needed.first, before.last), needed.last)
+    last = needed.last if after is None else max(first, min(needed.last, after.first))
+    return Range(first, last)
+
+
+def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
+    """Return what a tile computes of each early layer's output, where neighbours' data are reused."""
+    tile = tiling.tiles[number]
+    if not is_late(tile.row, tile.column):
+        return tile.regions[1:]
+    sides = _neighbours(tiling, tile)
+    found = []
+    for level, region in enumerate(tile.regions[1:-1], 1):
+        above, below = (None if each is None else _rows(each.regions[level]) for each in sides[:2])
+        left, right = (None if each is None else _columns(each.regions[level]) for each in sides[2:])
+        found.append(Region(*between(_rows(region), above, below), *between(_columns(region), left, right)))
+    return (*found, tile.regions[-1])
+
+
+def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
+    """Return all that tiles take of each other, layer by layer for each pair.
+
+    The neighbours above and below have all of a tile's columns; those left and right have what is left of its rows.
+    """
+    found = []
+    for number, tile in enumerate(tiling.tiles):
+        if not is_late(tile.row, tile.column):
+            continue
+        for side, neighbour in enumerate(_neighbours(tiling, tile)):
+            if neighbour is None:
+                continue
+            lender = tiling.tiles.index(neighbour)
+            for layer, (all_, own) in enumerate(zip(tile.regions[1:-1], computed(tiling, number), strict=False)):
+                region = (
+                    all_._replace(bottom=own.top),
+                    all_._replace(top=own.bottom),
+                    own._replace(left=all_.left, right=own.left),
+                    own._replace(left=own.right, right=all_.right),
+                )[side]
+                if region.pixels:
+                    found.append(Overlap(lender, number, layer, region))
+    return tuple(found)
+
+
+def _neighbours(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
+    """Return the tiles above, below, left and right."""
+
+    def at(row: int, column: int) -> Tile | None:
+        inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
+        return tiling.tiles[row * tiling.columns + column] if inside else None
+
+    row, column = tile.row, tile.column
+    return at(row - 1, column), at(row + 1, column), at(row, column - 1), at(row, column + 1)
+
+
+def _rows(region: Region) -> Range:
+    return Range(region.top, region.bottom)
+
+
+def _columns(region: Region) -> Range:
+    return Range(region.left, region.right)
+
+
+def early_layers(graph: Graph) -> int:
+    """Return how many of the first layers are better tiled than divided by channels.
+
+    Feature-dominated layers have more elements entering and leaving than weights. The cut is where the sum of
+    (features - weights) over the layers with weights before it is largest; pooling right after it is tiled too.
+    Layer 16 of YOLOv2 at 608x608, as in Stahl et al., Section 5.
+    """
+    best, total, cut = 0, 0, 0
+    for index in range(len(graph.layers)):
+        if not _tiles(graph, index):
+            break
+        layer = graph.layers[index]
+        if layer.weights == 0:
+            if cut == index and _closes(graph, index + 1):
+                cut = index + 1
+            continue
+        total += layer.inputs + layer.outputs - layer.weights
+        if total > best and _closes(graph, index + 1):
+            best, cut = total, index + 1
+    return cut
+
+
+def check_early(graph: Graph, count: int) -> None:
+    """Raise `InputError` where the first ``count`` layers cannot be tiled; it names the nearest number that can."""
+    if count <= len(graph.layers) and _can_be(graph, count):
+        return
+    nearest = max(fewer for fewer in range(min(count, len(graph.layers)) + 1) if _can_be(graph, fewer))
+    raise InputError(
+        f"the first {count} layers of {graph.name} cannot be tiled together, which takes convolutions and pooling in a "
+        "row, with less padding than their kernels, of which only the last one's output is used further on: "
+        f"use {nearest}",
+        ("method", "early"),
+    )
+
+
+def _can_be(graph: Graph, count: int) -> bool:
+    """Whether the first ``count`` layers can be tiled."""
+    return count == 0 or (all(_tiles(graph, index) for index in range(count)) and _closes(graph, count))
+
+
+def _tiles(graph: Graph, index: int) -> bool:
+    """Whether a layer works on pixels near each other, and only on what the layer before it made.
+
+    With as much padding as its kernel, a tile at the border might see nothing of the map.
+    """
+    layer = graph.layers[index]
+    near = layer.window is not None and layer.window.padding < layer.window.kernel
+    return near and layer.sources == (index - 1,)
+
+
+def _closes(graph: Graph, count: int) -> bool:
+    """Whether nothing after the first ``count`` layers needs what is inside them, or the image."""
+    inside = range(INPUT, count - 1)
+    return all(source not in inside for layer in graph.layers[count:] for source in layer.sources)
+
+
+def needed(layer: GraphLayer, out: Range, size: int) -> Range:
+    """Return which of ``size`` pixels along one axis a layer needs for pixels ``out`` of its output."""
+    if not out.size:
+        return NOTHING
+    seen = _seen(layer, out.first, out.last)
+    return Range(max(0, seen.first), min(size, seen.last))
+
+
+def _seen(layer: GraphLayer, first: int, last: int) -> Range:
+    """Return the pixels along one axis, padding included, that a layer looks at for some pixels of its output."""
+    window = layer.window
+    assert window is not None
+    return Range(first * window.stride - window.padding, (last - 1) * window.stride - window.padding + window.kernel)
+
+
+def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
+    """Return how many pixels of padding a tile has left, right, top and bottom at a layer: torch's order.
+
+    ``out`` is the region of the layer's output. Only tiles at the map's border have any.
+    """
+    _, height, width = layer.input
+
+    def beyond(first: int, last: int, size: int) -> tuple[int, int]:
+        seen = _seen(layer, first, last)
+        return max(0, -seen.first), max(0, seen.last - size)
+
+    return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
+
+
+class _AxisTiles(NamedTuple):
+    """A row or a column of tiles along its axis."""
+
+    needed: list[Range]
+    """What is needed of every layer's input, and of the last one's output."""
+    computed: list[Range]
+    """What is computed of every layer's output."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Early layers cut into rows and columns, before anybody owns a tile."""
+
+    layers: Sequence[GraphLayer]
+    rows: int
+    columns: int
+    reuse: bool = False
+    """Whether neighbours' data are reused."""
+
+    @cached_property
+    def _down(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        """For each row, the line of its tiles that wait for no neighbour and that of those that do."""
+        return self._lines(self.rows, 1)
+
+    @cached_property
+    def _across(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        return self._lines(self.columns, 2)
+
+    def _lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        whole = [_traced(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
+        found = []
+        for index, each in enumerate(whole):
+            early = _AxisTiles(each, each[1:])
+            before = whole[index - 1] if index else None
+            after = whole[index + 1] if index + 1 < count else None
+            late = _between(self.layers, each[-1], axis, before, after) if self.reuse else early
+            found.append((early, late))
+        return found
+
+    @cached_property
+    def work(self) -> list[int]:
+        """Multiplications of each tile, row by row."""
+        per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
+        found = []
+        for row, highs in enumerate(self._down):
+            per_column = [[each * high.size for each, high in zip(per_pixel, of.computed, strict=True)] for of in highs]
+            for column, wides in enumerate(self._across):
+                late = is_late(row, column)
+                wide = wides[late].computed
+                found.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
+        return found
+
+    def least_time(self, speeds: Sequence[float]) -> float:
+        """Return a time that no assignment of the tiles can beat, in multiplications per unit of speed."""
+        return max(max(self.work) / max(speeds), sum(self.work) / sum(speeds))
+
+    def owners(self, speeds: Sequence[float], source: int) -> tuple[list[int], float]:
+        """Give each tile to a device; return the owners, and when the last device is done."""
+        loads = [0] * len(speeds)
+        owners = [source] * len(self.work)
+        order = range(len(owners))
+        for index in sorted(order, key=lambda index: (self.reuse and self._late(index), -self.work[index])):
+            more = self.work[index]
+            ends = [(load + more) / speed for load, speed in zip(loads, speeds, strict=True)]
+            soonest = min(ends)
+            device = source if ends[source] == soonest else ends.index(soonest)
+            loads[device] += more
+            owners[index] = device
+        return owners, max(load / speed for load, speed in zip(loads, speeds, strict=True))
+
+    def _late(self, index: int) -> bool:
+        return is_late(*divmod(index, self.columns))
+
+    def tiling(self, owners: Sequence[int]) -> Tiling:
+        """Return the tiles with their regions."""
+        cells = product(range(self.rows), range(self.columns))
+        return Tiling(
+            rows=self.rows,
+            columns=self.columns,
+            tiles=tuple(
+                Tile(
+                    row=row,
+                    column=column,
+                    device=owner,
+                    regions=tuple(
+                        Region(*high, *wide)
+                        for high, wide in zip(
+                            self._down[row][is_late(row, column)].needed,
+                            self._across[column][is_late(row, column)].needed,
+                            strict=True,
+                        )
+                    ),
+                )
+                for owner, (row, column) in zip(owners, cells, strict=True)
+            ),
+        )
+
+
+def tile(
+    layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int, reuse: bool = False
+) -> Tiling:
+    """Cut early layers into a grid and give the tiles to devices; with ``reuse`` of neighbours' data.
+
+    Each tile, the one with most multiplications first, goes to the device that would be done with it first; of
+    equals to the source, which needs no graph for it.
+
+    Raises:
+        InputError: for a grid that is finer than the output it cuts.
+    """
+    _, height, width = layers[-1].output
+    for name, parts, size in (("rows", rows, height), ("columns", columns, width)):
+        if not 1 <= parts <= size:
+            raise InputError(
+                f"a map of {height}x{width} pixels cannot be cut into {parts} {name}: use 1 to {size}",
+                ("method", "grid"),
+            )
+    grid = _Grid(layers, rows, columns, reuse)
+    return grid.tiling(grid.owners(speeds, source)[0])
+
+
+def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int, reuse: bool = False) -> Tiling:
+    """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
+    _, height, width = layers[-1].output
+    count = len(speeds)
+    cuts = {
+        (rows, min(columns, width))
+        for rows in range(1, min(count, height) + 1)
+        for columns in (max(1, count // rows), -(-count // rows), 2 * count // rows)
+    }
+    grids = [_Grid(layers, *each, reuse) for each in sorted(cuts)]
+    best: tuple[float, int, list[int], _Grid] | None = None
+    for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
+        if best is not None and bound > best[0]:
+            break
+        owners, time = grid.owners(speeds, source)
+        if best is None or (time, len(owners)) < best[:2]:
+            best = (time, len(owners), owners, grid)
+    assert best is not None
+    return best[3].tiling(best[2])
+
+
+def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
+    """Return what is needed along one axis of every layer's input, and at the end ``out`` itself."""
+    found = [out]
+    for layer in reversed(layers):
+        found.append(needed(layer, found[-1], layer.input[axis]))
+    return found[::-1]
+
+
+def _between(
+    layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
+) -> _AxisTiles:
+    """Return what is needed and computed along one axis where the neighbours' data are there."""
+    needs, makes = [out], [out]
+    for index in range(len(layers) - 1, -1, -1):
+        needs.append(needed(layers[index], makes[-1], layers[index].input[axis]))
+        if index:
+            sides = (None if each is None else each[index] for each in (before, after))
+            makes.append(between(needs[-1], *sides))
+    return _AxisTiles(needs[::-1], makes[::-1])
+
+
+def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:
+    """Return the multiplications of each layer in one tile that computes these regions of the layers' outputs."""
+    return [
+        layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
+        for layer, region in zip(layers, made, strict=True)
+    ]
+
+
+def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) -> list[Cost]:
+    """Return what each layer is charged in one tile that computes these regions: its share of pixels, all weights."""
+    found = []
+    for layer, region in zip(layers, made, strict=True):
+        share = region.pixels / (layer.output[1] * layer.output[2])
+        one = layer.cost(layer.inputs, layer.output_channels).scaled(flops=share, accessed=share, weights=1)
+        found.append(forward_of(one, samples))
+    return found
+
+
+def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:
+    """Return what tiles that compute these regions multiply more than the layers in one piece: the halo's price."""
+    tiled = sum(sum(multiplications(layers, each)) for each in made)
+    return tiled - sum(layer.multiplications for layer in layers)

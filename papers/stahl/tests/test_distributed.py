@@ -1,0 +1,94 @@
+"""Fully distributed inference on the virtual clock: what comes out, what is sent."""
+
+from collections import defaultdict
+
+import pytest
+
+from testbed.ml.models import create
+from testbed.ml.models.chain import chain
+from testbed.ml.models.layers import Conv2d, GlobalAveragePool2d, Linear, MaxPool2d, ReLU
+from testbed.wire.message import ENVELOPE
+from testbed_stahl.communication import transfers
+from tests.helpers.inferences import CNN, FC, distributed, infer
+from tests.helpers.runs import events
+
+SCHEMES = ("lop", "lip", "fuse", "optimal", "sequential", "single")
+TRAFFIC = ("piece", "sums", "tile", "tiled")
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_fully_connected_layers_give_what_the_single_device_gives(scheme, exchange, devices):
+    found = infer(distributed(devices - 1, {"scheme": scheme, "exchange": exchange}))
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal"])
+@pytest.mark.parametrize(("devices", "early"), [(2, 0), (3, 2), (5, 3), (8, 0)])
+def test_convolutions_and_tiles_give_what_the_single_device_gives(scheme, exchange, devices, early):
+    method = {"scheme": scheme, "exchange": exchange, "early": early, "source": "worker1"}
+    found = infer(distributed(devices - 1, method, {"model": CNN}))
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["lop", "lip", "fuse", "optimal", "sequential"])
+@pytest.mark.parametrize("model", [FC, CNN])
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize("least_chunk", [64, 16_384])
+def test_what_is_sent_is_what_the_plan_says(scheme, model, exchange, least_chunk):
+    method = {"scheme": scheme, "exchange": exchange, "least_chunk": least_chunk}
+    found = infer(distributed(3, method, {"model": model, "requests": 1}))
+    flow = found.flow
+    planned, sent = defaultdict(list), defaultdict(list)
+    for transfer in transfers(flow):
+        planned[flow.plan.devices[transfer.sender], flow.plan.devices[transfer.receiver]] += transfer.messages
+    for device, fields in events(found.outcome, "receive"):
+        if fields["message"] in TRAFFIC:
+            sent[fields["peer"], device].append(fields["bytes"])
+    assert sent.keys() == planned.keys()
+    for pair, sizes in sent.items():
+        # Message by message, each exceeds its values by its header alone.
+        values = [4 * flow.settings.samples * elements for elements in planned[pair]]
+        assert len(sizes) == len(values)
+        assert all(0 < size - each <= ENVELOPE for size, each in zip(sorted(sizes), sorted(values), strict=True))
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+def test_pooling_right_behind_a_route_is_computed(exchange):
+    units = [
+        ("a", [Conv2d(3, 3, padding=1), ReLU()]),
+        ("b", [Conv2d(2, 3, padding=1), ReLU()]),
+        ("join", [MaxPool2d(), Conv2d(4, 1)]),
+        ("mean", [GlobalAveragePool2d(), Linear(10)]),
+    ]
+    model = chain("routed", (1, 8, 8), 10, units, {2: (1, 0)})
+    found = infer(distributed(2, {"scheme": "lop", "exchange": exchange}), model)
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4
+
+
+FAST = {"speed": "100gflops", "network": {"link": {"rate": "1gbit", "delay": "1ms"}}}
+SMALL = {"hidden": [100, 90]}
+
+
+@pytest.mark.parametrize("exchange", ["source", "direct"])
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "scheme", "devices"),
+    [
+        *(("alexnet", SMALL, (3, 80, 80), scheme, 5) for scheme in ("lop", "lip", "fuse", "optimal")),
+        *(("vgg16", SMALL, (3, 32, 32), scheme, 3) for scheme in ("lop", "lip", "optimal")),
+        ("mobilenetv2", {}, (3, 32, 32), "lop", 3),
+        ("yolov2", {}, (3, 64, 32), "optimal", 2),
+    ],
+)
+def test_large_networks_give_what_the_single_device_gives(name, options, shape, scheme, devices, exchange):
+    method = {"scheme": scheme, "exchange": exchange, "early": None}
+    found = infer(
+        distributed(devices - 1, method, {"requests": 1, "batch_size": 1}, **FAST), create(name, options, shape, 10)
+    )
+    assert found.outcome.status == "finished", found.outcome.error
+    assert found.error < 1e-4

@@ -1,0 +1,1 @@
+"""VersatileFL (Yoon et al.)."""

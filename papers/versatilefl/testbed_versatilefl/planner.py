@@ -1,0 +1,127 @@
+"""VersatileFL's options, its plan, and who holds what at first."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import fmean
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from testbed.common.errors import InputError
+from testbed.common.quantities import Fraction
+from testbed.common.seeds import derive
+from testbed.method import Baselines, Problem
+from testbed.ml.models.slices import as_channels
+from testbed.ml.slots import planner
+from testbed.ml.slots.arrangement import Allocation, Arrangement, partition
+from testbed.ml.slots.planner import SlotDetails, SlotOptions
+from testbed.plan import Plan
+from testbed_versatilefl.records import ALPHA
+
+PATIENCE = 60
+"""Steps without a better loss after which the next stage begins; the paper's."""
+MARGIN_STEPS = 4
+"""Steps beyond those that a record needs to reach all devices, for casts that are lost on the way."""
+
+
+class VersatileOptions(SlotOptions):
+    """Options of `Versatile`."""
+
+    baselines: ClassVar[Baselines] = {
+        "naive": {"substitution": False, "reuse": False, "rearrangement": False},
+        "naive-zeros": {"thres_fw": 0, "backward": "neuron", "reuse": False, "rearrangement": False},
+        "naive-blocked": {"thres_fw": "100%", "backward": "neuron", "reuse": False, "rearrangement": False},
+    }
+    """The paper's Naive "does not have any maintenance scheme against failures", which leaves open whether a batch with
+    anything missing is dropped, or zeros are computed with and a layer learns where all its losses have arrived; or
+    dropped in training alone, which "is totally blocked only with single device malfunctioning"."""
+    naive_after: int | None = Field(None, ge=1)
+    """Steps after which nothing is maintained any more: "applying Naive to the VersatileFL-based trained or recovered
+    model after each network variation outbreak" (Figure 11), as the baseline `naive`."""
+    naive: Literal["naive", "naive-zeros", "naive-blocked"] = "naive-zeros"
+    """Which baseline that is."""
+    allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
+    """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""
+    substitution: bool = True
+    """Zeros for missing values. False: a batch with anything missing goes no further."""
+    past: bool = False
+    """Substitute the past for missing outputs ("the missing intermediate values with the past or approximated values"):
+    what their sender's neurons last gave on the mean of a batch, since other samples pass now; zeros before that."""
+    reuse: bool = True
+    """Saved gradients where new ones are missing."""
+    rearrangement: bool = True
+    """Neurons move as devices fail, leave and join, and with their credibility."""
+    backward: Literal["layer", "neuron", "link"] = "link"
+    """What has to have arrived for new gradients: all transmissions to the layer, all to the neuron, or any to it."""
+    sharing: Literal["layer", "neuron", "ideal"] = "neuron"
+    """The same of the results that the output layer shares; ideal: none is lost."""
+    thres_fw: Fraction | None = None
+    """Forward criterion; None: from 0 to 0.5, dynamically."""
+    grad_reuse: int | None = Field(None, ge=0, le=1_000_000)
+    """gradReuse_bw, most steps in a row that saved gradients are used; None: from 10 to 0, dynamically."""
+    patience: int = Field(PATIENCE, ge=1)
+    """Steps after that of the best loss until both become stricter. Only losses of complete results are seen."""
+    stage_window: int = Field(1, ge=1, le=1_000_000)
+    """Steps whose mean loss is compared; EdgePipe's Figure 5 takes a tenth of an epoch, 60."""
+    window: int | None = Field(None, ge=1)
+    """Steps from one judgement of credibility to the next; None: an epoch, or as many as records need to travel."""
+    alpha: Fraction = ALPHA
+    """Weight of the last window in credibility."""
+    credibility: Fraction | None = None
+    """A group is rearranged while a device of it has less; None: the mean reception ratio of the plan's links."""
+
+
+class VersatileDetails(SlotDetails):
+    """What a plan of VersatileFL says beyond that of every method in timeslots."""
+
+    threshold: float
+    """Credibility below which a device's group is rearranged."""
+    window: int | None
+    """Steps; None: an epoch."""
+    grace: int
+    """Steps after the end of a window in which records travel, before anything is decided from them."""
+    scattered: bool
+    """Whether each neuron was given to any device of the group."""
+
+
+def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
+    """Plan as for EdgePipe, scattered neurons as if they were Horizontal. Raises `InputError`."""
+    options = problem.options
+    allocation: Allocation = "horizontal" if options.allocation == "random" else options.allocation
+    planned = planner.plan(
+        "versatile", problem, lambda sizes, names: partition(sizes, names, options.layers or allocation)
+    )
+    table = planner.timetable_of(planned.details)
+    grace = math.ceil(table.slots(1) / table.period) + MARGIN_STEPS
+    if options.rearrangement and options.window is not None and options.window <= grace:
+        text = f"{options.window} steps are too few: records take {grace} steps to reach every device"
+        raise InputError(text, ("method", "window"))
+    ratios = [1 - link.message_loss for link in problem.links.values()]
+    details = VersatileDetails(
+        **planned.details.model_dump(),
+        threshold=options.credibility if options.credibility is not None else fmean(ratios or [1.0]),
+        window=options.window,
+        grace=grace,
+        scattered=options.allocation == "random",
+    )
+    return Plan(**{**dict(planned), "details": details})
+
+
+def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> Arrangement:
+    """Return who holds what at first."""
+    options, names = problem.options, details.devices
+    sizes = planner.neurons_of(problem)
+    if options.allocation != "random":
+        return partition(sizes, names, options.layers or options.allocation)
+    layers = []
+    for layer, size in enumerate(sizes):
+        draws = random.Random(derive(problem.seed, "scatter", layer))
+        holders = draws.choices(names, k=size)
+        # Whoever has none would never be heard.
+        holders[: len(names)] = names
+        draws.shuffle(holders)
+        layers.append({name: as_channels(n for n, each in enumerate(holders) if each == name) for name in names})
+    groups = tuple(range(first, stop) for first, stop in details.groups)
+    return Arrangement(groups, sizes, tuple(layers))

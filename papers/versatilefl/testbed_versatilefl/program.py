@@ -1,0 +1,88 @@
+"""VersatileFL's program: a device in timeslots, with its hooks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from testbed.device import Device
+from testbed.messaging.mailbox import Mailbox
+from testbed.method import Job
+from testbed.ml.data.batches import steps_per_epoch
+from testbed.ml.models.slices import Channels
+from testbed.ml.slots import program
+from testbed.ml.slots.casts import Outputs, Sent, Values
+from testbed.ml.slots.neurons import Neurons
+from testbed.ml.slots.program import SlotProgram, answering_time, transmit_of
+from testbed.ml.slots.weights import given_weights
+from testbed.wire.message import Message
+from testbed_versatilefl.controller import ArrangementController, Join, Leave
+from testbed_versatilefl.handover import Arrange, Handover, Moved
+from testbed_versatilefl.maintenance import Complete, Confirming, DynamicUpdate, Ideal, Maintenance
+from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, arrangement
+from testbed_versatilefl.records import ReceptionRecords
+
+VersatileJob = Job[VersatileOptions, VersatileDetails]
+KINDS: tuple[type[Any], ...] = (*program.KINDS, Complete, Arrange, Moved, Join, Leave)
+STARTED = "started"
+"""What a device keeps on its disk, to know when it boots that it was there before."""
+
+
+@dataclass(frozen=True)
+class VersatileNotes:
+    """The hook `testbed.ml.slots.casts.Notes`: a device adds what it knows of the others to its casts."""
+
+    handover: Handover
+    records: ReceptionRecords
+    maintenance: Maintenance
+    update: DynamicUpdate
+
+    def annotated(self, message: Sent) -> Sent:
+        """Return a message with its note."""
+        note: dict[str, Any] = {
+            "version": self.handover.now.version,
+            "stage": self.update.stage,
+            "records": {name: [window, shares] for name, (window, shares) in self.records.newest.items()},
+        }
+        if isinstance(message, Outputs):
+            note["rates"] = self.maintenance.rates.pop((message.layer, message.batch), ())
+        return replace(message, note=note)
+
+    def heard(self, message: Values) -> Channels | None:
+        """Take the note of a message; None where it is of an arrangement that is not known here, or no more."""
+        note = message.note or {}
+        self.records.note(message.sender, received=True)
+        self.records.learn(note["records"])
+        self.update.stage = max(self.update.stage, note["stage"])
+        held = self.handover.past.get(note["version"])
+        return None if held is None else held.of(message.sender, message.layer)
+
+    def missed(self, sender: str) -> None:
+        """Note that a message of a device has not arrived in time."""
+        self.records.note(sender, received=False)
+
+
+async def run(device: Device, job: VersatileJob) -> None:
+    """Train and test, slot by slot; a device that has booted waits until the others have given it neurons."""
+    problem, details, options = job.problem, job.plan.details, job.problem.options
+    assert job.dataset is not None
+    first = arrangement(problem, details)
+    booted = device.saved(STARTED) is not None and options.rearrangement
+    await device.save(STARTED, Message(STARTED))
+    epoch = steps_per_epoch(len(job.dataset.train_labels), problem.workload.batch_size)
+    window = details.window or max(epoch, details.grace + 1)
+    async with Mailbox(device, problem.links, KINDS) as mailbox:
+        update, neurons = DynamicUpdate(options), Neurons(device, problem, await given_weights(mailbox, job))
+        confirm = Confirming(mailbox, lambda: handover.now, answering_time(mailbox, details))
+        maintenance = Maintenance(update, confirm)
+        handover = Handover(mailbox, neurons, first, maintenance.forget)
+        if not booted:
+            handover.apply(first)
+        ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
+        records = ReceptionRecords(device.name, ratios, options.alpha, window, details.grace)
+        controller = ArrangementController(mailbox, job, records, handover, maintenance, window)
+        transmit = transmit_of(mailbox, job)
+        if options.sharing == "ideal":
+            transmit = Ideal(mailbox, transmit, first.output)
+        notes = VersatileNotes(handover, records, maintenance, update)
+        await SlotProgram(mailbox, job, neurons, controller, maintenance, transmit, notes).run()

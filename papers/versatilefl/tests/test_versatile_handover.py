@@ -1,0 +1,87 @@
+"""Neurons and filters of a convolutional network on their way from device to device, with all that they have learnt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.ml.slots.neurons import Neurons
+from testbed.ml.slots.planner import neuron_values
+from testbed_versatilefl.handover import Arrange, Handover
+from testbed_versatilefl.planner import arrangement, plan
+from testbed_versatilefl.program import KINDS
+from testbed_versatilefl.rearrangement import joined, left, rearranged
+from tests.helpers.runs import problem_of, scenario
+from tests.helpers.simulated import LINK, simulate
+
+CNN = {"model": {"name": "cnn", "channels": [6, 7, 8], "hidden": [10, 8]}}
+
+
+def rows(devices):
+    """Return by layer and neuron who holds it, and its tensors with momentum; one that two devices hold is refused."""
+    found = {}
+    for device, neurons in devices.items():
+        for layer, shard in neurons.shards.items():
+            for at, neuron in enumerate(shard.part.rows):
+                assert (layer, neuron) not in found
+                found[layer, neuron] = device, {name: tensor[at] for name, tensor in shard.state().items()}
+    return found
+
+
+def learn(neurons, inputs):
+    """Take a step, so that no weight is the first one and each has momentum."""
+    for layer, shard in neurons.shards.items():
+        draws = torch.Generator().manual_seed(layer)
+        values = shard.forward(0, torch.rand(2, inputs[layer - 1], generator=draws))
+        shard.backward(0, torch.ones_like(values))
+        shard.update()
+
+
+async def arrange(mailbox, handover, now, devices):
+    """Tell an arrangement to all, and give what is on its way ten seconds."""
+    layers = [{name: list(held) for name, held in layer.items()} for layer in now.layers]
+    for name in devices:
+        if name != mailbox.device.name:
+            mailbox.post(name, Arrange(now.version, layers))
+    handover.apply(now)
+    for _ in range(100):
+        await mailbox.device.sleep(0.1)
+        handover.carry_out()
+
+
+@pytest.mark.parametrize("allocation", ["horizontal", "hybrid"])
+def test_filters_travel_as_devices_retire_join_and_are_rearranged(allocation):
+    workload = {**CNN, "training": {"optimizer": {"learning_rate": 0.1, "momentum": 0.9}}}
+    problem, _ = problem_of(scenario(5, workload=workload, method={"name": "versatile", "allocation": allocation}))
+    first = arrangement(problem, plan(problem).details)
+    inputs = [size * values for size, values in zip(first.sizes, neuron_values(problem), strict=True)]
+    victim, lead = first.members(0)[:2]
+    gone = left(first, victim, {}, seed=1)
+    back = joined(gone, victim, seed=1)
+    after = rearranged(back, 0, {name: 0.1 if name == lead else 1.0 for name in first.devices}, seed=1)
+    devices, seen = {}, []
+
+    async def program(device):
+        async with Mailbox(device, dict.fromkeys(problem.links, LINK), KINDS) as mailbox:
+            own = devices[device.name] = Neurons(device, problem)
+            handover = Handover(mailbox, own, first, lambda layer: None)
+            handover.apply(first)
+            learn(own, inputs)
+            while device.name != lead:
+                await mailbox.changed()
+                handover.carry_out()
+            for now in (first, gone, back, after):
+                await arrange(mailbox, handover, now, devices)
+                seen.append((now, rows(devices)))
+
+    simulate(dict.fromkeys((lead, *first.devices), program))
+    _, before = seen[0]
+    assert len(before) == sum(first.sizes[1:])
+    for now, found in seen:
+        assert found.keys() == before.keys()
+        for (layer, neuron), (holder, tensors) in found.items():
+            assert neuron in now.of(holder, layer)
+            _, expected = before[layer, neuron]
+            assert tensors.keys() == expected.keys()
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())

@@ -1,0 +1,73 @@
+"""Scenario files by name: those of the current folder, of the testbed, and of installed packages."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from testbed.common import plugins
+from testbed.common.errors import InputError
+
+GROUP = "testbed.scenarios"
+"""Entry points under which a package registers its scenarios: ``FOLDER = "package"`` or ``FOLDER.KEY = "package"``."""
+SCENARIOS = Path("scenarios")
+_INSTALLED = Path(__file__).parent / "shipped"
+SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCENARIOS
+"""The testbed's own scenarios, which are found from any folder; setup.py puts them into the wheel."""
+
+
+def find(path: str | Path) -> Path:
+    """Return the file of a path or name; raises `InputError` with a suggestion if there is no such file."""
+    given = Path(path)
+    if given.exists():
+        return given
+    file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
+    for candidate in (SCENARIOS / file, file, SHIPPED / file, *_in_packages(file)):
+        if candidate.exists():
+            return candidate
+    raise InputError(f"{given}: no such scenario: {_suggest(file)}")
+
+
+def named(folder: Path = SHIPPED) -> dict[str, Path]:
+    """Return the scenarios of a folder and of all packages, by the names that `load` accepts."""
+    names = {}
+    for place in sorted(folder.rglob("*.yaml")):
+        names[place.relative_to(folder).with_suffix("").as_posix()] = place
+    for prefix, scenarios in _packaged():
+        for place in sorted(scenarios.glob("*.yaml")):
+            names[f"{prefix}/{place.stem}"] = place
+    return names
+
+
+def _packaged() -> Iterator[tuple[str, Path]]:
+    """Yield the folder in names, and the folder on this machine, of the scenarios of each package."""
+    for point in plugins.installed(GROUP).values():
+        spec = importlib.util.find_spec(point.module.partition(".")[0])
+        if spec is None or spec.origin is None:
+            continue
+        package = Path(spec.origin).parent
+        # In a checkout the folder is beside the package; an installed package contains it.
+        for folder in (package / SCENARIOS, package.parent / SCENARIOS):
+            if folder.is_dir():
+                yield point.name.partition(".")[0], folder
+                break
+
+
+def _in_packages(file: Path) -> Iterator[Path]:
+    for prefix, folder in _packaged():
+        if str(file.parent) == prefix:
+            yield folder / file.name
+
+
+def _suggest(file: Path) -> str:
+    """Suggest an existing file for a missing one: a file beside it, or a scenario with a name."""
+    beside = [str(each) for each in file.parent.glob("*.yaml")]
+    names = [*named(SCENARIOS), *named()]
+    name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")
+    near = [*difflib.get_close_matches(str(file), beside, n=1), *difflib.get_close_matches(name, names, n=1)]
+    near += [each for each in names if Path(each).name == file.stem]
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"name a file, or a shipped scenario such as 'quickstart'; all of them are in {SHIPPED}"
