@@ -8,7 +8,6 @@ import logging
 import select
 import sys
 import threading
-import time
 from typing import Any
 
 from waitress import wasyncore
@@ -19,8 +18,6 @@ from waitress.task import WSGITask
 
 from testbed.common.formats import visible
 
-HEAD_SECONDS = 5.0
-"""Seconds in which a request's head has to come."""
 STALLED_AFTER = 30
 """Seconds without a single byte after which a request, an answer or an unused connection is given up."""
 MOST_WAITING = 256
@@ -137,28 +134,24 @@ class Channel(HTTPChannel):
 
     task_class = Task
 
-    def __init__(self, server: PatientServer, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         self._unread = 0
-        self.deadline = time.time() + server.head_seconds
-        super().__init__(server, *arguments, **options)
+        super().__init__(*arguments, **options)
         self.sendbuf_len = _PIECE  # of what waits, waitress copies so much each time that some of it can be sent
 
     def parser_class(self, adjustments: Any) -> Request:
-        """Return what is to take in a request."""
+        """Return the parser of the next request."""
         return Request(self, adjustments)
 
     def received(self, data: bytes) -> bool:
-        """Take in what comes between two answers: bytes that nobody read of the last body, then a head."""
+        """Parse bytes that arrive between two answers: the unread rest of the last body, then a head."""
         skipped = min(self._unread, len(data))
         self._unread -= skipped
-        if skipped < len(data) and self.request is None:
-            self.deadline = time.time() + self.server.head_seconds
         return bool(super().received(data[skipped:]))
 
     def go_on(self, body: Body) -> None:
-        """Take in what came behind a request that is answered."""
+        """Parse the bytes that follow a request that is answered."""
         self._unread = body.left
-        self.deadline = time.time() + (self.server.head_seconds if body.left else STALLED_AFTER)
         self.received(body.early)
 
     def write_soon(self, data: bytes) -> int:
@@ -168,15 +161,10 @@ class Channel(HTTPChannel):
         return len(data)
 
     def waits(self) -> bool:
-        """Say whether it waits for a head."""
-        return not self.requests and not self.total_outbufs_len
-
-    def is_late(self, now: float) -> bool:
-        """Say whether a head has not come in time, or nobody reads an answer."""
-        with self.outbuf_lock:  # else an answer that is just being sent would seem to wait
-            if self.total_outbufs_len:
-                return bool(now > self.last_activity + STALLED_AFTER)
-        return self.waits() and now > self.deadline
+        """Return whether the client has to act: to send a request, or to read an answer."""
+        # An answer that is just being sent, by whoever has the lock, does not wait.
+        with self.outbuf_lock:
+            return not self.requests or self.total_outbufs_len > 0
 
 
 class PatientServer(TcpWSGIServer):
@@ -186,7 +174,6 @@ class PatientServer(TcpWSGIServer):
     """
 
     channel_class = Channel
-    head_seconds = HEAD_SECONDS
 
     def __init__(self, address: tuple[str, int], application: Any, threads: int) -> None:
         """Listen; nobody is answered before `serve`."""
@@ -234,14 +221,14 @@ class PatientServer(TcpWSGIServer):
         self.close()
 
     def handle_accept(self) -> None:
-        """Take in a connection."""
+        """Accept a connection; if too many wait, close the one that was silent the longest."""
         super().handle_accept()
         waiting = [each for each in self.active_channels.values() if each.waits()]
         if len(waiting) > MOST_WAITING:
-            min(waiting, key=lambda each: each.deadline).handle_close()
+            min(waiting, key=lambda each: each.last_activity).handle_close()
 
     def maintenance(self, now: float) -> None:
-        """Close, now and then, connections on which nothing comes."""
+        """Close connections whose client has stalled, also in the middle of an answer, which waitress would await."""
         for channel in list(self.active_channels.values()):
-            if channel.is_late(now):
+            if channel.waits() and now > channel.last_activity + STALLED_AFTER:
                 channel.handle_close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import docker
@@ -41,17 +42,20 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
     The shaper of a run ends when nobody has renewed its lease, so that a run whose controller is gone becomes one.
     """
     label = {"label": RUN}
-    containers = client.api.containers(all=True, filters=label)
-    alive = {str(each["Labels"][RUN]) for each in containers if each["State"] in ("running", "paused", "restarting")}
-    made = [(str(each["Labels"][RUN]), float(each["Created"])) for each in containers]
-    volumes = client.api.volumes(filters=label)["Volumes"] or []
-    dated = [(each, "Created") for each in client.api.networks(filters=label)]
-    dated += [(each, "CreatedAt") for each in volumes]
-    for each, key in dated:
-        made.append((str(each["Labels"][RUN]), datetime.fromisoformat(each[key]).timestamp()))
+    alive, made = set(), []
+    for container in client.api.containers(all=True, filters=label):
+        made.append((container, float(container["Created"])))
+        if container["State"] in ("running", "paused", "restarting"):
+            alive.add(str(container["Labels"][RUN]))
+    for network in client.api.networks(filters=label):
+        made.append((network, datetime.fromisoformat(network["Created"]).timestamp()))
+    for volume in client.api.volumes(filters=label)["Volumes"] or []:
+        made.append((volume, datetime.fromisoformat(volume["CreatedAt"]).timestamp()))
     # A run that is just being made has networks before it has a container.
-    fresh = {run for run, at in made if time.time() - at < _BEING_MADE}
-    return {run for run, _ in made} - alive - fresh
+    newest = time.time() - _BEING_MADE
+    known = {str(thing["Labels"][RUN]) for thing, _ in made}
+    fresh = {str(thing["Labels"][RUN]) for thing, at in made if at > newest}
+    return known - alive - fresh
 
 
 def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
@@ -71,35 +75,52 @@ def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True, n
 
     Without ``networks`` those of a swarm stay: they cannot go before a host that is away is back.
     """
-    label = {"label": f"{RUN}={run}"}
     count = 0
     deadline = time.monotonic() + _PATIENCE
     quiet = False
     while True:
-        containers = [str(one["Id"]) for one in client.api.containers(all=True, filters=label)]
-        listed = client.api.networks(filters=label)
-        # Those of a swarm are removed by its managers, once no host has a container on them.
-        of_swarm = any(one["Scope"] == "swarm" for one in listed) and networks and _manages(client)
-        own = [str(one["Id"]) for one in listed if of_swarm or one["Scope"] != "swarm"]
-        # What a container had goes with it, unless somebody removed that by other means.
-        found = [] if containers else client.api.volumes(filters=label)["Volumes"] or []
-        volumes = [str(one["Name"]) for one in found]
-        if not containers and not own and not volumes:
-            if quiet or not settle:
-                break
-            quiet = True
-            time.sleep(_SETTLE)
-            continue
-        quiet = False
-        problems = _each(containers, lambda id_: client.api.remove_container(id_, force=True, v=True))
-        problems += _each(own, client.api.remove_network)
-        problems += _each(volumes, client.api.remove_volume)
-        count += len(containers) + len(own) + len(volumes) - len(problems)
-        if problems and time.monotonic() > deadline:
-            raise HostError(f"{problems[0]} of run {run} does not go away: see 'docker ps -a' and the engine's log")
+        things, problems = 0, []
+        for list_ids, remove in _phases(client, {"label": f"{RUN}={run}"}, networks):
+            ids = list_ids()
+            things += len(ids)
+            problems += _each(ids, remove)
+        count += things - len(problems)
         if problems:
+            if time.monotonic() > deadline:
+                text = f"{problems[0]} of run {run} does not go away"
+                raise HostError(f"{text}: see 'docker ps -a' and the engine's log")
             time.sleep(0.1)
-    return count
+        if not things:
+            if quiet or not settle:
+                return count
+            time.sleep(_SETTLE)
+        quiet = not things
+
+
+def _phases(
+    client: docker.DockerClient, label: dict[str, str], networks: bool
+) -> list[tuple[Callable[[], list[str]], Callable[[str], Any]]]:
+    """Return how things of one label are listed and removed, in the order in which that is possible."""
+    api = client.api
+
+    def list_containers() -> list[str]:
+        return [str(one["Id"]) for one in api.containers(all=True, filters=label)]
+
+    def list_networks() -> list[str]:
+        found = api.networks(filters=label)
+        # Those of a swarm are removed by its managers, once no host has a container on them.
+        swarm = any(one["Scope"] == "swarm" for one in found) and networks and _manages(client)
+        return [str(one["Id"]) for one in found if swarm or one["Scope"] != "swarm"]
+
+    def list_volumes() -> list[str]:
+        # Those of a container went with it, unless somebody removed it by other means.
+        return [str(one["Name"]) for one in api.volumes(filters=label)["Volumes"] or []]
+
+    return [
+        (list_containers, partial(api.remove_container, force=True, v=True)),
+        (list_networks, api.remove_network),
+        (list_volumes, api.remove_volume),
+    ]
 
 
 def _manages(client: docker.DockerClient) -> bool:

@@ -11,8 +11,10 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from testbed.wire.serving import HEAD_SECONDS, LARGEST_HEAD
+from testbed.wire.serving import LARGEST_HEAD
 
+HEAD_SECONDS = 5.0
+"""Seconds in which the head of a connection's first request has to arrive."""
 _END = b"\r\n\r\n"
 _PIECE = 1 << 16
 _TO_DEVICE = re.compile(rb"([A-Z]+ )/devices/([^/ ]+)(?=/)")
