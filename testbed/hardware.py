@@ -177,6 +177,21 @@ class Profile:
     precisions: Mapping[Precision, float] = field(default_factory=dict)
     """FLOP/s in other precisions than float32, where they are known."""
 
+    def device(self, name: str, precision: Precision = "f32") -> DeviceSpec:
+        """Return a device of this kind, with no figures of its own."""
+        return DeviceSpec(
+            name,
+            self.speed,
+            self.memory,
+            profile=self.name,
+            processors=self.processors,
+            memory_rate=self.memory_rate,
+            kinds=self.kinds,
+            watts=self.watts,
+            precision=precision,
+            faster=self.precisions.get(precision, self.speed) / self.speed,
+        )
+
 
 _GIB = 2.0**30
 _TOP500_BENCHMARK = "github.com/geerlingguy/top500-benchmark"

@@ -37,7 +37,8 @@ from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY as MODEL_FILE
 from testbed.ml.training.schema import NamedPart, named_in
 from testbed.plan import Plan
-from testbed.scenario.expand import device_names, trials
+from testbed.scenario.devices import device_names
+from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial

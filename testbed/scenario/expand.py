@@ -1,4 +1,4 @@
-"""From a scenario to experiments: sweeps and repetitions, devices one by one, links one direction at a time."""
+"""From a scenario to experiments: points of sweeps, repetitions, and links one direction at a time."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from testbed.common.errors import Diagnostic, InputError, Key, nearest, parse_key
+from testbed.common.errors import Diagnostic, Key, nearest, parse_key
 from testbed.common.seeds import derive
 from testbed.experiment import Experiment
 from testbed.faults.script import Change
-from testbed.hardware import PROFILES, DeviceSpec, Machine, Profile, Rates
+from testbed.hardware import DeviceSpec, Machine
 from testbed.network import checks
 from testbed.network.checks import rate_problem
 from testbed.network.link import Cell, Link, Pair, directed_pairs
-from testbed.network.parts import PRESETS, LinkPart, overlay
+from testbed.network.parts import LinkPart, overlay
 from testbed.network.radio import Radio
 from testbed.scenario import paper
-from testbed.scenario.loading import parse, put, read_keys, validate
+from testbed.scenario.devices import device_names, expand_devices, preset_problems, with_profiles
+from testbed.scenario.loading import put, validate
 from testbed.scenario.points import LABEL, plain_value
 from testbed.scenario.radio import radio
-from testbed.scenario.schema import DevicePart, ProfilePart, Scenario, Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.scenario.trace import changes
 
-_MAX_NAME = 31
 MAX_RUNS = 10_000
 """Runs of one scenario: they are all checked before the first begins."""
-MAX_DEVICES = 20_000
-MAX_LINKS = 2_000_000
-"""Directed links, as many as those of a mesh of 1,400 devices."""
 
 
 def trials(scenario: Scenario) -> list[Trial]:
@@ -137,48 +133,9 @@ def _sweep_problems(axes: Sequence[tuple[Key, Mapping[str, Sequence[Any]]]]) -> 
             known.add(key)
 
 
-def _with_profiles(scenario: Scenario) -> Scenario:
-    """Return the scenario with the profiles that it names by their files in it, so that it needs the files no more."""
-    devices = {}
-    for name, part in scenario.devices.items():
-        if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
-            try:
-                found = _read_profile(scenario.source.folder / part.profile, part.profile)
-                part = part.model_copy(update={"profile": found})
-            except InputError as error:
-                raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
-        devices[name] = part
-    return scenario.model_copy(update={"devices": devices})
-
-
-def _read_profile(file: Path, name: str) -> ProfilePart:
-    return parse(ProfilePart, {"name": name, **read_keys(file)})
-
-
-def profiled(file: Path) -> DeviceSpec:
-    """Return a device with the profile of a file; raises `InputError`."""
-    return _device(file.name, DevicePart(), _profile(_read_profile(file, file.name)))
-
-
-def _profile(part: ProfilePart) -> Profile:
-    watts = None if part.watts is None else (part.watts.idle, part.watts.busy)
-    return Profile(
-        name=part.name,
-        speed=part.speed,
-        memory=part.memory,
-        basis="measured",
-        source=part.name,
-        processors=part.processors,
-        memory_rate=part.memory_rate,
-        kinds={kind: Rates(each.speed, each.memory_rate, each.weight_rate) for kind, each in part.kinds.items()},
-        watts=watts,
-        precisions=part.precisions,
-    )
-
-
 def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
-    scenario = _with_profiles(scenario)
-    devices = _devices(scenario)
+    scenario = with_profiles(scenario)
+    devices = expand_devices(scenario)
     names = [device.name for device in devices]
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
     air = radio(scenario, names, seed)
@@ -200,90 +157,14 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
     return Trial(single, experiment, point, repetition)
 
 
-def _devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
-    devices: dict[str, DeviceSpec] = {}
-    problems = []
-    total = sum(part.count or 1 for part in scenario.devices.values())
-    mesh = scenario.network.topology == "mesh"
-    if total > MAX_DEVICES or (mesh and total * (total - 1) > MAX_LINKS):
-        most = f"{MAX_LINKS:,} links, as in a mesh of 1,400" if mesh else f"{MAX_DEVICES:,}"
-        text = f"are {total:,}, more than {most}: use fewer" + (", or the topology star" if mesh else "")
-        raise scenario.source.error([Diagnostic(("devices",), text)])
-    for name, part in scenario.devices.items():
-        key: Key = ("devices", name)
-        named = part.profile
-        profile = PROFILES.get(named) if isinstance(named, str) else _profile(named)
-        if profile is None:
-            text = f"there is no profile '{named}': {nearest(str(named), PROFILES)}"
-            problems.append(Diagnostic((*key, "profile"), text))
-            continue
-        if part.precision not in ("f32", "int8", *profile.precisions) and part.speed is None:
-            text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
-            problems.append(Diagnostic((*key, "precision"), text))
-        if part.gpu and scenario.workload.task != "program":
-            text = (
-                "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
-            )
-            problems.append(Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: leave it out"))
-        problems += _device_problems(part, key)
-        names = device_names(name, part)
-        if len(names[-1]) > _MAX_NAME:
-            problems.append(Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name"))
-        for each in names:
-            if each in devices:
-                problems.append(Diagnostic(key, f"makes a second device called '{each}': rename one of the two"))
-            devices[each] = _device(each, part, profile)
-    if problems:
-        raise scenario.source.error(problems)
-    return tuple(devices.values())
-
-
-def _device(name: str, part: DevicePart, profile: Profile) -> DeviceSpec:
-    """Return what the scenario says of a device, and the profile of the rest."""
-    access = PRESETS.get(part.access or "")
-    return DeviceSpec(
-        name=name,
-        speed=part.speed if part.speed is not None else profile.speed,
-        memory=part.memory if part.memory is not None else profile.memory,
-        cpus=part.cpus,
-        profile=profile.name,
-        uplink=part.uplink if access is None or part.uplink is not None else access.up,
-        downlink=part.downlink if access is None or part.downlink is not None else access.down,
-        slowdown=part.slowdown,
-        memory_rate=part.memory_rate if part.memory_rate is not None else profile.memory_rate,
-        kinds=profile.kinds if part.speed is None and part.memory_rate is None else {},
-        processors=part.processors if part.processors is not None else profile.processors,
-        precision=part.precision,
-        faster=1.0 if part.speed is not None else profile.precisions.get(part.precision, profile.speed) / profile.speed,
-        gpu=part.gpu,
-        watts=profile.watts if part.watts is None else (part.watts.idle, part.watts.busy),
-    )
-
-
-def device_names(name: str, part: DevicePart) -> list[str]:
-    """Return the devices that one part of the scenario makes."""
-    return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
-
-
-def _device_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
-    yield from _preset_problems(part.access, (*key, "access"))
-    for access in ("uplink", "downlink"):
-        rate = getattr(part, access)
-        if rate is not None and (wrong := rate_problem(rate)):
-            yield Diagnostic((*key, access), wrong)
-    if part.slowdown is not None and part.speed is None:
-        text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
-        yield Diagnostic((*key, "slowdown"), text)
-
-
 def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
-    problems = _preset_problems(network.link.preset, ("network", "link", "preset"))
+    problems = preset_problems(network.link.preset, ("network", "link", "preset"))
     for index, part in enumerate(network.links):
         key: Key = ("network", "links", index)
         found = [Diagnostic((*key, *end), text) for end, text in no_such_devices(part.ends(), scenario, names)]
-        problems += _preset_problems(part.preset, (*key, "preset")) + found
+        problems += preset_problems(part.preset, (*key, "preset")) + found
         sender, receiver = part.directions()[0]
         if found:
             continue
@@ -387,12 +268,6 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
     if problems:
         raise scenario.source.error(problems)
     return tuple(cells)
-
-
-def _preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
-    if preset is None or preset in PRESETS:
-        return []
-    return [Diagnostic(key, f"there is no preset '{preset}': {nearest(preset, PRESETS)}")]
 
 
 def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:

@@ -81,6 +81,11 @@ class WattsPart(Part):
     idle: float = Field(ge=0, description="watts while it is up and computes nothing")
     busy: float = Field(ge=0, description="watts while it computes")
 
+    @property
+    def pair(self) -> tuple[float, float]:
+        """Both, as `DeviceSpec.watts` has them."""
+        return (self.idle, self.busy)
+
     @model_validator(mode="after")
     def _busy_is_more(self) -> Self:
         if self.busy < self.idle:

@@ -189,7 +189,7 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
 
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
     """Measure a model here; print the times of its layers, and what they are charged."""
-    from testbed.scenario.expand import profiled
+    from testbed.scenario.devices import profiled
     from testbed_controller.profiling.layers import measure, measure_whole
 
     device = None if profile is None else profiled(profile)

@@ -1,0 +1,170 @@
+"""From the parts of a scenario to single devices: each as its profile describes it, with the scenario's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from testbed.common.errors import Diagnostic, InputError, Key, nearest
+from testbed.hardware import PROFILES, DeviceSpec, Profile, Rates
+from testbed.network.checks import rate_problem
+from testbed.network.parts import PRESETS
+from testbed.scenario.loading import parse, read_keys
+from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
+
+_MAX_NAME = 31
+MAX_DEVICES = 20_000
+MAX_LINKS = 2_000_000
+"""Directed links, as many as those of a mesh of 1,400 devices."""
+
+
+def with_profiles(scenario: Scenario) -> Scenario:
+    """Return the scenario with the contents of the profile files that it names; it needs the files no more."""
+    devices = {}
+    for name, part in scenario.devices.items():
+        if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
+            try:
+                found = _read_profile(scenario.source.folder / part.profile, part.profile)
+                part = part.model_copy(update={"profile": found})
+            except InputError as error:
+                raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
+        devices[name] = part
+    return scenario.model_copy(update={"devices": devices})
+
+
+def profiled(file: Path) -> DeviceSpec:
+    """Return a device with the profile of a file; raises `InputError`."""
+    return _profile(_read_profile(file, file.name)).device(file.name)
+
+
+def device_names(name: str, part: DevicePart) -> list[str]:
+    """Return the names of the devices that one part of the scenario describes."""
+    return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
+
+
+def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
+    """Return every device, in the order of the scenario; raises `InputError`."""
+    problems = list(_count_problems(scenario)) or [*_problems(scenario), *_name_problems(scenario)]
+    if problems:
+        raise scenario.source.error(problems)
+    devices = []
+    for name, part in scenario.devices.items():
+        profile = _profile_of(part)
+        assert profile is not None
+        device = _with_own_figures(profile.device(name, part.precision), part)
+        devices += [replace(device, name=each) for each in device_names(name, part)]
+    return tuple(devices)
+
+
+def preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
+    """Return a problem for a link preset that does not exist."""
+    if preset is None or preset in PRESETS:
+        return []
+    return [Diagnostic(key, f"there is no preset '{preset}': {nearest(preset, PRESETS)}")]
+
+
+def _read_profile(file: Path, name: str) -> ProfilePart:
+    return parse(ProfilePart, {"name": name, **read_keys(file)})
+
+
+def _profile(part: ProfilePart) -> Profile:
+    return Profile(
+        name=part.name,
+        speed=part.speed,
+        memory=part.memory,
+        basis="measured",
+        source=part.name,
+        processors=part.processors,
+        memory_rate=part.memory_rate,
+        kinds={kind: Rates(each.speed, each.memory_rate, each.weight_rate) for kind, each in part.kinds.items()},
+        watts=None if part.watts is None else part.watts.pair,
+        precisions=part.precisions,
+    )
+
+
+def _profile_of(part: DevicePart) -> Profile | None:
+    """Return the profile of a device; None where it names one that does not exist."""
+    return PROFILES.get(part.profile) if isinstance(part.profile, str) else _profile(part.profile)
+
+
+_OWN_FIGURES = (
+    "speed",
+    "memory",
+    "memory_rate",
+    "processors",
+    "cpus",
+    "slowdown",
+    "gpu",
+    "uplink",
+    "downlink",
+)
+"""Fields of `DevicePart` that replace the field of the same name in `DeviceSpec`, where they are given."""
+
+
+def _with_own_figures(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
+    """Return a device with the figures that its part gives in place of those of the profile."""
+    if part.access is not None:
+        preset = PRESETS[part.access]
+        device = replace(device, uplink=preset.up, downlink=preset.down)
+    if part.watts is not None:
+        device = replace(device, watts=part.watts.pair)
+    if part.speed is not None:
+        # A given speed was measured in the device's precision.
+        device = replace(device, faster=1.0)
+    if part.speed is not None or part.memory_rate is not None:
+        # The profile's rates by kinds of layers belong to the speed that it states.
+        device = replace(device, kinds={})
+    own = {name: getattr(part, name) for name in _OWN_FIGURES}
+    return replace(device, **{name: value for name, value in own.items() if value is not None})
+
+
+def _count_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    total = sum(part.count or 1 for part in scenario.devices.values())
+    if scenario.network.topology == "mesh" and total * (total - 1) > MAX_LINKS:
+        text = f"are {total:,}, more than {MAX_LINKS:,} links, as in a mesh of 1,400: use fewer, or the topology star"
+        yield Diagnostic(("devices",), text)
+    elif total > MAX_DEVICES:
+        yield Diagnostic(("devices",), f"are {total:,}, more than {MAX_DEVICES:,}: use fewer")
+
+
+def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    known: set[str] = set()
+    for name, part in scenario.devices.items():
+        key: Key = ("devices", name)
+        names = device_names(name, part)
+        if len(names[-1]) > _MAX_NAME:
+            yield Diagnostic(key, f"'{names[-1]}' is longer than {_MAX_NAME} characters: shorten the name")
+        for each in names:
+            if each in known:
+                yield Diagnostic(key, f"makes a second device called '{each}': rename one of the two")
+            known.add(each)
+
+
+def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    for name, part in scenario.devices.items():
+        key: Key = ("devices", name)
+        yield from _profile_problems(part, key)
+        yield from preset_problems(part.access, (*key, "access"))
+        for access in ("uplink", "downlink"):
+            rate = getattr(part, access)
+            if rate is not None and (wrong := rate_problem(rate)):
+                yield Diagnostic((*key, access), wrong)
+        if part.gpu and scenario.workload.task != "program":
+            text = (
+                "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
+            )
+            yield Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: leave it out")
+        if part.slowdown is not None and part.speed is None:
+            text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
+            yield Diagnostic((*key, "slowdown"), text)
+
+
+def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
+    profile = _profile_of(part)
+    if profile is None:
+        text = f"there is no profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
+        yield Diagnostic((*key, "profile"), text)
+    elif part.speed is None and part.precision not in ("f32", "int8", *profile.precisions):
+        text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"
+        yield Diagnostic((*key, "precision"), text)
