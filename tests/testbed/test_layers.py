@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -108,6 +109,44 @@ def test_imports_lead_down() -> None:
             elif floor(other)[1] != room and floor(other)[0] <= depth:
                 wrong.append(f"{module} -> {other}")
     assert wrong == []
+
+
+def public_modules() -> set[str]:
+    """Return the modules that docs/extending.md lists as public."""
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## Public modules")[2].partition("\n## ")[0]
+    return set(re.findall(r"`(testbed[\w.]+)`", section.partition("|---|")[2]))
+
+
+def imported_names(path: Path) -> set[tuple[str, str]]:
+    """Return the modules of the testbed that a file imports, with the names taken from them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {(alias.name, "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add((inner, "") if inner in MODULES else (node.module, alias.name))
+    return {(module, name) for module, name in found if module.partition(".")[0].startswith("testbed")}
+
+
+SYSTEMS = sorted(scenarios.parent for scenarios in (ROOT / "papers").glob("*/scenarios"))
+
+
+@pytest.mark.parametrize("folder", [*SYSTEMS, ROOT / "scenarios"], ids=lambda folder: folder.name)
+def test_published_systems_and_examples_import_public_modules_only(folder: Path) -> None:
+    public = {"testbed", *public_modules()}
+    wrong = []
+    for path in [*folder.glob("testbed_*/*.py"), *folder.glob("examples/*.py"), *folder.glob("study/*.py")]:
+        for module, name in imported_names(path):
+            own = module.partition(".")[0] == path.parent.name
+            if not own and (module not in public or name.startswith("_")):
+                wrong.append(f"{path.name}: {module} {name}")
+    assert wrong == []
+
+
+def test_public_modules_exist() -> None:
+    assert public_modules() - MODULES.keys() == set()
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
