@@ -55,7 +55,7 @@ def test_the_example_with_nearly_everything_is_a_scenario(tmp_path):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in DOCS.rglob("*.md"):
+    for page in [*DOCS.rglob("*.md"), *(ROOT / "papers").glob("*/README.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
@@ -103,3 +103,14 @@ def test_the_site_has_a_page_for_each_method_and_paper_and_its_links_lead_somewh
             assert path.resolve().relative_to(tmp_path).as_posix() in found or path.resolve().exists(), (
                 f"{place}: {target}"
             )
+
+
+def test_each_published_system_has_a_page_whose_scenarios_exist():
+    names = named()
+    systems = {path.parent for path in names.values() if path.is_relative_to(ROOT / "papers")}
+    assert len(systems) >= 5
+    for scenarios in systems:
+        page = (scenarios.parent / "README.md").read_text()
+        shown = set(re.findall(r"testbed (?:run|plan) (\S+)", page))
+        assert shown
+        assert shown <= names.keys()
