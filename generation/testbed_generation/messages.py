@@ -1,0 +1,108 @@
+"""Messages between the source of the requests and the devices that hold layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from testbed.messaging.typed import Typed
+
+
+@dataclass(frozen=True)
+class Assign(Typed, kind="assign"):
+    """From the source: hold a range of layers, beside those that the device holds already."""
+
+    assignment: int
+    """Number of the assignment; no two of a run have the same."""
+    first: int
+    last: int
+    final: bool
+    """Whether the output matrix belongs to it, so that it chooses tokens."""
+    replica: str | None = None
+    """The device that gets a copy of what is added to its KV caches."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The weights of the layers; empty: they are drawn from the seed, or were placed before the run."""
+
+
+@dataclass(frozen=True)
+class Assigned(Typed, kind="assigned"):
+    """To the source: the layers are loaded."""
+
+    assignment: int
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Tokens in the KV caches, by request: those of which the device had copies."""
+
+
+@dataclass(frozen=True)
+class Step(Typed, kind="step"):
+    """To a stage: compute the next tokens of a request, and send the result along the way."""
+
+    assignment: int
+    request: int
+    attempt: int
+    """Rises when the source sends tokens of a request once more; results of lower attempts count no more."""
+    position: int
+    """Tokens of the request that are in the KV cache already."""
+    tokens: int
+    way: Sequence[tuple[str, int]]
+    """The stages after this one, each as (device, assignment); after the last one the result goes to the source."""
+    values: torch.Tensor | None = None
+    """Shape (tokens, width); None without numerics."""
+
+
+@dataclass(frozen=True)
+class Result(Typed, kind="result", key=("request", "attempt", "position", "assignment")):
+    """To the source: what the last stage of a way made of a step."""
+
+    request: int
+    attempt: int
+    position: int
+    """Tokens of the request up to and with those of the step."""
+    assignment: int
+    token: int | None = None
+    """The chosen token, from a stage with the output matrix."""
+    values: torch.Tensor | None = None
+    """Values of shape (tokens, width), from any other stage."""
+
+
+@dataclass(frozen=True)
+class Release(Typed, kind="release"):
+    """From the source: the request is complete; forget its KV caches."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class Copy(Typed, kind="copy"):
+    """To a neighbour: what a step added to the KV caches of a stage."""
+
+    first: int
+    """First layer of the stage."""
+    request: int
+    attempt: int
+    position: int
+    tokens: int
+    keys: torch.Tensor | None = None
+    """Shape (layers, heads, tokens, values of a head); None without numerics."""
+    values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ping(Typed, kind="ping"):
+    """From the source: are you there?"""
+
+    question: int
+
+
+@dataclass(frozen=True)
+class Pong(Typed, kind="pong"):
+    """The answer to a ping."""
+
+    question: int
+    incarnation: float
+    """When the device's program started; it differs after a restart, when the device holds nothing."""
+
+
+KINDS: tuple[type[Typed], ...] = (Assign, Assigned, Step, Result, Release, Copy, Ping, Pong)

@@ -1,0 +1,242 @@
+"""The stages that the source uses: assigns layers, asks for signs of life, and replaces stages that are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Literal
+
+from torch import Tensor
+
+from testbed.common.errors import InputError, TestbedError
+from testbed.messaging.mailbox import Mailbox
+from testbed_generation.messages import Assign, Assigned, Ping, Pong
+from testbed_generation.placement import Layers
+
+_LOG = logging.getLogger(__name__)
+
+Planner = Callable[[Collection[str]], Layers]
+"""Devices that are there -> the row over them; raises `InputError` where the network does not fit."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How stages are watched, and what becomes of a lost one."""
+
+    recovery: Literal["restart", "replay", "replicate"]
+    """restart: all devices that are left get layers anew. Otherwise one device takes the layers of the lost one."""
+    heartbeat: float
+    """Seconds between two questions whether the stages are there."""
+    patience: float
+    """Seconds without an answer after which a stage counts as lost."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A device with its range of layers."""
+
+    device: str
+    assignment: int
+    first: int
+    last: int
+    since: int = 0
+    """Number of the loss after which it got them; 0: it has had them from the beginning."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Tokens in its caches when it got them, by request: those of which it had copies."""
+
+
+class Watch:
+    """Asks devices for signs of life."""
+
+    def __init__(self, mailbox: Mailbox, patience: float) -> None:
+        """Hear the answers of all devices."""
+        self._mailbox = mailbox
+        self._patience = patience
+        self._question = 0
+        self._answers: dict[str, Pong] = {}
+        self._incarnations: dict[str, float] = {}
+        mailbox.on(Pong, self._take)
+
+    def _take(self, pong: Pong) -> None:
+        if pong.question == self._question:
+            self._answers[pong.sender] = pong
+
+    def renew(self, name: str) -> None:
+        """Take a device as it is from now on, since it is given layers."""
+        self._incarnations.pop(name, None)
+
+    async def ask(self, names: Collection[str]) -> set[str]:
+        """Return which devices do not answer in time, or have restarted since they were given layers."""
+        device, sends = self._mailbox.device, self._mailbox.sends
+        self._question += 1
+        self._answers.clear()
+        pings = {name: self._mailbox.post(name, Ping(self._question)) for name in names}
+        deadline = {name: sends.due(name) + self._patience for name in names}
+        while silent := set(names) - self._answers.keys():
+            left = max(deadline[name] for name in silent) - device.now()
+            if left <= 0:
+                break
+            await self._mailbox.changed(left)
+        lost = set(names) - self._answers.keys()
+        for name in lost:
+            pings[name].cancel()
+        for name, pong in self._answers.items():
+            if self._incarnations.setdefault(name, pong.incarnation) != pong.incarnation:
+                lost.add(name)
+        return lost
+
+
+class Row:
+    """The stages in their order, as they are now."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        devices: Sequence[str],
+        plan: Planner,
+        room: Callable[[str], int],
+        options: RowOptions,
+        weights: Callable[[Assign], Mapping[str, Tensor]],
+    ) -> None:
+        """``devices`` may hold layers, the source first; ``room`` returns for how many layers one has memory.
+
+        ``weights`` are sent with an assignment; empty: the device has them.
+        """
+        self.stages: list[Stage] = []
+        self.losses = 0
+        """How often stages were lost and replaced."""
+        self._mailbox = mailbox
+        self._device = mailbox.device
+        self._there = list(devices)
+        self._plan = plan
+        self._room = room
+        self._options = options
+        self._weights = weights
+        self._numbers = count(1)
+        self._watch = Watch(mailbox, options.patience)
+        self._whole = asyncio.Event()
+        self._loss = 0
+        """How often stages were lost, the present loss included."""
+
+    async def begin(self) -> None:
+        """Assign the planned layers, and watch the stages from then on. Raises `TestbedError`."""
+        await self._establish()
+        self._mailbox.start(self._keep_watch())
+
+    async def whole(self) -> None:
+        """Wait until all stages are there."""
+        await self._whole.wait()
+
+    def stage(self, first: int) -> Stage:
+        """Return the stage that holds the layers from ``first`` on."""
+        return next(stage for stage in self.stages if stage.first == first)
+
+    async def _establish(self) -> None:
+        """Assign layers to the devices that are there; plans once more without those that are lost meanwhile."""
+        while True:
+            try:
+                planned = self._plan(self._there)
+            except InputError as error:
+                raise TestbedError(f"too few devices are left for the network: {error}") from error
+            first = 0
+            stages = []
+            for name, layers in planned:
+                stages.append(Stage(name, next(self._numbers), first, first + layers, self._loss))
+                first += layers
+            lost = await self._assign(stages, stages)
+            if not lost:
+                return
+            self._forget(lost)
+
+    async def _assign(self, wanted: Sequence[Stage], row: list[Stage]) -> set[str]:
+        """Make some stages of a row, and the row the present one; return the devices that were lost meanwhile."""
+        waiting = {}
+        for stage in wanted:
+            self._watch.renew(stage.device)
+            final = stage.last == row[-1].last
+            assign = Assign(stage.assignment, stage.first, stage.last, final, self._replica(stage, row))
+            self._mailbox.post(stage.device, replace(assign, weights=self._weights(assign)))
+            waiting[stage.assignment] = stage
+        self.stages = row
+        while waiting:
+            done = await self._mailbox.take(Assigned, deadline=self._device.now() + self._options.heartbeat)
+            if done is None:
+                lost = await self._ask({stage.device for stage in waiting.values()})
+                if lost:
+                    return lost
+            elif done.assignment in waiting:
+                stage = waiting.pop(done.assignment)
+                self.stages[self.stages.index(stage)] = replace(stage, held=done.held)
+        self.losses = self._loss
+        self._whole.set()
+        return set()
+
+    def _replica(self, stage: Stage, row: list[Stage]) -> str | None:
+        """Return the device that gets copies of a stage's caches: the next one of the row, round to the first."""
+        if self._options.recovery != "replicate" or len(row) < 2:
+            return None
+        following = row[(row.index(stage) + 1) % len(row)].device
+        return following if following != stage.device else None
+
+    async def _ask(self, names: set[str]) -> set[str]:
+        return await self._watch.ask(names - {self._device.name})
+
+    def _forget(self, lost: set[str]) -> None:
+        self._there = [name for name in self._there if name not in lost]
+
+    # Losses
+
+    async def _keep_watch(self) -> None:
+        while True:
+            await self._device.sleep(self._options.heartbeat)
+            lost = await self._ask({stage.device for stage in self.stages})
+            if lost:
+                await self._recover(lost)
+
+    async def _recover(self, lost: set[str]) -> None:
+        """Go on without the lost devices. Raises `TestbedError` where the layers fit nowhere else."""
+        _LOG.info("lost: %s", ", ".join(sorted(lost)))
+        self._device.record("recovery", phase="detected", missing=sorted(lost))
+        self._whole.clear()
+        self._loss += 1
+        self._forget(lost)
+        if self._options.recovery == "restart":
+            await self._establish()
+        else:
+            while lost:
+                lost = await self._substitute()
+                self._forget(lost)
+        partition = [[stage.device, stage.first, stage.last] for stage in self.stages]
+        self._device.record("recovery", phase="resumed", partition=partition)
+
+    async def _substitute(self) -> set[str]:
+        """Give the layers of stages that are not there to devices that are; return those that are lost meanwhile."""
+        row = list(self.stages)
+        gaps = []
+        for index, stage in enumerate(row):
+            if stage.device not in self._there:
+                name = self._substitute_for(stage, row)
+                row[index] = Stage(name, next(self._numbers), stage.first, stage.last, self._loss)
+                gaps.append(row[index])
+        return await self._assign(gaps, row)
+
+    def _substitute_for(self, lost: Stage, row: list[Stage]) -> str:
+        """Return the device that takes the layers of a lost stage: the one with the copies, else the emptiest."""
+        layers = lost.last - lost.first
+
+        def room(name: str) -> int:
+            return self._room(name) - sum(stage.last - stage.first for stage in row if stage.device == name)
+
+        replica = self._replica(lost, row)
+        if replica in self._there and room(replica) >= layers:
+            return replica
+        emptiest = max(self._there, key=room)
+        if room(emptiest) < layers:
+            raise TestbedError(
+                f"no device has room for the {layers} layers of {lost.device}: the emptiest is {emptiest} with room "
+                f"for {room(emptiest)}: add a spare device or more memory"
+            )
+        return emptiest

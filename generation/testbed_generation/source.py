@@ -1,0 +1,225 @@
+"""The source of the requests: sends tokens through the stages and receives the next ones.
+
+Tokens depend on the weights, the prompt and the seed alone. So a request that continues after the loss of a stage gets
+the same tokens as without it, and each token is recorded once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from testbed.device import Span
+from testbed.messaging.mailbox import Mailbox
+from testbed_generation.costs import CostModel
+from testbed_generation.messages import Release, Result, Step
+from testbed_generation.network import embed
+from testbed_generation.requests import Request
+from testbed_generation.row import Row
+
+
+@dataclass
+class Progress:
+    """A request that is in flight."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    """Tokens chosen so far."""
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """The prompt, and the tokens chosen so far."""
+        return [*self.request.prompt, *self.tokens]
+
+
+class Drive(Protocol):
+    """How the tokens of a request get through the stages."""
+
+    async def next_token(self, progress: Progress) -> int:
+        """Return the next token of a request, whatever is lost meanwhile."""
+
+    def forget(self, number: int) -> None:
+        """Drop what is known of a request, which is complete."""
+
+
+class Embedder:
+    """Makes values of tokens on the source."""
+
+    def __init__(self, mailbox: Mailbox, model: CostModel, table: Tensor | None) -> None:
+        """``table`` is the token embedding; None: without numerics."""
+        self._device = mailbox.device
+        self._model = model
+        self._table = table
+
+    async def embed(self, progress: Progress, position: int) -> Tensor | None:
+        """Return the values of a request's tokens from a position on; None without numerics."""
+        tokens = progress.all_tokens[position:]
+        span = Span("embed", batch=progress.request.number, micro=position + len(tokens) - 1)
+        return await self._device.compute(lambda: self._look_up(tokens), self._model.embedding(len(tokens)), span)
+
+    def _look_up(self, tokens: list[int]) -> Tensor | None:
+        return None if self._table is None else embed(torch.tensor(tokens), self._table)
+
+
+class AlongRow:
+    """Each stage sends its values to the next one, and the last one sends the token to the source.
+
+    After a loss the source sends the tokens again that the new stages do not have: all of them, unless they had
+    copies of the caches.
+    """
+
+    def __init__(self, mailbox: Mailbox, model: CostModel, row: Row, embedder: Embedder, heartbeat: float) -> None:
+        """Look every ``heartbeat`` seconds whether a stage was lost."""
+        self._mailbox = mailbox
+        self._model = model
+        self._row = row
+        self._embedder = embedder
+        self._heartbeat = heartbeat
+        self._sent: dict[int, int] = {}
+        """Losses when a request was last sent, by its number."""
+
+    async def next_token(self, progress: Progress) -> int:
+        """Return the next token of a request."""
+        while True:
+            await self._row.whole()
+            number, losses = progress.request.number, self._row.losses
+            position = self._cached(progress, losses)
+            self._sent[number] = losses
+            values = await self._embedder.embed(progress, position)
+            if self._row.losses != losses:
+                continue
+            tokens = len(progress.all_tokens) - position
+            way = [(stage.device, stage.assignment) for stage in self._row.stages]
+            (device, assignment), *others = way
+            step = Step(assignment, number, losses, position, tokens, others, values)
+            post_step(self._mailbox, self._model, device, step)
+            key = (number, losses, position + tokens, way[-1][1])
+            while self._row.losses == losses:
+                result = await self._mailbox.take(Result, key, deadline=self._mailbox.device.now() + self._heartbeat)
+                if result is not None and result.token is not None:
+                    return result.token
+
+    def _cached(self, progress: Progress, losses: int) -> int:
+        """Return how many tokens of a request all stages have in their caches."""
+        number, newest = progress.request.number, len(progress.all_tokens) - 1
+        if self._sent.get(number, losses) == losses:
+            return newest if progress.tokens else 0
+        before = self._sent[number]
+        held = [stage.held.get(str(number), 0) for stage in self._row.stages if stage.since > before]
+        return min([*held, newest])
+
+    def forget(self, number: int) -> None:
+        """Drop what is known of a request."""
+        self._sent.pop(number, None)
+
+
+class ThroughSource:
+    """Each stage sends its values back to the source, which keeps what it sent to each stage.
+
+    A replacement is sent all of it at once, so a request continues with the same token (Petals; Borzunov et al.,
+    2023).
+    """
+
+    def __init__(self, mailbox: Mailbox, model: CostModel, row: Row, embedder: Embedder, heartbeat: float) -> None:
+        """Look every ``heartbeat`` seconds whether a stage was lost."""
+        self._mailbox = mailbox
+        self._model = model
+        self._row = row
+        self._embedder = embedder
+        self._heartbeat = heartbeat
+        self._inputs: dict[tuple[int, int], list[Tensor | None]] = {}
+        """What each stage was sent, by request and first layer."""
+        self._holders: dict[tuple[int, int], int] = {}
+        """The assignment that has it in its caches."""
+
+    async def next_token(self, progress: Progress) -> int:
+        """Return the next token of a request."""
+        position = len(progress.all_tokens) - 1 if progress.tokens else 0
+        tokens = len(progress.all_tokens) - position
+        values = await self._embedder.embed(progress, position)
+        for first in [stage.first for stage in self._row.stages]:
+            self._inputs.setdefault((progress.request.number, first), []).append(values)
+            result = await self._call(progress.request.number, first, position, tokens)
+            values = result.values
+        assert result.token is not None
+        return result.token
+
+    def forget(self, number: int) -> None:
+        """Drop what was kept of a request."""
+        for key in [key for key in self._inputs if key[0] == number]:
+            del self._inputs[key]
+
+    async def _call(self, number: int, first: int, position: int, tokens: int) -> Result:
+        """Return a stage's result for the newest tokens; a new stage computes all tokens before them as well."""
+        key = (number, first)
+        while True:
+            await self._row.whole()
+            stage, losses = self._row.stage(first), self._row.losses
+            new = self._holders.get(key, stage.assignment) != stage.assignment
+            self._holders[key] = stage.assignment
+            inputs = self._inputs[key] if new else self._inputs[key][-1:]
+            begin = 0 if new else position
+            values = None if inputs[0] is None else torch.cat([part for part in inputs if part is not None])
+            step = Step(stage.assignment, number, losses, begin, position + tokens - begin, [], values)
+            post_step(self._mailbox, self._model, stage.device, step)
+            awaited = (number, losses, position + tokens, stage.assignment)
+            while self._row.stage(first).assignment == stage.assignment:
+                deadline = self._mailbox.device.now() + self._heartbeat
+                result = await self._mailbox.take(Result, awaited, deadline=deadline)
+                if result is not None:
+                    return result if result.values is None else keep_last(result, tokens)
+
+
+def keep_last(result: Result, tokens: int) -> Result:
+    """Return a result with the values of its last tokens only."""
+    assert result.values is not None
+    return replace(result, values=result.values[-tokens:])
+
+
+def post_step(mailbox: Mailbox, model: CostModel, device: str, step: Step) -> None:
+    """Send a step; without numerics as many bytes as the values would take."""
+    padding = model.message_bytes(step.tokens) if step.values is None else 0
+    mailbox.post(device, replace(step, padding=padding))
+
+
+async def serve_requests(
+    mailbox: Mailbox,
+    row: Row,
+    drive: Drive,
+    requests: Sequence[Request],
+    concurrency: int,
+    end: int | None,
+) -> dict[int, list[int]]:
+    """Generate the texts of all requests; return their tokens.
+
+    ``concurrency`` requests are in flight at once, in the order of their arrival; ``end`` is the token after which a
+    text is complete, None: each has as many tokens as it may.
+    """
+    device = mailbox.device
+    slots = asyncio.Semaphore(concurrency)
+    texts: dict[int, list[int]] = {}
+
+    async def serve(request: Request) -> None:
+        await device.sleep(max(0.0, request.arrival - device.now()))
+        device.record("arrival", request=request.number, tokens=len(request.prompt))
+        async with slots:
+            progress = Progress(request)
+            texts[request.number] = progress.tokens
+            while len(progress.tokens) < request.limit and progress.tokens[-1:] != [end]:
+                token = await drive.next_token(progress)
+                progress.tokens.append(token)
+                device.record("token", request=request.number, index=len(progress.tokens) - 1, token=token)
+            drive.forget(request.number)
+            for stage in row.stages:
+                mailbox.post(stage.device, Release(request.number))
+            device.record("request", request=request.number, latency=device.now() - request.arrival)
+
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            group.create_task(serve(request))
+    return texts

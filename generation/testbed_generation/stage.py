@@ -1,0 +1,236 @@
+"""A device that holds layers: loads them, computes steps in the order of their arrival, and keeps KV caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from testbed.device import Cost, Device, Span
+from testbed.messaging.mailbox import Mailbox
+from testbed_generation.architecture import Architecture
+from testbed_generation.costs import CostModel
+from testbed_generation.messages import Assign, Assigned, Copy, Ping, Pong, Release, Result, Step
+from testbed_generation.network import Cache, LayerShard, score
+from testbed_generation.sampling import Sampling
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, full_name, layer_shapes, read_layer
+
+
+@dataclass
+class Sequence:
+    """The KV caches of one request on one stage."""
+
+    attempt: int
+    position: int = 0
+    """Tokens in the caches."""
+    caches: list[Cache] = field(default_factory=list)
+
+
+class LayerRange:
+    """Layers ``first`` up to but without ``last`` with the caches of all requests; without weights only time passes."""
+
+    def __init__(self, model: CostModel, assign: Assign, source: Source | None) -> None:
+        """Read the weights from ``source``; None: without numerics."""
+        self.assign = assign
+        self.model = model
+        self.sequences: dict[int, Sequence] = {}
+        self._layers: list[LayerShard] = []
+        self._output: Tensor | None = None
+        self._norm: Tensor | None = None
+        if source is None:
+            return
+        architecture = model.architecture
+        for layer in range(assign.first, assign.last):
+            self._layers.append(LayerShard(architecture, read_layer(source, architecture, layer)))
+        if assign.final:
+            self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
+            self._norm = source.read(NORM)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.assign.last - self.assign.first
+
+    def accepts(self, step: Step) -> bool:
+        """Return whether a step continues the caches; a newer attempt drops what is beyond its first token.
+
+        A step of an older attempt, one that was computed already, and one with a gap before it do not.
+        """
+        sequence = self.sequences.setdefault(step.request, self._empty(step.attempt))
+        if step.attempt < sequence.attempt or step.position > sequence.position:
+            return False
+        if step.attempt == sequence.attempt:
+            return step.position == sequence.position
+        sequence.attempt = step.attempt
+        sequence.position = step.position
+        for cache in sequence.caches:
+            cache.truncate(step.position)
+        return True
+
+    def _empty(self, attempt: int) -> Sequence:
+        return Sequence(attempt, caches=[Cache() for _ in self._layers])
+
+    def cost(self, step: Step) -> Cost:
+        """Return what a step is charged; tokens are chosen after the last one of the step only."""
+        cost = self.model.layers(self.layers, step.tokens, step.position)
+        return cost + self.model.output(1) if self.assign.final else cost
+
+    def compute(self, step: Step) -> Tensor | None:
+        """Return the values after the layers, or the logits of the last token from the final stage."""
+        sequence = self.sequences[step.request]
+        sequence.position = step.position + step.tokens
+        if step.values is None:
+            return None
+        values = step.values
+        with torch.inference_mode():
+            for layer, cache in zip(self._layers, sequence.caches, strict=True):
+                values = layer.forward(values, cache)
+            if self._output is None or self._norm is None:
+                return values
+            return score(values[-1:], self._norm, self._output, self.model.architecture.epsilon)[0]
+
+    def added(self, step: Step) -> tuple[Tensor, Tensor] | None:
+        """Return the keys and values that a step added, each of shape (layers, heads, tokens, values of a head)."""
+        caches = self.sequences[step.request].caches
+        if step.values is None or not caches:
+            return None
+        keys = torch.stack([cache.keys[:, step.position :] for cache in caches if cache.keys is not None])
+        values = torch.stack([cache.values[:, step.position :] for cache in caches if cache.values is not None])
+        return keys, values
+
+    def adopt(self, copies: list[Copy]) -> None:
+        """Fill the caches of a request from copies, in the order of their positions, as far as there is no gap."""
+        for copy in sorted(copies, key=lambda copy: (copy.attempt, copy.position)):
+            sequence = self.sequences.setdefault(copy.request, self._empty(copy.attempt))
+            if copy.position > sequence.position:
+                return
+            sequence.attempt = copy.attempt
+            sequence.position = copy.position + copy.tokens
+            if copy.keys is None or copy.values is None:
+                continue
+            for cache, keys, values in zip(sequence.caches, copy.keys, copy.values, strict=True):
+                cache.truncate(copy.position)
+                cache.extend(keys, values)
+
+
+class Holder:
+    """The program of a device: holds what the source assigns, and answers when it is asked for a sign of life."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        source: str,
+        model: CostModel,
+        sampling: Sampling,
+        weights: Callable[[Assign], Source | None],
+        load_seconds: Callable[[Assign], float],
+    ) -> None:
+        """``weights`` opens the weights of an assignment; None without numerics. ``load_seconds``: time to read them."""
+        self.ranges: dict[int, LayerRange] = {}
+        self._mailbox = mailbox
+        self._device: Device = mailbox.device
+        self._source = source
+        self._model = model
+        self._sampling = sampling
+        self._weights = weights
+        self._load_seconds = load_seconds
+        self._copies: dict[tuple[int, int], list[Copy]] = {}
+        """Copies of others' caches by first layer and request."""
+        self._incarnation = self._device.now()
+        mailbox.on(Ping, self._answer)
+        mailbox.on(Copy, self._keep)
+        mailbox.on(Release, self._release)
+        mailbox.on(Assign, self._assign)
+
+    async def serve(self) -> None:
+        """Compute steps as they arrive, until cancelled."""
+        while True:
+            step = await self._mailbox.take(Step)
+            held = self.ranges.get(step.assignment)
+            # A device that has restarted does not know its assignments any more: the source will notice.
+            if held is not None and held.accepts(step):
+                await self._compute(held, step)
+
+    def _answer(self, ping: Ping) -> None:
+        self._mailbox.post(ping.sender, Pong(ping.question, self._incarnation))
+
+    def _keep(self, copy: Copy) -> None:
+        self._copies.setdefault((copy.first, copy.request), []).append(copy)
+
+    def _release(self, release: Release) -> None:
+        for held in self.ranges.values():
+            held.sequences.pop(release.request, None)
+        for key in [key for key in self._copies if key[1] == release.request]:
+            del self._copies[key]
+
+    def _assign(self, assign: Assign) -> None:
+        self._mailbox.start(self._load(assign))
+
+    async def _load(self, assign: Assign) -> None:
+        await self._device.sleep(self._load_seconds(assign))
+        held = LayerRange(self._model, assign, self._weights(assign))
+        for (first, _), copies in self._copies.items():
+            if first == assign.first:
+                held.adopt(copies)
+        self.ranges[assign.assignment] = held
+        positions = {str(request): sequence.position for request, sequence in held.sequences.items()}
+        self._mailbox.post(self._source, Assigned(assign.assignment, positions))
+
+    async def _compute(self, held: LayerRange, step: Step) -> None:
+        name = "prefill" if step.tokens > 1 else "decode"
+        span = Span(name, batch=step.request, micro=step.position + step.tokens - 1)
+        values = await self._device.compute(lambda: held.compute(step), held.cost(step), span)
+        if held.assign.replica is not None:
+            self._copy(held, step, held.assign.replica)
+        end = step.position + step.tokens
+        if step.way:
+            (following, assignment), *way = step.way
+            padding = 0 if values is not None else self._model.message_bytes(step.tokens)
+            later = Step(
+                assignment, step.request, step.attempt, step.position, step.tokens, way, values, padding=padding
+            )
+            self._mailbox.post(following, later)
+            return
+        token = None
+        padding = 0
+        if held.assign.final:
+            token = 0 if values is None else self._sampling.choose(values, step.request, end)
+            values = None
+        elif values is None:
+            padding = self._model.message_bytes(step.tokens)
+        result = Result(step.request, step.attempt, end, step.assignment, token, values, padding=padding)
+        self._mailbox.post(self._source, result)
+
+    def _copy(self, held: LayerRange, step: Step, neighbour: str) -> None:
+        added = held.added(step)
+        size = self._model.architecture.cache_bytes(self._model.cache_value_bytes) * held.layers * step.tokens
+        keys, values = added if added is not None else (None, None)
+        copy = Copy(
+            held.assign.first,
+            step.request,
+            step.attempt,
+            step.position,
+            step.tokens,
+            keys,
+            values,
+            padding=0 if added is not None else size,
+        )
+        self._mailbox.post(neighbour, copy)
+
+
+def assigned_bytes(model: CostModel, assign: Assign) -> float:
+    """Return the bytes of the weights of an assignment as stored."""
+    layers = assign.last - assign.first
+    return layers * model.architecture.layer_bytes(model.storage) + model.end_memory(assign.first == 0, assign.final)
+
+
+def assigned_names(architecture: Architecture, assign: Assign) -> list[str]:
+    """Return the names of the weights that an assignment needs."""
+    names = []
+    for layer in range(assign.first, assign.last):
+        names += [full_name(layer, name) for name in layer_shapes(architecture)]
+    if assign.final:
+        names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
+    return names
