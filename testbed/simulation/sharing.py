@@ -9,7 +9,7 @@ Work on the cores of a machine is shared alike: a second of work stands for a bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from testbed.simulation.calendar import Calendar
@@ -97,7 +97,7 @@ class Sharing:
 
     def _settle(self, _nothing: None) -> None:
         now, flows = self._calendar.now, self._concerned()
-        for flow, rate in fair(flows, now).items():
+        for flow, rate in max_min_fair_rates(flows, now).items():
             if rate == flow.rate and flow.ends >= 0:
                 continue
             flow.bits = max(0.0, flow.bits - flow.rate * (now - flow.since))
@@ -128,28 +128,35 @@ class Sharing:
         flow.ended()
 
 
-def fair(flows: Sequence[SharedTransfer], now: float) -> dict[SharedTransfer, float]:
-    """Return the bit/s of each transmission: raised together until a link or something shared is full, and so on."""
+def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[SharedTransfer, float]:
+    """Return the bit/s of each transmission, fair in the sense of max and min, by progressive filling.
+
+    Three steps repeat until every transmission has a rate. Raise all others together until a link or something shared
+    is full. Fix the rate of the transmissions that this stops. Subtract their part from everything that they share.
+    See Bertsekas and Gallager, Data Networks, 2nd edition, section 6.5.2.
+    """
     left = {shared: 0.0 if now < shared.reserved_until else shared.rate for flow in flows for shared, _ in flow.uses}
     rates: dict[SharedTransfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
-        weights = dict.fromkeys(left, 0.0)
-        for flow in rising:
-            for shared, share in flow.uses:
-                weights[shared] += share
-        level = min(left[shared] / weight for shared, weight in weights.items() if weight > 0)
-        slowest = min(flow.cap for flow in rising)
-        if slowest <= level:
-            held = [flow for flow in rising if flow.cap <= slowest]
-        else:
-            full = {
-                shared for shared, weight in weights.items() if weight > 0 and left[shared] * _NEARLY <= level * weight
-            }
-            held = [flow for flow in rising if any(shared in full for shared, _ in flow.uses)]
-        for flow in held:
-            rates[flow] = min(level, slowest)
+        level, full = _raise(rising, left)
+        stopped = [flow for flow in rising if flow.cap <= level or any(shared in full for shared, _ in flow.uses)]
+        for flow in stopped:
+            rates[flow] = level
             del rising[flow]
             for shared, share in flow.uses:
-                left[shared] = max(0.0, left[shared] - rates[flow] * share)
+                left[shared] = max(0.0, left[shared] - level * share)
     return rates
+
+
+def _raise(rising: Iterable[SharedTransfer], left: Mapping[Shared, float]) -> tuple[float, set[Shared]]:
+    """Return the highest common rate of some transmissions, and what is full at it; nothing where a link limits it."""
+    weights: dict[Shared, float] = {}
+    for flow in rising:
+        for shared, share in flow.uses:
+            weights[shared] = weights.get(shared, 0.0) + share
+    level = min(left[shared] / weight for shared, weight in weights.items())
+    slowest = min(flow.cap for flow in rising)
+    if slowest <= level:
+        return slowest, set()
+    return level, {shared for shared, weight in weights.items() if left[shared] * _NEARLY <= level * weight}

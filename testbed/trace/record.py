@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -154,45 +154,48 @@ class Record:
     def steps(self) -> list[Step]:
         """Every training step that was reported, in the order of time; those done again after a fault stand twice."""
         done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
-        before: dict[str, float] = {}
-        windows: list[Interval] = []
-        for device, time, *_ in done:
-            windows.append((before.get(device, 0.0), time))
-            before[device] = time
+        windows = _windows([(device, time) for device, time, *_ in done])
+        # The last batch of an epoch may be smaller: its step takes less time than the others.
         counted = Counter(samples for *_, samples in done)
-        usual = counted.most_common(1)[0][0] if counted else None
-        sized = [samples == usual for *_, samples in done]
-        comparable = self._comparable([device for device, *_ in done], windows, sized)
+        most = counted.most_common(1)[0][0] if counted else None
+        whole = [samples == most for *_, samples in done]
+        comparable = self._comparable([device for device, *_ in done], windows, whole)
         disturbed = [interval for _, interval in self.disturbances]
-        return [
-            Step(
-                device,
-                number,
-                time,
-                window[1] - window[0],
-                loss,
-                samples,
-                one,
-                one and alike,
-                one and alike and not overlaps(window, disturbed),
+        steps = []
+        for row, window, is_comparable, is_whole in zip(done, windows, comparable, whole, strict=True):
+            device, time, number, loss, samples = row
+            usual = is_comparable and is_whole
+            steps.append(
+                Step(
+                    device=device,
+                    step=number,
+                    time=time,
+                    seconds=window[1] - window[0],
+                    loss=loss,
+                    samples=samples,
+                    comparable=is_comparable,
+                    usual=usual,
+                    steady=usual and not overlaps(window, disturbed),
+                )
             )
-            for (device, time, number, loss, samples), window, one, alike in zip(
-                done, windows, comparable, sized, strict=True
-            )
-        ]
+        return steps
 
-    def _comparable(self, names: Sequence[str], windows: Sequence[Interval], sized: Sequence[bool]) -> list[bool]:
+    def _comparable(self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]) -> list[bool]:
         """Return of each step, by one of these devices, whether it is `Step.comparable`."""
+        # The first step of a device has its start in it: weights are sent, caches are cold.
         met: set[str] = set()
         later = []
         for name in names:
             later.append(name in met)
             met.add(name)
-        alike = [one and other for one, other in zip(later, sized, strict=True)]
+        # Training stands still during an evaluation, so its step is longer than the others.
         evaluated = [event.time for event in self.of("evaluate")]
         alone = [bisect_right(evaluated, start) == bisect_right(evaluated, end) for start, end in windows]
-        mostly_alone = 2 * sum(one and other for one, other in zip(alike, alone, strict=True)) >= sum(alike)
-        return [one and (other or not mostly_alone) for one, other in zip(later, alone, strict=True)]
+        # Where most steps have an evaluation in them, those without one are the exception and all are compared.
+        candidates = [is_alone for is_alone, *both in zip(alone, later, whole, strict=True) if all(both)]
+        if 2 * sum(candidates) < len(candidates):
+            return later
+        return [is_later and is_alone for is_later, is_alone in zip(later, alone, strict=True)]
 
     @cached_property
     def steady(self) -> list[Step]:
@@ -216,3 +219,13 @@ def after(steps: Sequence[Step], moment: float) -> list[Step]:
     """Return the undisturbed steps that began after a moment; all but the first where a fault outlasts the run."""
     rows = [step for step in steps if step.window[0] >= moment]
     return [step for step in rows if step.steady] or rows[1:]
+
+
+def _windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:
+    """Return the time of each step, from the end of the device's step before it, or from 0, to its own end."""
+    before: dict[str, float] = {}
+    windows = []
+    for device, time in ends:
+        windows.append((before.get(device, 0.0), time))
+        before[device] = time
+    return windows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import compress, repeat
 from statistics import median
@@ -72,48 +72,65 @@ FIGURES = (
 )
 
 
-def links(record: Record) -> list[dict[str, Any]]:
-    """Return one row per directed link that was used or measured, in the order of the experiment."""
-    count: Counter[Pair] = Counter()
-    size: Counter[Pair] = Counter()
-    carried: defaultdict[Pair, float] = defaultdict(float)
-    casts: Counter[Pair] = Counter()
-    heard = record.cached(_heard)
+@dataclass(slots=True)
+class LinkUse:
+    """Everything that a directed link was given to carry."""
+
+    messages: int = 0
+    bytes: int = 0
+    wire_bytes: float = 0.0
+    """Bytes with all headers."""
+    casts: int = 0
+
+    def add(self, number: int, content: int, is_cast: bool) -> None:
+        """Count a number of equal messages of so many bytes."""
+        framed = cast_wire_bytes(content) if is_cast else wire_bytes(content)
+        self.messages += number
+        self.bytes += number * content
+        self.wire_bytes += number * framed
+        self.casts += number if is_cast else 0
+
+
+def _uses(record: Record) -> dict[Pair, LinkUse]:
+    """Return the use of each directed link that was used, in the order of first use."""
+    # A run sends millions of messages and few kinds of them: equal ones are counted first.
     alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
     sent = record.events.of("send", "cast")
     for event, (own, peer, peers, sizes) in sent.columns("device", "peer", "peers", "bytes"):
         meant = zip(peer, strict=False) if event == "send" else (tuple(each or ()) for each in peers)
         alike.update(zip(repeat(event), own, meant, (size or 0 for size in sizes), strict=False))
+    uses: defaultdict[Pair, LinkUse] = defaultdict(LinkUse)
     for (event, device, receivers, content), number in alike.items():
-        framed = cast_wire_bytes(content) if event == "cast" else wire_bytes(content)
         for receiver in receivers:
-            count[device, receiver] += number
-            size[device, receiver] += number * content
-            carried[device, receiver] += number * framed
-            casts[device, receiver] += number * (event == "cast")
-    known = record.experiment.links
+            uses[device, receiver].add(number, content, event == "cast")
+    return uses
+
+
+def links(record: Record) -> list[dict[str, Any]]:
+    """Return one row per directed link that was used or measured, in the order of the experiment."""
+    uses, heard = _uses(record), record.cached(_heard)
+    known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
-    bounded = record.experiment.bounded_links()
-    order = [pair for pair in known if pair in count or pair in measured]
-    order += [pair for pair in count if pair not in known]
+    order = [pair for pair in known if pair in uses or pair in measured]
+    order += [pair for pair in uses if pair not in known]
     asked = cache(lambda link: link and asdict(link))  # of thousands of links most are asked the same of
     rows = []
     for pair in order:
-        found = measured.get(pair)
+        use, found = uses.get(pair, LinkUse()), measured.get(pair)
         requested = found.requested if found else known.get(pair)
         rows.append(
             {
                 "source": pair[0],
                 "destination": pair[1],
-                "messages": count[pair],
-                "bytes": size[pair],
-                "casts": casts[pair],
+                "messages": use.messages,
+                "bytes": use.bytes,
+                "casts": use.casts,
                 "casts_heard": heard[pair],
                 "requested": asked(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": found.figures() if found else None,
                 "problem": found.problem if found else None,
-                "used_share": _used(requested, carried[pair], record.end),
+                "used_share": _used(requested, use.wire_bytes, record.end),
             }
         )
     return rows

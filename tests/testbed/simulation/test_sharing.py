@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testbed.simulation.sharing import Shared, SharedTransfer, fair
+from testbed.simulation.sharing import Shared, SharedTransfer, max_min_fair_rates
 
 
 def flow(cap: float, *uses: Shared) -> SharedTransfer:
@@ -15,7 +15,7 @@ def test_rates_are_fair_and_leave_nothing_unused():
     up, down = Shared(10.0), Shared(6.0)
     slow, other, far = flow(2.0, up), flow(100.0, up), flow(100.0, up, down)
     rival = flow(100.0, down)
-    rates = fair([slow, other, far, rival], 0.0)
+    rates = max_min_fair_rates([slow, other, far, rival], 0.0)
     assert rates == {slow: 2.0, far: 3.0, rival: 3.0, other: 5.0}
 
 
@@ -29,7 +29,7 @@ def test_no_rate_could_be_raised_without_another_s_loss(rates, wanted):
     flows = [
         flow(cap, *(shareds[index % len(shareds)] for index in {i % len(shareds) for i in of})) for cap, of in wanted
     ]
-    found = fair(flows, 0.0)
+    found = max_min_fair_rates(flows, 0.0)
     used = {shared: sum(found[each] for each in flows if (shared, 1.0) in each.uses) for shared in shareds}
     for shared in shareds:
         assert used[shared] <= shared.rate * (1 + 1e-9)
