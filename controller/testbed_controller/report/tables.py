@@ -103,17 +103,11 @@ class VisibleConsole(Console):
 
 
 def draw(section: Section, width: int) -> Group:
-    """Return a section for a terminal of a width; cells of columns that do not fit are wrapped."""
-    places = [place for place, column in enumerate(section.columns) if _is_shown(column, width)]
-    columns = [section.columns[place] for place in places]
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", show_header=any(c.heading for c in columns))
-    for column in columns:
-        side: Literal["left", "right"] = "right" if column.kind == "figure" else "left"
-        style = "bold" if column.kind == "name" else ""
-        table.add_column(column.heading, style=style, justify=side, overflow="fold")
+    """Return a section for a terminal of a width: notes go below their cells, and cells are wrapped, as needed."""
     rows = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
-    for row in rows:
-        table.add_row(*(_text(row[place], section.columns[place]) for place in places))
+    table = _table(section, rows, width, " ")
+    if _RULER.measure(table).maximum > width:
+        table = _table(section, rows, width, "\n")
     parts: list[RenderableType] = [table]
     before = " before them" if section.most < 0 else ""
     more = {"the report": len(section.rows) - len(rows), section.all_in: section.left_out}
@@ -127,17 +121,36 @@ def draw(section: Section, width: int) -> Group:
     return Group(title, *parts, Text())
 
 
+_RULER = Console(width=100_000)
+"""Measures how wide tables are without wrapping."""
+
+
+def _table(section: Section, rows: Sequence[Sequence[Cell]], width: int, between: str) -> Table:
+    """Return the rows as a table; ``between`` a figure and its note stands a space or the end of a line."""
+    places = [place for place, column in enumerate(section.columns) if _is_shown(column, width)]
+    headed = any(section.columns[place].heading for place in places)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", show_header=headed)
+    for place in places:
+        column = section.columns[place]
+        side: Literal["left", "right"] = "right" if column.kind == "figure" else "left"
+        style = "bold" if column.kind == "name" else ""
+        table.add_column(column.heading, style=style, justify=side, overflow="fold")
+    for row in rows:
+        table.add_row(*(_text(row[place], section.columns[place], between) for place in places))
+    return table
+
+
 def _is_shown(column: Column, width: int) -> bool:
     """Whether a column is shown on a terminal of a width."""
     return not column.where or (column.where == "wide" and width >= WIDE)
 
 
-def _text(cell: Cell, column: Column) -> Text:
+def _text(cell: Cell, column: Column, between: str) -> Text:
     if cell.text == formats.NONE and column.kind == "figure":
         return Text(cell.text, style="dim")
     text = Text(cell.text, style=TONES[cell.tone]) if cell.shares is None else _bar(cell.shares)
     if cell.note and not column.where:  # columns that only wide terminals have say the least
-        text.append(f"{' ' if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
+        text.append(f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
     return text
 
 
