@@ -127,8 +127,8 @@ class LinePlot:
     y: Axis
     x: str = "time (s)"
     """Title of the x axis."""
-    at: Sequence[float] | None = None
-    """Places on the x axis that have a figure; by default at round numbers."""
+    swept: bool = False
+    """Whether x is a swept value; its axis is logarithmic where the values are far apart."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _LARGEST = 120.0
 def draw_map(plot: DeviceMap, width: float) -> Figure:
     """Draw devices at their positions, and the two halves of each link in the colour of their reception."""
     positions, held, area = plot.positions, plot.held, plot.area
-    figure = Figure((width, width * min(1.2, max(0.5, area[1] / area[0]))), layout="constrained")
+    figure = Figure((width, width * min(1.2, max(0.5, area[1] / area[0]))))
     axes = figure.subplots()
     above = math.inf
     for least, colour, width in GRADES:
@@ -83,7 +83,7 @@ def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Posi
 def draw_owned(plot: Ownership, width: float) -> Figure:
     """Draw a disc for each device and class, its area in proportion to the samples."""
     owned = plot.owned
-    figure = Figure((width, HEIGHT), layout="constrained")
+    figure = Figure((width, HEIGHT))
     axes = figure.subplots()
     found = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
     most = max(count for _, _, count in found)

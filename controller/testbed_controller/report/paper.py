@@ -23,8 +23,6 @@ from testbed_controller.report.terminal import VERDICTS, where
 from testbed_controller.results.reproduction import ReproducedRow, table
 from testbed_controller.results.run import Run
 
-MOST_MARKS = 12
-"""Figures below the x axis, if each point is to have its own."""
 MOST_KEPT = 200
 """Points of a line that are kept, as many as a mean over repetitions has at most."""
 
@@ -204,7 +202,6 @@ def _of_runs(chart: PaperChart, lines: Sequence[Line]) -> Chart:
 def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Chart:
     places = [float(x) for x in chart.x]
     begin, end = chart.range or (places[0], places[-1])
-    places = [x for x in places if begin <= x <= end]
     lines = []
     for series, colour in zip(chart.series, SERIES, strict=False):
         rows = [
@@ -215,8 +212,7 @@ def _lines(chart: PaperChart, found: Mapping[str, ReproducedRow]) -> Chart:
         theirs = [(x, row.paper) for x, row in rows if row.paper is not None]
         lines.append(Line(f"{series.label}, printed", theirs, colour, marks=True, printed=True))
         lines.append(Line(series.label, ours, colour, marks=True, half_widths=halves if any(halves) else ()))
-    at = places if len(places) <= MOST_MARKS else None
-    plot = LinePlot(lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), at=at)
+    plot = LinePlot(lines, range_=(begin, end), x=chart.axis, y=_axis(chart, found), swept=True)
     note = "Dashed and pale: as printed." if any(line.printed and line.points for line in lines) else ""
     if any(line.half_widths for line in lines):
         note = f"{note} Whiskers: 95% confidence interval.".strip()

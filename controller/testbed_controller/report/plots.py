@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.transforms import ScaledTranslation, Transform
 
 from testbed.common import formats
 from testbed_controller.report.charts import (
@@ -23,6 +24,7 @@ from testbed_controller.report.charts import (
     SERIES,
     Axis,
     BarPlot,
+    Bars,
     Dash,
     Line,
     LinePlot,
@@ -47,7 +49,9 @@ LOG_X_FROM = 20.0
 LETTER = 0.075
 """Inches: about the width of a letter."""
 MARK_LETTERS = 6
-"""Room that the mark beside a name in a legend takes, in letters."""
+"""Width of the mark beside a name in a legend, in letters."""
+MOST_LABELLED = 10
+"""Bars with their figures above them; more are drawn without figures."""
 APART = 3.0
 """Points of type between the marks of two series at the same place, so that their intervals can be distinguished."""
 PRINTED = 0.45
@@ -68,6 +72,16 @@ STYLE: Any = {
     "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.3,
+    "lines.markeredgewidth": 0,
+    "errorbar.capsize": 2.5,
+    "figure.constrained_layout.use": True,
+    "legend.frameon": False,
+    "legend.handlelength": 2.4,
+    "legend.columnspacing": 1.0,
     "ytick.left": False,
     "hatch.linewidth": 0.5,
 }
@@ -77,86 +91,95 @@ STYLE: Any = {
 def draw_lines(plot: LinePlot, width: float) -> Figure:
     """Draw lines, windows behind them."""
     figure, axes = _axes(width, plot.x)
-    low, high = plot.range_
-    if high <= low:
-        high = low + 1.0
-    axes.set_xlim(low, high)
-    y = plot.y
     drawn = [line for line in plot.lines if line.points]
-    if all(float(place).is_integer() for line in drawn for place, _ in line.points):
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
-    if plot.at is not None:
-        if low > 0 and high >= low * LOG_X_FROM:
-            axes.set_xscale("log")
-            axes.set_xlim(low / 1.1, high * 1.1)
-        marked = _apart(plot.at, axes, width)
-        axes.set_xticks(marked, [f"{place:g}" for place in marked])
-        axes.minorticks_off()
-    ends = [value for line in drawn for _, value in line.points]
-    for line in drawn:
-        values = [value for _, value in line.points]
-        down, up = y.intervals(values, line.half_widths or [0.0] * len(values))
-        ends += [*np.nan_to_num(values - down), *np.nan_to_num(values + up)] if line.half_widths else []
-    factor = _measure(axes, y, [value for line in drawn for _, value in line.points], ends, LOG_FROM)
-    spread = [line for line in drawn if line.marked and line.half_widths]
+    values = [value for line in drawn for _, value in line.points]
+    scale = _scale(axes, plot.y, values, _ends(drawn, plot.y), LOG_FROM)
+    _set_range(axes, plot, drawn)
     several = sum(not (line.printed or line.marked) for line in drawn) > 1
+    spread = [line for line in drawn if line.marked and line.half_widths]
     for line in drawn:
-        aside = (spread.index(line) - (len(spread) - 1) / 2) * APART if line in spread else 0.0
-        _draw_line(axes, line, y, factor, several, aside)
-    _shade(axes, plot.windows, high - low, width)
+        _draw_line(axes, line, scale, _beside(axes, line, spread), several)
+    _shade(axes, plot.windows)
     legend(figure, axes)
     return figure
 
 
-def _apart(at: Sequence[float], axes: Axes, width: float) -> list[float]:
-    """Return those of rising places on the x axis whose figures do not touch the one before."""
-    kept: list[float] = []
-    free = -math.inf
-    for place in at:
-        inches = axes.transAxes.inverted().transform(axes.transData.transform((place, 0.0)))[0] * width * 0.85
-        if inches >= free:
-            kept.append(place)
-            free = inches + LETTER * (len(f"{place:g}") + 1)
-    return kept
+def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
+    """Set the ends of the x axis, and the scale on which its places lie apart."""
+    low, high = plot.range_
+    if high <= low:
+        high = low + 1.0
+    axes.set_xlim(low, high)
+    if plot.swept and low > 0 and high >= low * LOG_X_FROM:
+        axes.set_xscale("log", subs=())
+        axes.xaxis.set_major_locator(_rungs(low, high, 100.0))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
+        axes.set_xlim(low / 1.1, high * 1.1)
+    elif all(float(place).is_integer() for line in drawn for place, _ in line.points):
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
 
 
-def _draw_line(axes: Axes, line: Line, y: Axis, factor: float, several: bool, aside: float) -> None:
-    """Draw one line; among several without marks at their points it gets a few of its own.
+def _ends(drawn: Sequence[Line], y: Axis) -> list[float]:
+    """Return the ends of all intervals."""
+    ends: list[float] = []
+    for line in drawn:
+        if line.half_widths:
+            values = np.array([value for _, value in line.points])
+            down, up = np.nan_to_num(y.intervals(values, line.half_widths))
+            ends += [*(values - down), *(values + up)]
+    return ends
 
-    ``aside`` are the points of type that it is moved to the right by.
-    """
-    points = list(line.points) if line.half_widths else thin(line.points)
+
+def _beside(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
+    """Return the place of a line: those with whiskers stand side by side, some points of type apart."""
+    figure = axes.get_figure()
+    if line not in spread or len(spread) == 1 or figure is None:
+        return axes.transData
+    aside = (spread.index(line) - (len(spread) - 1) / 2) * APART
+    return axes.transData + ScaledTranslation(aside / 72, 0.0, figure.dpi_scale_trans)
+
+
+def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several: bool) -> None:
+    """Draw one line; among several without marks at their points it gets a few of its own."""
+    points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
-    marked, colour = line.marked, COLOURS[line.colour]
-    place = axes.transData
-    if aside and (figure := axes.get_figure()):
-        place = place + ScaledTranslation(aside / 72, 0.0, figure.dpi_scale_trans)
-    if line.half_widths:
-        down, up = y.intervals(ys, line.half_widths) / factor
-        if marked:
-            whiskers: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1, "capsize": 2.5}
-            down = np.minimum(down, ys / factor - axes.get_ylim()[0])  # a logarithmic axis has no zero to reach
-            drawn = axes.errorbar(xs, ys / factor, [down, up], transform=place, **whiskers)
-            for artist in drawn.get_children():
-                artist.set_clip_on(False)  # at the first and the last x, half of the whisker lies outside the axes
-        else:
-            axes.fill_between(xs, ys / factor - down, ys / factor + up, color=colour, alpha=0.2, linewidth=0)
+    colour = COLOURS[line.colour]
+    if line.half_widths and line.marked:
+        _whiskers(axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour)
+    elif line.half_widths:
+        down, up = scale.intervals(ys, line.half_widths)
+        axes.fill_between(xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0)
+    dash = "dashed" if line.printed else line.dash
     axes.plot(
         xs,
-        ys / factor,
+        scale(ys),
         transform=place,
         color=colour,
         alpha=PRINTED if line.printed else 1.0,
-        linestyle="none" if not line.joined else "dashed" if line.printed else line.dash,
-        linewidth=1.3,
-        marker=MARKS[number] if marked or several else "",
-        markevery=1 if marked else (0.04 + 0.04 * number, 0.28),
-        markersize=3.5 if line.marks or not marked else 3,
-        markeredgewidth=0,
-        label=f"_{line.name}" if line.printed else line.name,
+        linestyle=dash if line.joined else "none",
+        marker=MARKS[number] if line.marked or several else "",
+        markevery=1 if line.marked else (0.04 + 0.04 * number, 0.28),
+        markersize=3.5,
+        label=_label(line),
         clip_on=line.joined and not line.marks,
     )
+
+
+def _whiskers(
+    axes: Axes, xs: Numbers, ys: Numbers, halves: Sequence[float | None], scale: _Scale, **looks: Any
+) -> None:
+    """Draw intervals around values as error bars."""
+    down, up = scale.intervals(ys, halves)
+    down = np.minimum(down, scale(ys) - axes.get_ylim()[0])  # a logarithmic axis has no zero to reach
+    drawn = axes.errorbar(xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **looks)
+    for artist in drawn.get_children():
+        artist.set_clip_on(False)  # at the first and the last x, half of the whisker lies outside the axes
+
+
+def _label(series: Line | Bars) -> str:
+    """Return the entry in the legend; matplotlib leaves out names that begin with an underscore."""
+    return f"_{series.name}" if series.printed else series.name
 
 
 @mpl.rc_context(STYLE)
@@ -168,9 +191,9 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
     times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
     held = np.array([_held(line.points, times) for line in lines])
     whole = held.sum(axis=0)
-    factor = _measure(axes, plot.y, whole, whole, math.inf)
+    scale = _scale(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
-    axes.stackplot(times, held / factor, step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
+    axes.stackplot(times, scale(held), step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
     for mark in plot.marks:
         axes.axvline(mark, color=COLOURS["ink"], linewidth=0.8, linestyle="dotted")
     legend(figure, axes)
@@ -185,41 +208,17 @@ def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
 
 @mpl.rc_context(STYLE)
 def draw_bars(plot: BarPlot, width: float) -> Figure:
-    """Draw bars side by side in groups, each with its figure above it if there is room for all of them."""
-    groups, kinds, y = plot.groups, plot.kinds, plot.y
+    """Draw bars side by side in groups, each with its figure above it if they are few."""
+    groups, kinds = plot.groups, plot.kinds
     figure, axes = _axes(width, plot.x)
-    room = width * 0.85 / max(1, len(groups))
     bar = 0.8 / max(1, len(kinds))
     values = [value for kind in kinds for value in kind.values if value is not None]
-    factor = _measure(axes, y, values, values, LOG_BARS_FROM)
-    labelled = all(len(formats.number(value / factor)) * LETTER <= room * bar for value in values)
+    scale = _scale(axes, plot.y, values, values, LOG_BARS_FROM)
     for index, kind in enumerate(kinds):
-        found = [
-            (group - 0.4 + (index + 0.5) * bar, value, half)
-            for group, (value, half) in enumerate(
-                zip(kind.values, kind.half_widths or [None] * len(kind.values), strict=True)
-            )
-            if value is not None
-        ]
-        at, heights, halves = zip(*found, strict=True) if found else ((), (), ())
-        bars = axes.bar(
-            at,
-            np.array(heights) / factor,
-            bar * 0.94,
-            yerr=y.intervals(heights, halves) / factor if any(halves) else None,
-            color=COLOURS[kind.colour],
-            hatch=HATCHES[kind.dash],
-            edgecolor=COLOURS["card"],
-            linewidth=0,
-            alpha=PRINTED if kind.printed else 1.0,
-            error_kw={"ecolor": COLOURS["ink"], "elinewidth": 1, "capsize": 3},
-            label=f"_{kind.name}" if kind.printed else kind.name,
-        )
-        if labelled:
-            texts = [formats.number(float(f"{value / factor:.3g}")) for value in heights]
-            axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
-    wrapped = [textwrap.fill(group, max(6, int(room / LETTER))) for group in groups]
-    axes.set_xticks(range(len(groups)), wrapped)
+        first = (index + 0.5) * bar - 0.4
+        _draw_kind(axes, kind, first, bar, scale, labelled=len(values) <= MOST_LABELLED)
+    letters = max(6, int(width * 0.85 / max(1, len(groups)) / LETTER))
+    axes.set_xticks(range(len(groups)), [textwrap.fill(group, letters) for group in groups])
     axes.tick_params(axis="x", length=0)
     if axes.get_yscale() == "linear":
         axes.set_ylim(None if min(values, default=0.0) < 0 else 0.0, None, auto=True)
@@ -228,60 +227,98 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
     return figure
 
 
+def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale, *, labelled: bool) -> None:
+    """Draw the bars of one kind, that of the first group at ``first``."""
+    groups = [group for group, value in enumerate(kind.values) if value is not None]
+    at = first + np.array(groups)
+    heights = np.array([kind.values[group] for group in groups], float)
+    bars = axes.bar(
+        at,
+        scale(heights),
+        width * 0.94,
+        color=COLOURS[kind.colour],
+        hatch=HATCHES[kind.dash],
+        edgecolor=COLOURS["card"],
+        linewidth=0,
+        alpha=PRINTED if kind.printed else 1.0,
+        label=_label(kind),
+    )
+    if any(kind.half_widths):
+        _whiskers(axes, at, heights, [kind.half_widths[group] for group in groups], scale, ecolor=COLOURS["ink"])
+    if labelled:
+        texts = [formats.number(float(f"{value:.3g}")) for value in scale(heights)]
+        axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
+
+
 def _axes(width: float, x: str) -> tuple[Figure, Axes]:
-    figure = Figure((width, HEIGHT), layout="constrained")
+    figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    axes.grid(axis="y", linewidth=0.8)
     axes.set_xlabel(x)
     return figure, axes
 
 
-def _measure(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> float:
-    """Give the y axis its title, figures, and limits around the ``ends`` of intervals; return what values are over."""
+@dataclass(frozen=True)
+class _Scale:
+    """Values in the unit of an axis."""
+
+    y: Axis
+    factor: float
+
+    def __call__(self, values: Numbers) -> np.ndarray[Any, Any]:
+        return np.asarray(values) / self.factor
+
+    def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
+        """Return the lower and upper half widths of intervals, see `Axis.intervals`."""
+        return self.y.intervals(values, halves) / self.factor
+
+
+def _scale(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> _Scale:
+    """Give the y axis its title, its scale, and limits around the ``ends`` of intervals."""
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
     factor, unit = formats.unit(y.kind, max(highest, -lowest))
     axes.set_ylabel(f"{y.name} ({unit})" if unit else y.name)
     if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
-        axes.set_yscale("log")
-        near = highest < lowest * 1000
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if near else (1.0,)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(lowest / factor / 1.2, max(highest, *ends) / factor * 1.2)
+        axes.set_yscale("log", subs=())
+        axes.yaxis.set_major_locator(_rungs(lowest, highest, 1000.0))
+        axes.set_ylim(lowest / factor / 1.2, max([highest, *ends]) / factor * 1.2)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        bottom, top = min(0.0, *ends, 0.0), max(0.0, *ends, 0.0)
-        axes.set_ylim(bottom / factor * 1.06, top / factor * 1.06 if top > bottom or bottom else 1.0)
+        bottom, top = min(0.0, lowest, *ends), max(0.0, highest, *ends)
+        axes.set_ylim(bottom / factor * 1.06, top / factor * 1.06 if top > bottom else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: formats.number(float(value))))
-    return factor
+    return _Scale(y, factor)
 
 
-def _shade(axes: Axes, windows: Sequence[Window], span: float, width: float) -> None:
-    """Shade windows and say above the axes what they are; a label is left out where it would lie on the one before."""
+def _rungs(lowest: float, highest: float, dense_to: float) -> LogLocator:
+    """Return the places of figures on a logarithmic axis: 1, 2 and 5 of each decade if there are few decades."""
+    return LogLocator(subs=(1.0, 2.0, 5.0) if highest < lowest * dense_to else (1.0,))
+
+
+def _shade(axes: Axes, windows: Sequence[Window]) -> None:
+    """Shade windows and name faults above the axes, except where a name would lie on the one before."""
+    begin, end = axes.get_xlim()
+    figure = axes.get_figure()
+    assert figure is not None
+    letter = (end - begin) * LETTER / figure.bbox_inches.width
     free = -math.inf
     for window in windows:
         colour = COLOURS[window.style]
-        axes.axvspan(window.start, max(window.end, window.start + span * 0.002), color=colour, alpha=0.15, linewidth=0)
-        length = span * len(window.label) * LETTER / width
-        late = window.start > axes.get_xlim()[0] + span * 0.75
-        begin = min(window.end, axes.get_xlim()[1]) - length if late else window.start
-        if window.style == "fault" and begin >= free:
-            where = (window.end if late else window.start, 1.01)
-            across = "right" if late else "left"
-            transform = axes.get_xaxis_transform()
-            axes.text(*where, window.label, color=colour, ha=across, va="bottom", fontsize=7.5, transform=transform)
-            free = begin + length
+        least = window.start + (end - begin) * 0.002
+        axes.axvspan(window.start, max(window.end, least), color=colour, alpha=0.15, linewidth=0)
+        length = letter * len(window.label)
+        place = max(begin, min(window.start, end - length))
+        if window.style == "fault" and place >= free:
+            where: Any = {"va": "bottom", "transform": axes.get_xaxis_transform()}
+            axes.text(place, 1.01, window.label, color=colour, fontsize=7.5, **where)
+            free = place + length
 
 
 def legend(figure: Figure, axes: Axes) -> None:
     """Put the names of all series above the plot, in as many columns as fit; the figure grows with their rows."""
     handles, names = axes.get_legend_handles_labels()
-    letters = int(figure.get_figwidth() / LETTER) - MARK_LETTERS
-    wrapped = [textwrap.fill(name, letters) for name in names]
-    place: Any = {"loc": "outside upper left", "frameon": False, "handlelength": 2.4, "columnspacing": 1.0}
-    made = figure.legend(handles, wrapped, **place)
-    letter = figure.dpi * STYLE["font.size"] / 72  # between two columns, and on either side
-    columns = int((figure.bbox.width - 2 * letter) // (made.get_window_extent().width + letter))
-    if names and columns > 1:
-        made.remove()
-        made = figure.legend(handles, wrapped, ncols=columns, **place)
+    letters = int(figure.get_figwidth() / LETTER)
+    wrapped = [textwrap.fill(name, letters - MARK_LETTERS) for name in names]
+    longest = max((len(line) for name in wrapped for line in name.split("\n")), default=0)
+    columns = max(1, letters // (longest + MARK_LETTERS))
+    made = figure.legend(handles, wrapped, ncols=columns, loc="outside upper left")
     figure.set_figheight(figure.get_figheight() + made.get_window_extent().height / figure.dpi)

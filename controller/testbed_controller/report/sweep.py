@@ -23,9 +23,6 @@ from testbed_controller.report.terminal import where
 from testbed_controller.results.comparison import side_by_side
 from testbed_controller.results.run import Run
 
-MOST_MARKED = 12
-"""Places on the x axis that each have their figure."""
-
 Point = Mapping[str, Any]
 Names = Mapping[str, str]
 """Metrics and their headings, in the order of the columns."""
@@ -197,10 +194,9 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
         halves = [half for *_, half in found]
         drawn = [(x, mean) for x, mean, _ in found]
         lines.append(Line(label, drawn, *style, marks=True, half_widths=halves if any(halves) else ()))
-    at = sorted(set(values))
     unit += "/s" if unit in RATE_UNITS else ""
     x = f"{_short(key)} ({unit})" if unit else _short(key)
-    return LinePlot(lines, range_=(at[0], at[-1]), x=x, y=y, at=at if len(at) <= MOST_MARKED else None)
+    return LinePlot(lines, range_=(min(values), max(values)), x=x, y=y, swept=True)
 
 
 def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> BarPlot:
