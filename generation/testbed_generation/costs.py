@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
 from testbed_generation.architecture import CACHE_BYTES, Architecture
-from testbed_generation.formats import Format
+from testbed_generation.formats import Format, stored_bytes
 from testbed_generation.sharding import Shard
 
 VALUE_BYTES = 4
@@ -50,15 +50,24 @@ class CostModel:
         flops = architecture.layer_flops(tokens, past)
         return Cost(count * flops, count * (activations + cached), count * weights, "linear")
 
-    def shard(self, shard: Shard, layers: int, tokens: int, past: int) -> Cost:
-        """Return the cost of a device's shard of all layers."""
+    def shard_part(self, shard: Shard, tokens: int, past: int, attention: bool) -> Cost:
+        """Return the cost of a device's heads, or of its hidden columns, of one layer."""
         architecture = self.architecture
-        heads = shard.heads / architecture.kv_heads
-        columns = shard.columns / architecture.hidden
-        attention = architecture.attention_values * heads
-        feed_forward = max(1, architecture.active_experts) * architecture.expert_values * columns
-        share = (attention + feed_forward + architecture.router_values) / architecture.read_values
-        return self.layers(layers * share, tokens, past)
+        activations = 2 * VALUE_BYTES * architecture.width * tokens
+        if attention:
+            share = shard.heads / architecture.kv_heads
+            cached = architecture.cache_bytes(self.cache_value_bytes) * (past + tokens) * share
+            values = architecture.attention_values * share
+            pairs = tokens * past + tokens * (tokens + 1) / 2
+            flops = 2.0 * tokens * values + 4.0 * architecture.query_values * share * pairs
+        else:
+            cached = 0.0
+            experts = max(1, architecture.active_experts)
+            values = experts * architecture.expert_values * shard.columns / architecture.hidden
+            values += architecture.router_values
+            flops = 2.0 * tokens * values
+        weights = stored_bytes(round(values), self.storage)
+        return Cost(flops, activations + cached, weights, "linear")
 
     def embedding(self, tokens: int) -> Cost:
         """Return the cost of looking tokens up in the embedding."""

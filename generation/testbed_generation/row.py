@@ -13,7 +13,7 @@ from torch import Tensor
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.messaging.mailbox import Mailbox
-from testbed_generation.messages import Assign, Assigned, Ping, Pong
+from testbed_generation.messages import Assign, Assigned, Ping, Pong, Release
 from testbed_generation.placement import Layers
 
 _LOG = logging.getLogger(__name__)
@@ -133,6 +133,11 @@ class Row:
     def stage(self, first: int) -> Stage:
         """Return the stage that holds the layers from ``first`` on."""
         return next(stage for stage in self.stages if stage.first == first)
+
+    def release(self, request: int) -> None:
+        """Let all stages forget the caches of a request."""
+        for stage in self.stages:
+            self._mailbox.post(stage.device, Release(request))
 
     async def _establish(self) -> None:
         """Assign layers to the devices that are there; plans once more without those that are lost meanwhile."""

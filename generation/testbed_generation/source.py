@@ -17,7 +17,7 @@ from torch import Tensor
 from testbed.device import Span
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
-from testbed_generation.messages import Release, Result, Step
+from testbed_generation.messages import Result, Step
 from testbed_generation.network import embed
 from testbed_generation.requests import Request
 from testbed_generation.row import Row
@@ -116,6 +116,7 @@ class AlongRow:
     def forget(self, number: int) -> None:
         """Drop what is known of a request."""
         self._sent.pop(number, None)
+        self._row.release(number)
 
 
 class ThroughSource:
@@ -153,6 +154,7 @@ class ThroughSource:
         """Drop what was kept of a request."""
         for key in [key for key in self._inputs if key[0] == number]:
             del self._inputs[key]
+        self._row.release(number)
 
     async def _call(self, number: int, first: int, position: int, tokens: int) -> Result:
         """Return a stage's result for the newest tokens; a new stage computes all tokens before them as well."""
@@ -189,7 +191,6 @@ def post_step(mailbox: Mailbox, model: CostModel, device: str, step: Step) -> No
 
 async def serve_requests(
     mailbox: Mailbox,
-    row: Row,
     drive: Drive,
     requests: Sequence[Request],
     concurrency: int,
@@ -215,8 +216,6 @@ async def serve_requests(
                 progress.tokens.append(token)
                 device.record("token", request=request.number, index=len(progress.tokens) - 1, token=token)
             drive.forget(request.number)
-            for stage in row.stages:
-                mailbox.post(stage.device, Release(request.number))
             device.record("request", request=request.number, latency=device.now() - request.arrival)
 
     async with asyncio.TaskGroup() as group:

@@ -127,7 +127,7 @@ class Holder:
         weights: Callable[[Assign], Source | None],
         load_seconds: Callable[[Assign], float],
     ) -> None:
-        """``weights`` opens the weights of an assignment; None without numerics. ``load_seconds``: time to read them."""
+        """Open weights by ``weights``, None without numerics; reading them takes ``load_seconds``."""
         self.ranges: dict[int, LayerRange] = {}
         self._mailbox = mailbox
         self._device: Device = mailbox.device

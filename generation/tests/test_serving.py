@@ -78,7 +78,7 @@ def serve(
                 table = None if seeded is None else seeded.read(EMBEDDING)
                 way = ThroughSource if recovery == "replay" else AlongRow
                 drive = way(mailbox, MODEL, row, Embedder(mailbox, MODEL, table), 0.1)
-                texts.update(await serve_requests(mailbox, row, drive, REQUESTS, concurrency, None))
+                texts.update(await serve_requests(mailbox, drive, REQUESTS, concurrency, None))
 
         return run
 

@@ -1,0 +1,92 @@
+"""All-reduce of values over devices: the sum of what each device has, on every device.
+
+`Star` sends everything to one device and the sum back: two messages one after the other, but all on the links of
+one device. `Ring` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the values,
+in 2 (n - 1) messages one after the other. Both give bitwise equal sums on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+
+
+@dataclass(frozen=True)
+class Part(Typed, kind="part", key=("sender", "operation", "step")):
+    """Values of an all-reduce on their way."""
+
+    operation: int
+    """Number of the all-reduce; the same on all devices."""
+    step: int
+    values: torch.Tensor | None = None
+    """None without numerics."""
+
+
+class AllReduce(Protocol):
+    """Adds up values over all devices."""
+
+    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+        """Return the sum of all devices' values; without numerics None, and ``size`` bytes are sent for them."""
+
+
+class Star:
+    """All values to the first device, and the sum back."""
+
+    def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
+        """``names`` are all devices, in the same order on each."""
+        self._mailbox = mailbox
+        self._centre, *self._others = names
+
+    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+        """Return the sum of all devices' values."""
+        padding = size if values is None else 0
+        if self._mailbox.device.name != self._centre:
+            self._mailbox.post(self._centre, Part(operation, 0, values, padding=padding))
+            return (await self._mailbox.take(Part, (self._centre, operation, 1))).values
+        for name in self._others:
+            part = await self._mailbox.take(Part, (name, operation, 0))
+            if values is not None and part.values is not None:
+                values = values + part.values
+        for name in self._others:
+            self._mailbox.post(name, Part(operation, 1, values, padding=padding))
+        return values
+
+
+class Ring:
+    """Parts of the values round a ring: first they are added up, then the sums are passed on."""
+
+    def __init__(self, mailbox: Mailbox, names: Sequence[str]) -> None:
+        """``names`` are all devices in the order of the ring."""
+        self._mailbox = mailbox
+        self._names = names
+        self._place = names.index(mailbox.device.name)
+
+    async def reduce(self, operation: int, values: Tensor | None, size: int) -> Tensor | None:
+        """Return the sum of all devices' values."""
+        number = len(self._names)
+        following = self._names[(self._place + 1) % number]
+        before = self._names[self._place - 1]
+        chunks = None if values is None else list(values.flatten().chunk(number))
+        if chunks is not None:
+            chunks += [chunks[0][:0]] * (number - len(chunks))
+        for step in range(2 * (number - 1)):
+            # In the first half each device adds its part to what comes; in the second it passes the sums on.
+            sent = (self._place - step) % number
+            taken = (sent - 1) % number
+            outgoing = None if chunks is None else chunks[sent]
+            padding = size // number if chunks is None else 0
+            self._mailbox.post(following, Part(operation, step, outgoing, padding=padding))
+            part = await self._mailbox.take(Part, (before, operation, step))
+            if chunks is None or part.values is None:
+                continue
+            chunks[taken] = chunks[taken] + part.values if step < number - 1 else part.values
+        if chunks is None or values is None:
+            return None
+        return torch.cat(chunks).view(values.shape)

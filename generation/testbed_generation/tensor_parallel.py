@@ -1,0 +1,162 @@
+"""Tensor parallelism: every device computes its heads and hidden columns of every layer for every token.
+
+After the attention and after the feed-forward network of a layer the devices add up their parts (Megatron-LM; Shoeybi
+et al., 2019). The source embeds tokens and sends the values to all, and chooses the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from testbed.device import Span
+from testbed.messaging.mailbox import Mailbox
+from testbed.messaging.typed import Typed
+from testbed_generation.collectives import AllReduce, Part
+from testbed_generation.costs import CostModel
+from testbed_generation.messages import Release
+from testbed_generation.network import Cache, LayerShard, score
+from testbed_generation.sampling import Sampling
+from testbed_generation.sharding import Shard
+from testbed_generation.source import Embedder, Progress
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
+
+
+@dataclass(frozen=True)
+class Forward(Typed, kind="forward"):
+    """From the source: compute the next tokens of a request."""
+
+    number: int
+    """Of the forward; the same on all devices."""
+    request: int
+    position: int
+    tokens: int
+    values: torch.Tensor | None = None
+    """Shape (tokens, width); None without numerics."""
+
+
+KINDS: tuple[type[Typed], ...] = (Forward, Part, Release)
+
+
+class ShardHolder:
+    """A device's shard of all layers, with the KV caches of its heads."""
+
+    def __init__(
+        self, mailbox: Mailbox, model: CostModel, shard: Shard, source: Source | None, reduce: AllReduce
+    ) -> None:
+        """Read the shard's weights; without a source only time passes."""
+        self._mailbox = mailbox
+        self._device = mailbox.device
+        self._model = model
+        self._shard = shard
+        self._reduce = reduce
+        self._caches: dict[int, list[Cache]] = {}
+        self._layers: list[LayerShard] = []
+        if source is not None:
+            architecture = model.architecture
+            for layer in range(architecture.layers):
+                weights = read_layer(source, architecture, layer, shard)
+                self._layers.append(LayerShard(architecture, weights))
+        mailbox.on(Release, lambda release: self.release(release.request))
+
+    async def serve(self) -> None:
+        """Compute what the source asks for, until cancelled."""
+        while True:
+            await self.compute(await self._mailbox.take(Forward))
+
+    def release(self, request: int) -> None:
+        """Forget the caches of a request."""
+        self._caches.pop(request, None)
+
+    async def compute(self, forward: Forward) -> Tensor | None:
+        """Return the values of tokens after all layers; equal on all devices."""
+        architecture = self._model.architecture
+        size = self._model.message_bytes(forward.tokens)
+        caches = self._caches.setdefault(forward.request, [Cache() for _ in range(architecture.layers)])
+        values = forward.values
+        operation = 2 * architecture.layers * forward.number
+        for layer in range(architecture.layers):
+            added = await self._part(layer, forward, values, caches[layer], attention=True)
+            total = await self._reduce.reduce(operation + 2 * layer, added, size)
+            values = values if values is None or total is None else values + total
+            added = await self._part(layer, forward, values, caches[layer], attention=False)
+            total = await self._reduce.reduce(operation + 2 * layer + 1, added, size)
+            values = values if values is None or total is None else values + total
+        return values
+
+    async def _part(
+        self, layer: int, forward: Forward, values: Tensor | None, cache: Cache, attention: bool
+    ) -> Tensor | None:
+        """Return what the shard's heads, or its hidden columns, add to the values."""
+
+        def work() -> Tensor | None:
+            if values is None:
+                return None
+            with torch.inference_mode():
+                shard = self._layers[layer]
+                return shard.attend(values, cache) if attention else shard.feed_forward(values)
+
+        cost = self._model.shard_part(self._shard, forward.tokens, forward.position, attention)
+        name = "attention" if attention else "feed_forward"
+        span = Span(name, batch=forward.request, micro=forward.position + forward.tokens - 1)
+        return await self._device.compute(work, cost, span)
+
+
+class TensorParallelSource:
+    """The source's side: a `testbed_generation.source.Drive` over shards."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        model: CostModel,
+        names: Sequence[str],
+        own: ShardHolder,
+        embedder: Embedder,
+        sampling: Sampling,
+        source: Source | None,
+    ) -> None:
+        """``names`` are all devices, the source first; ``own`` is its shard."""
+        self._mailbox = mailbox
+        self._device = mailbox.device
+        self._model = model
+        self._others = names[1:]
+        self._own = own
+        self._embedder = embedder
+        self._sampling = sampling
+        self._number = 0
+        self._norm = self._output = None
+        if source is not None:
+            self._norm = source.read(NORM)
+            self._output = source.read(EMBEDDING if model.architecture.tied else OUTPUT)
+
+    async def next_token(self, progress: Progress) -> int:
+        """Return the next token of a request; the shards compute one forward after the other."""
+        position = len(progress.all_tokens) - 1 if progress.tokens else 0
+        tokens = len(progress.all_tokens) - position
+        values = await self._embedder.embed(progress, position)
+        number, self._number = self._number, self._number + 1
+        padding = self._model.message_bytes(tokens) if values is None else 0
+        forward = Forward(number, progress.request.number, position, tokens, values, padding=padding)
+        for name in self._others:
+            self._mailbox.post(name, forward)
+        values = await self._own.compute(forward)
+        return await self._choose(values, progress.request.number, position + tokens)
+
+    async def _choose(self, values: Tensor | None, request: int, end: int) -> int:
+        def work() -> int:
+            if values is None or self._norm is None or self._output is None:
+                return 0
+            with torch.inference_mode():
+                logits = score(values[-1:], self._norm, self._output, self._model.architecture.epsilon)[0]
+            return self._sampling.choose(logits, request, end)
+
+        return await self._device.compute(work, self._model.output(1), Span("choose", batch=request, micro=end - 1))
+
+    def forget(self, number: int) -> None:
+        """Drop the caches of a request on all devices."""
+        self._own.release(number)
+        for name in self._others:
+            self._mailbox.post(name, Release(number))
