@@ -190,12 +190,13 @@ class Shapers:
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves."""
         wanted = list(pairs)
-        found = {}
-        for host, shaper in self._parts.items():
-            own = [pair for pair in wanted if not self.crosses(pair) and self._host[pair[0]] == host]
-            found.update({(each.source, each.destination): each for each in (shaper.probe(own) if own else [])})
         across = [pair for pair in wanted if self.crosses(pair)]
-        found.update({(each.source, each.destination): each for each in (self._across(across) if across else [])})
+        measured = list(self._across(across)) if across else []
+        for host, shaper in self._parts.items():
+            own = [pair for pair in wanted if {self._host[name] for name in pair} == {host}]
+            if own:
+                measured += shaper.probe(own)
+        found = {(each.source, each.destination): each for each in measured}
         return [found[pair] for pair in wanted]
 
     def _across(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:

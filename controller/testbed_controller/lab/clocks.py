@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from testbed.common.errors import TestbedError
 
 KEPT = 256
@@ -137,14 +139,12 @@ class HostClock:
         if not best:
             return Offset()
         chosen = min(best, key=lambda each: each.round_trip)
-        weights = [(4 / max(each.round_trip, 1e-6)) ** 2 for each in best]
-        whole = sum(weights)
-        at = sum(weight * each.middle for weight, each in zip(weights, best, strict=True)) / whole
-        mean = sum(weight * each.offset for weight, each in zip(weights, best, strict=True)) / whole
-        spread = sum(weight * (each.middle - at) ** 2 for weight, each in zip(weights, best, strict=True))
-        slope = sum(
-            weight * (each.middle - at) * (each.offset - mean) for weight, each in zip(weights, best, strict=True)
-        ) / (spread or 1.0)
+        middles, offsets, trips = np.array([(each.middle, each.offset, each.round_trip) for each in best]).T
+        weights = (4 / np.maximum(trips, 1e-6)) ** 2
+        at = float(np.average(middles, weights=weights))
+        mean = float(np.average(offsets, weights=weights))
+        spread = float(weights @ (middles - at) ** 2)
+        slope = float(weights @ ((middles - at) * (offsets - mean))) / (spread or 1.0)
         if slope**2 * spread > SURE**2:
             return Offset(at, mean, slope, chosen.round_trip / 2)
         return Offset(chosen.middle, chosen.offset, 0.0, chosen.round_trip / 2)

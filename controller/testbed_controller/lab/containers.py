@@ -80,17 +80,18 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
     found: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
     urls: dict[str, str] = {}
     for each in client.api.containers(all=True, filters={"label": RUN}):
-        run, labels = str(each["Labels"][RUN]), each["Labels"]
-        name, address = labels.get(DEVICE) or labels.get(ROLE, "?"), labels.get(ADDRESS, "")
-        found.setdefault(run, []).append(RunningContainer(run, name, each["State"], each["Status"], address))
+        labels = each["Labels"]
+        run, name = str(labels[RUN]), labels.get(DEVICE) or labels.get(ROLE, "?")
+        container = RunningContainer(run, name, each["State"], each["Status"], labels.get(ADDRESS, ""))
+        found.setdefault(run, []).append(container)
         for port in each["Ports"]:
             if port.get("PublicPort"):
                 urls[run] = f"http://127.0.0.1:{port['PublicPort']}"
     for run, containers in found.items():
-        for each in containers:
-            if run in urls and each.state == "running":
-                each.control_url = urls[run] if each.name == SHAPER else device_url(urls[run], each.name)
         containers.sort(key=lambda container: container.name)
+        for container in containers:
+            if run in urls and container.state == "running":
+                container.control_url = urls[run] if container.name == SHAPER else device_url(urls[run], container.name)
     return found
 
 

@@ -69,20 +69,12 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
     that for `testbed run`, which then refuses faster links before it makes any container.
     """
     yield _python()
-    try:
-        engine = chosen_engine()
-    except HostError as error:
-        yield HostCheck("engine", "missing", "the current docker context is unknown", str(error), needed=True)
+    connected = _connected()
+    if isinstance(connected, HostCheck):
+        yield connected
         yield from _host(None)
         return
-    try:
-        client = connect(engine)
-    except HostError as error:
-        startable = may_start(engine) and shutil.which("apt-get") is not None
-        help_ = "'testbed setup images' as root installs and starts one" if startable else str(error)
-        yield HostCheck("engine", "missing", "none answers", help_, needed=not startable)
-        yield from _host(None)
-        return
+    client, engine = connected
     yield from _engine(client, engine)
     usable = lab_problem(client, engine) is None
     image = present_names(client).shaper
@@ -92,9 +84,23 @@ def examine(*, measure: bool = False) -> Iterator[HostCheck]:
         yield _shaper(client, image)
     yield from _host(client)
     if measure:
-        works = [name for name in LINK_BACKENDS if any(_works(check, name) for check in backends)]
-        for backend in works:
-            yield _measured(client, backend)
+        for backend in LINK_BACKENDS:
+            if any(_works(check, backend) for check in backends):
+                yield _measured(client, backend)
+
+
+def _connected() -> tuple[docker.DockerClient, EngineAddress] | HostCheck:
+    """Return a client of the engine in use, or the check that says why there is none."""
+    try:
+        engine = chosen_engine()
+    except HostError as error:
+        return HostCheck("engine", "missing", "the current docker context is unknown", str(error), needed=True)
+    try:
+        return connect(engine), engine
+    except HostError as error:
+        startable = may_start(engine) and shutil.which("apt-get") is not None
+        help_ = "'testbed setup images' as root installs and starts one" if startable else str(error)
+        return HostCheck("engine", "missing", "none answers", help_, needed=not startable)
 
 
 def _works(check: HostCheck, backend: str) -> bool:

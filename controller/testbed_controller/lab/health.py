@@ -84,13 +84,16 @@ class Health:
                 began = now
             if now - looked > LOOK_INTERVAL:
                 looked = now
-                for name in waiting:
-                    self.check_alive(name)
-                    if published and now - began > PORT_SECONDS:
-                        self._check_port(name, urls[name])
+                self._check_all(waiting, ports=published and now - began > PORT_SECONDS)
             if now - began > PATIENCE:
                 self._give_up(next(iter(waiting)), f"does not answer within {PATIENCE:.0f} s")
             time.sleep(INTERVAL)
+
+    def _check_all(self, urls: Mapping[str, str], ports: bool) -> None:
+        for name, url in urls.items():
+            self.check_alive(name)
+            if ports:
+                self._check_port(name, url)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
         """Return how a container ended, else None.

@@ -198,19 +198,24 @@ def remove_images(
     kept = set() if keep is None else set(vars(keep).values())
     gone: list[str] = []
     for kind in SPARE:
-        found = client.images.list(filters={"label": f"{LABEL}={kind}"})
-        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
-        ours = [
-            image for image in found if kind == "stage" or any(tag.startswith(f"testbed/{kind}:") for tag in image.tags)
-        ]
-        if kind == "stage":
-            ours = [image for image in ours if _is_abandoned(image)]
-        ours.sort(key=lambda image: str(image.attrs["Created"]), reverse=True)
+        ours = _images_of(client, kind)
         for image in ours[(spare or {}).get(kind, 0) :]:
             for reference in image.tags or [str(image.id)]:
                 if reference not in kept and _remove(client, reference):
                     gone.append(reference)
     return gone
+
+
+def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
+    """Return the testbed's images of a kind, the newest first; of stages those that no build needs any more."""
+    images = client.images.list(filters={"label": f"{LABEL}={kind}"})
+    if kind == "stage":
+        ours = [image for image in images if _is_abandoned(image)]
+    else:
+        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
+        prefix = f"testbed/{kind}:"
+        ours = [image for image in images if any(tag.startswith(prefix) for tag in image.tags)]
+    return sorted(ours, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
 def _is_abandoned(stage: Image) -> bool:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import HostError
 from testbed.ml.lazy import torch
@@ -62,17 +62,16 @@ def emulate(
     with ExitStack() as stack:
         if results is not None:
             stack.enter_context(controller_log(results))
-        if standing is not None:
-            lab = standing
-            if results is not None:
-                lab.note_results(results)
-        else:
+        if standing is None:
             lab = create_lab(
                 prepared.trial, hosts, place or {}, links=links, progress=stage, results=results, keep=keep
             )
             if not keep:
                 stack.callback(_remove, lab, stage)
+        else:
+            lab = standing
         if results is not None:
+            lab.note_results(results)
             stack.callback(save_container_logs, lab, results)
         stage("measuring the links")
         measured = verified(lab.shaper.probe, list(prepared.experiment.links), accept_links)
@@ -82,15 +81,22 @@ def emulate(
         outcome = Execution(lab, prepared, dataset, weights, on_event).run(stage)
         _LOG.info("the run is %s%s", outcome.status, f": {outcome.error}" if outcome.error else "")
         outcome.links = measured
-        outcome.host |= facts
-        with suppress(HostError):
-            outcome.fidelity |= since(before, lab.shaper.statistics())
-        engines = [each["engine"] for each in facts.get("hosts", {"": facts}).values()]
-        outcome.fidelity["unlimited"] = sorted({name for engine in engines for name in engine["unlimited"]})
+        _note_host(outcome, lab, facts, before)
         if keep or standing is not None:
             stage(f"the lab stays up: testbed down {lab.run_id}")
     outcome.wall_seconds = time.monotonic() - began
     return outcome
+
+
+def _note_host(outcome: Outcome, lab: AnyLab, facts: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Add the facts of the hosts, and the statistics of the links since before the run."""
+    outcome.host |= facts
+    with suppress(HostError):
+        outcome.fidelity |= since(before, lab.shaper.statistics())
+    unlimited: set[str] = set()
+    for host in facts.get("hosts", {"": facts}).values():
+        unlimited.update(host["engine"]["unlimited"])
+    outcome.fidelity["unlimited"] = sorted(unlimited)
 
 
 def _remove(lab: AnyLab, on_stage: Callable[[str], None]) -> None:

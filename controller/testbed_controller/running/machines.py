@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -167,23 +168,26 @@ class Containers:
 
         A receiver loses casts, and both ends of a slow connection wait longer. ``receivers`` None: all devices.
         """
-        changes: dict[str, _LinkChanges] = {}
+        changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
             there, back = (source, destination), (destination, source)
             if before is None or now(there).message_loss != before(there).message_loss:
-                changes.setdefault(destination, _LinkChanges()).message_loss[source] = now(there).message_loss
+                changes[destination].message_loss[source] = now(there).message_loss
             if back in self.experiment.links:
                 found = slowness(now(there), now(back))
                 if before is None or _coarse(found) != _coarse(slowness(before(there), before(back))):
-                    changes.setdefault(source, _LinkChanges()).slowness[destination] = found
-                    changes.setdefault(destination, _LinkChanges()).slowness[source] = found
+                    changes[source].slowness[destination] = found
+                    changes[destination].slowness[source] = found
         for name, change in changes.items():
             if receivers is None or name in receivers:
-                # One that is dead, or whose program is not there yet, learns of it when it is deployed.
-                with suppress(AgentGone):
-                    agent = self._agent(name)
-                    if agent is not None and agent.health()["state"] != "idle":
-                        agent.set_links(change.message_loss, change.slowness)
+                self._send_change(name, change)
+
+    def _send_change(self, name: str, change: _LinkChanges) -> None:
+        # A device that is dead, or whose program is not there yet, gets the links when it is deployed.
+        with suppress(AgentGone):
+            agent = self._agent(name)
+            if agent is not None and agent.health()["state"] != "idle":
+                agent.set_links(change.message_loss, change.slowness)
 
     def _send_speeds(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -42,25 +42,39 @@ def routes(
     ``peers`` maps every device's name to its address, ``downlinks`` to the rate of its downlink. A cast of a device in
     several cells takes all of them at once.
     """
-    found, downlinks = {}, downlinks or {}
+    downlinks = downlinks or {}
     outgoing = {pair: link for pair, link in links.items() if pair[0] == device}
+    found = {}
     for pair, link in outgoing.items():
-        cell = cell_of(pair, cells)
-        if cell is not None and pair[1] in peers:
-            rate = least_rate(cell.rate, link.rate)
-            assert rate is not None
-            found[peers[pair[1]]] = Route((_channel(cell),), rate, queue_limit(replace(link, rate=rate)))
-        elif pair[1] in peers:
-            slowest = least_rate(link.rate, uplink, downlinks.get(pair[1]))
-            if slowest is not None and slowest <= SLOW_RATE:
-                limit = queue_limit(replace(link, rate=slowest))
-                found[peers[pair[1]]] = Route((f"link {device} -> {pair[1]}",), slowest, limit)
-    own = [cell for cell in cells if any(cell.carries(pair) for pair in outgoing)]
-    cast_rate = broadcast_rate(outgoing.values(), uplink, *(cell.rate for cell in own))
-    if broadcast and outgoing and cast_rate is not None and (own or cast_rate <= GATED_RATE):
-        channels = tuple(map(_channel, own)) or (f"casts of {device}",)
-        found[broadcast] = Route(channels, cast_rate, queue_limit(Link(rate=cast_rate)))
+        if pair[1] in peers:
+            route = _unicast_route(pair, link, cell_of(pair, cells), (uplink, downlinks.get(pair[1])))
+            if route is not None:
+                found[peers[pair[1]]] = route
+    cast = _cast_route(device, outgoing, cells, uplink)
+    if broadcast and cast is not None:
+        found[broadcast] = cast
     return found
+
+
+def _cast_route(device: str, links: Mapping[Pair, Link], cells: Iterable[Cell], uplink: float | None) -> Route | None:
+    """Return the route of a device's casts over its links, if a cell carries one of them or they are slow."""
+    own = [cell for cell in cells if any(cell.carries(pair) for pair in links)]
+    rate = broadcast_rate(links.values(), uplink, *(cell.rate for cell in own))
+    if not links or rate is None or (not own and rate > GATED_RATE):
+        return None
+    channels = tuple(map(_channel, own)) or (f"casts of {device}",)
+    return Route(channels, rate, queue_limit(Link(rate=rate)))
+
+
+def _unicast_route(pair: Pair, link: Link, cell: Cell | None, access: Iterable[float | None]) -> Route | None:
+    """Return the route of a link that a cell carries or that is slow, itself or by an access limit."""
+    if cell is not None:
+        rate, channel = least_rate(cell.rate, link.rate), _channel(cell)
+    else:
+        rate, channel = least_rate(link.rate, *access), f"link {pair[0]} -> {pair[1]}"
+    if rate is None or (cell is None and rate > SLOW_RATE):
+        return None
+    return Route((channel,), rate, queue_limit(replace(link, rate=rate)))
 
 
 def _channel(cell: Cell) -> str:

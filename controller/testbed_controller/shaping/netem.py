@@ -7,7 +7,7 @@ that duplicates beside any other on one device, and older ones can loop there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from socket import inet_aton
 from typing import Any
 
@@ -176,17 +176,12 @@ def differences(
     shared = [line for line in wanted.values() if device_of(line) == IFB]
     problems = _TREE.differences(classes, plan.downlink, ((_class(line), CEILING) for line in shared))
     held = {(entry.get("dev"), entry["handle"]): entry["options"] for entry in qdiscs if "handle" in entry}
-    led = {}
-    for entry in filters:
-        options = entry.get("options", {})
-        if "match" in options:
-            actions = options.get("actions") or [{}]
-            led[options["match"]["value"].rjust(8, "0")] = actions[0].get("to_dev")
+    redirected = _redirections(filters)
     for line in wanted.values():
-        where = led.pop(inet_aton(line.address).hex(), None)
-        if where != device_of(line):
-            problems.append(f"packets from {line.address} are led to {where} instead of {device_of(line)}")
-        options = held.get((device_of(line), f"{_class(line):x}:"))
+        device, where = device_of(line), redirected.pop(inet_aton(line.address).hex(), None)
+        if where != device:
+            problems.append(f"packets from {line.address} are led to {where} instead of {device}")
+        options = held.get((device, f"{_class(line):x}:"))
         if options is None:
             problems.append(f"no netem for {line.address}")
             continue
@@ -194,23 +189,35 @@ def differences(
         inner = held.get((IFB, f"{_INNER + _class(line):x}:"), {})
         if plan.downlink and inner.get("limit") != plan.downlink.limit:
             problems.append(f"the queue of {line.address} before the downlink holds {inner.get('limit')} packets")
-    return problems + [f"packets from {key} (hexadecimal) are led through netem for no link" for key in led]
+    return problems + [f"packets from {key} (hexadecimal) are led through netem for no link" for key in redirected]
+
+
+def _redirections(filters: Iterable[Mapping[str, Any]]) -> dict[str, str | None]:
+    """Return the device that packets are led to, by their source in hexadecimal."""
+    found = {}
+    for entry in filters:
+        options = entry.get("options", {})
+        if "match" in options:
+            actions = options.get("actions") or [{}]
+            found[options["match"]["value"].rjust(8, "0")] = actions[0].get("to_dev")
+    return found
 
 
 def _netem_differences(line: ReceiverLine, held: Mapping[str, Any]) -> list[str]:
     link = line.link if line.link.up else Link(loss=1.0)
-    limit = line.limit if line.link.up else 1000
-    delay, random = held.get("delay", {}), held.get("loss-random", {})
-    states, found = chain(link), held.get("loss-gemodel", {})
+    delay, bursts = held.get("delay", {}), held.get("loss-gemodel", {})
+    states, loss, chances = chain(link), link.loss, (0.0, 0.0, 0.0, 0.0)
+    if states is not None:
+        loss, chances = 0.0, (states.p, states.r, states.bad_loss, states.good_loss)
     compared = [
-        ("holds {} packets instead of {}", held.get("limit"), limit, 0.0),
+        ("holds {} packets instead of {}", held.get("limit"), line.limit if line.link.up else 1000, 0.0),
         ("delays by {} s instead of {} s", delay.get("delay", 0.0), link.delay, 1e-6),
         ("jitters by {} s instead of {} s", delay.get("jitter", 0.0), link.jitter, 1e-6),
-        ("loses {} instead of {}", random.get("loss", 0.0), 0.0 if states else link.loss, 1e-5),
-        ("goes bad with {} instead of {}", found.get("p", 0.0), states.p if states else 0.0, 1e-5),
-        ("goes good with {} instead of {}", found.get("r", 0.0), states.r if states else 0.0, 1e-5),
-        ("loses {} of the bad instead of {}", found.get("1-h", 0.0), states.bad_loss if states else 0.0, 1e-5),
-        ("loses {} of the good instead of {}", found.get("1-k", 0.0), states.good_loss if states else 0.0, 1e-5),
+        ("loses {} instead of {}", held.get("loss-random", {}).get("loss", 0.0), loss, 1e-5),
+        ("goes bad with {} instead of {}", bursts.get("p", 0.0), chances[0], 1e-5),
+        ("goes good with {} instead of {}", bursts.get("r", 0.0), chances[1], 1e-5),
+        ("loses {} of the bad instead of {}", bursts.get("1-h", 0.0), chances[2], 1e-5),
+        ("loses {} of the good instead of {}", bursts.get("1-k", 0.0), chances[3], 1e-5),
     ]
     for name in ("duplicate", "reorder", "corrupt"):
         rate = held.get(name, {}).get(name, 0.0)

@@ -105,7 +105,7 @@ def plan(
     links: Mapping[Pair, Link],
     gated: Mapping[str, float] | None = None,
 ) -> InterfacePlan:
-    """Say what a device's interface has to do.
+    """Return the plan of a device's interface.
 
     ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
     without a link cannot talk: its packets are dropped where they arrive. ``gated`` holds, by address, the rates that
@@ -116,18 +116,14 @@ def plan(
     gated = gated or {}
     senders, receivers, rates = [], [], []
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
-        if peer == device:
-            continue
-        if (device, peer) in links:
-            link = links[device, peer]
+        link = links.get((device, peer))
+        if link is not None:
+            senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
             if link.up:
                 rates.append(class_rate(least_rate(gated.get(address), link.rate, uplink)))
-            senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
-        incoming = links.get((peer, device), DOWN)
-        queued = incoming.up and (impaired(incoming) or endpoint.downlink is not None)
-        receivers.append(ReceiverLine(number, address, incoming, line_limit(incoming), queued))
+        if peer != device:
+            receivers.append(_receiver(number, address, links.get((peer, device), DOWN), endpoint.downlink))
     outgoing = [link for (source, _), link in links.items() if source == device]
-    incoming_links = [line.link for line in receivers]
     if broadcast and outgoing:
         # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
         slowest = min(outgoing, key=lambda link: class_rate(link.rate))
@@ -136,7 +132,7 @@ def plan(
     return InterfacePlan(
         interface,
         _access(uplink, outgoing),
-        _access(endpoint.downlink, incoming_links),
+        _access(endpoint.downlink, [line.link for line in receivers]),
         tuple(senders),
         tuple(receivers),
         most_segments(rates),
@@ -171,6 +167,11 @@ def _sender(number: int, address: str, link: Link, uplink: float | None) -> Send
 def class_rate(rate: float | None) -> int:
     """Return the bit/s of the HTB class for a rate; every class needs one, also that of a link without a rate."""
     return CEILING if rate is None else round(rate)
+
+
+def _receiver(number: int, address: str, link: Link, downlink: float | None) -> ReceiverLine:
+    queued = link.up and (impaired(link) or downlink is not None)
+    return ReceiverLine(number, address, link, line_limit(link), queued)
 
 
 def _access(rate: float | None, links: Iterable[Link]) -> Access | None:

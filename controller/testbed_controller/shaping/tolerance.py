@@ -71,19 +71,27 @@ def problem(link: Link, rate: float | None, delay: float | None, sent: int, lost
     if not link.up:
         return None if lost == sent else f"is down, yet {sent - lost} of {sent} packets arrived"
     found = []
-    asked, bound = median_delay(link), median_tolerance(link, sent - lost, gate)
     if delay is None:
         if expected_loss(link) < 0.9:
             found.append(f"none of {sent} packets arrived")
-    elif abs(delay - asked) > bound:
-        found.append(f"delays by {delay * 1e3:.2f} ms instead of {asked * 1e3:g} ms (tolerance {bound * 1e3:.2f} ms)")
-    lowest, highest = loss_interval(link, sent)
-    if delay is not None and not lowest <= lost <= highest:
-        share = expected_loss(link) * 100
-        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%")
+    else:
+        found += _delay_problems(link, delay, sent, lost, gate)
     if rate is not None and link.rate and not RATE_LOWEST <= rate / link.rate <= RATE_HIGHEST:
         found.append(
             f"carries {rate / 1e6:.4g} mbit instead of {link.rate / 1e6:g} mbit "
             f"({RATE_LOWEST * 100:.0f} to {RATE_HIGHEST * 100:.0f}% are tolerated)"
         )
     return "; ".join(found) or None
+
+
+def _delay_problems(link: Link, delay: float, sent: int, lost: int, gate: float) -> list[str]:
+    """Return which of delay and loss are outside their tolerance, if some packets arrived."""
+    found = []
+    asked, bound = median_delay(link), median_tolerance(link, sent - lost, gate)
+    if abs(delay - asked) > bound:
+        found.append(f"delays by {delay * 1e3:.2f} ms instead of {asked * 1e3:g} ms (tolerance {bound * 1e3:.2f} ms)")
+    lowest, highest = loss_interval(link, sent)
+    if not lowest <= lost <= highest:
+        share = expected_loss(link) * 100
+        found.append(f"loses {lost} of {sent} packets, {lowest} to {highest} would be {share:g}%")
+    return found

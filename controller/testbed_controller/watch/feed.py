@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -75,43 +76,49 @@ def batches(folder: Path, drawn: Collection[str], pace: float | None = None) -> 
         due = tail.newest() if pace is None else pace * (time.monotonic() - began)
         if not waiting or waiting[-1]["time"] <= due:
             waiting.extend(tail.news())
-        ready = []
-        # Events stand in the order of their times, but for a few that come late: they are shown late.
-        while waiting and (pace is None or waiting[0]["time"] <= due):
-            ready.append(waiting.popleft())
+        ready = _take(waiting, math.inf if pace is None else due)
         behind = tail.more and not waiting
-        now = due if pace is not None and not behind else max([now, *(event["time"] for event in ready)])
-        over = facts["status"] != RUNNING and not waiting and not behind
-        status = {"status": facts["status"], "error": facts["error"]} if over else None
-        yield {"events": shown(ready, drawn, due), "now": now, "over": status}
+        latest = max((event["time"] for event in ready), default=0.0)
+        now = max(now, latest) if pace is None or behind else due
+        over = None
+        if facts["status"] != RUNNING and not waiting and not behind:
+            over = {"status": facts["status"], "error": facts["error"]}
+        yield {"events": shown(ready, drawn, due), "now": now, "over": over}
         if over:
             return
         if not behind:
             time.sleep(INTERVAL)
 
 
+def _take(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:
+    """Remove and return the events up to a time; a few that are out of order come late."""
+    ready = []
+    while waiting and waiting[0]["time"] <= due:
+        ready.append(waiting.popleft())
+    return ready
+
+
 def shown(events: list[dict[str, Any]], drawn: Collection[str], now: float) -> list[dict[str, Any]]:
-    """Return what the page needs of events: bars of ``drawn`` devices in the last `HISTORY` seconds, and all else."""
+    """Return the events that the page shows: bars of ``drawn`` devices in the last `HISTORY` seconds, and all else."""
     found = []
     for event in events:
         kind = event["event"]
-        if kind in _UNSHOWN:
-            continue
         if kind in BARS:
             if event["device"] in drawn and event["time"] >= now - HISTORY:
-                start = event.get("start", event["time"] - event.get("duration", 0.0))
-                found.append(
-                    {
-                        "event": "bar",
-                        "kind": BARS[kind],
-                        "device": event["device"],
-                        "start": start,
-                        "time": event["time"],
-                        "peer": event.get("peer"),
-                        "bytes": event.get("bytes"),
-                        "label": event.get("span") or event.get("message"),
-                    }
-                )
-        else:
+                found.append(_bar(event))
+        elif kind not in _UNSHOWN:
             found.append(event)
     return found
+
+
+def _bar(event: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "event": "bar",
+        "kind": BARS[event["event"]],
+        "device": event["device"],
+        "start": event.get("start", event["time"] - event.get("duration", 0.0)),
+        "time": event["time"],
+        "peer": event.get("peer"),
+        "bytes": event.get("bytes"),
+        "label": event.get("span") or event.get("message"),
+    }
