@@ -6,7 +6,8 @@ The repetitions of one point, on one clock, stand side by side as one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import compress
+from dataclasses import dataclass
+from itertools import chain, compress
 from statistics import fmean
 from typing import Any
 
@@ -36,6 +37,7 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in firsts
     ]
     differences = _differences(plain)
+    compared = _Compared(grouped, differences)
     return {
         "runs": [
             {
@@ -50,7 +52,7 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         "figures": list(_figures(groups)),
         "devices": _devices(groups),
         "differences": differences,
-        "warnings": list(_warnings(grouped, differences)),
+        "warnings": [text for check in _CHECKS for text in check(compared)],
         "clocks": _clocks(firsts, differences),
     }
 
@@ -120,12 +122,17 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = list(dict.fromkeys(key for one in plain for key in one))
-    return {
-        key: [one.get(key) for one in plain]
-        for key in keys
-        if not any(key == other or key.startswith(f"{other}.") for other in UNIMPORTANT)
-        and len({repr(one.get(key)) for one in plain}) > 1
-    }
+    differences = {}
+    for key in keys:
+        values = [one.get(key) for one in plain]
+        if len(set(map(repr, values))) > 1 and not any(is_below(key, other) for other in UNIMPORTANT):
+            differences[key] = values
+    return differences
+
+
+def is_below(key: str, other: str) -> bool:
+    """Whether a dotted key is another one, or one of its parts."""
+    return key == other or key.startswith(f"{other}.")
 
 
 def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
@@ -165,39 +172,82 @@ def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None
     return {part: fmean(row[f"{part}_share"] for row in some) for part in parts} if some else None
 
 
-def _warnings(grouped: Mapping[str, Sequence[Run]], differences: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-    runs = [run for group in grouped.values() for run in group]
-    swept = {key for run in runs for key in run.trial.point}
-    # Repetitions differ in their seeds by intention, points of a sweep in what is swept.
-    repeated = len({run.trial.repetition for run in runs}) > 1
-    tasks = {run.trial.scenario.workload.task for run in runs}
-    unlike = "program" in tasks and len(tasks) > 1
-    if unlike:
+@dataclass(frozen=True)
+class _Compared:
+    """Groups of runs side by side, as the checks see them."""
+
+    groups: Mapping[str, Sequence[Run]]
+    differences: Mapping[str, Sequence[Any]]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs of all groups."""
+        return list(chain.from_iterable(self.groups.values()))
+
+    @property
+    def mixes_programs(self) -> bool:
+        """Whether some runs are of programs and some of a method."""
+        tasks = {run.trial.scenario.workload.task for run in self.runs}
+        return "program" in tasks and len(tasks) > 1
+
+    def is_intended(self, key: str) -> bool:
+        """Whether a difference in a key was asked for: by a sweep, or in seeds by repetitions."""
+        if key == "seed":
+            return len({run.trial.repetition for run in self.runs}) > 1 or self._is_swept(key)
+        return self._is_swept(key) or (self.mixes_programs and key.startswith("workload."))
+
+    def _is_swept(self, key: str) -> bool:
+        return any(is_below(key, other) for run in self.runs for other in run.trial.point)
+
+
+def _check_tasks(compared: _Compared) -> Iterator[str]:
+    if compared.mixes_programs:
         yield "some run programs of one's own and some a method: check that the workloads match"
-    for key, values in differences.items():
-        asked = any(key == other or key.startswith(f"{other}.") for other in swept) or (key == "seed" and repeated)
-        if not asked and not (unlike and key.startswith("workload.")):
+
+
+def _check_scenarios(compared: _Compared) -> Iterator[str]:
+    for key, values in compared.differences.items():
+        if not compared.is_intended(key):
             shown = " | ".join("–" if value is None else str(value) for value in values)
             yield f"the scenarios differ in {key}: {shown}"
-    for label, group in grouped.items():
+
+
+def _check_verdicts(compared: _Compared) -> Iterator[str]:
+    for label, group in compared.groups.items():
         doubtful = [run for run in group if not run.metrics["trusted"]]
         if doubtful:
             name = label if len(group) == 1 else f"{label}: {len(doubtful)} of {len(group)} runs"
             verb = "are" if len(doubtful) > 1 else "is"
             yield f"{name} {verb} not trusted: {doubtful[0].metrics['verdict']['summary']}"
-    algorithms = {
-        run.outcome.fidelity.get("congestion_control", "that of the host")
-        for run in runs
-        if run.outcome.runtime == "emulate"
-    }
+
+
+def _check_congestion_control(compared: _Compared) -> Iterator[str]:
+    emulated = [run.outcome.fidelity for run in compared.runs if run.outcome.runtime == "emulate"]
+    algorithms = {fidelity.get("congestion_control", "that of the host") for fidelity in emulated}
     if len(algorithms) > 1:
         yield f"TCP's congestion control differs between the runs: {', '.join(sorted(algorithms))}"
-    computing = {_computed_on(run) for run in runs if run.manifest.get("host", {}).get("computing")}
+
+
+def _check_processors(compared: _Compared) -> Iterator[str]:
+    known = [run for run in compared.runs if run.manifest.get("host", {}).get("computing")]
+    computing = {_computed_on(run) for run in known}
     if len(computing) > 1:
         yield f"losses and weights may differ, since the runs computed on {' | '.join(sorted(computing))}"
-    revisions = {run.manifest.get("revision") for run in runs}
-    if len(revisions) > 1:
+
+
+def _check_revisions(compared: _Compared) -> Iterator[str]:
+    if len({run.manifest.get("revision") for run in compared.runs}) > 1:
         yield "the runs were made by different revisions of the testbed"
+
+
+_CHECKS = (
+    _check_tasks,
+    _check_scenarios,
+    _check_verdicts,
+    _check_congestion_control,
+    _check_processors,
+    _check_revisions,
+)
 
 
 def _computed_on(run: Run) -> str:
