@@ -16,7 +16,8 @@ import click
 
 from testbed.methods import METHODS
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import load, published_schema
+from testbed.scenario.explaining import published_schema
+from testbed.scenario.loading import load
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Figure, Reporting
 from testbed.trace.registry import COMMON, OF_DEVICES

@@ -21,7 +21,7 @@ from testbed.ml.models import catalog as models
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
-from testbed.scenario.loading import explain
+from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.figures import Figure
 from testbed.trace.registry import OF_DEVICES, figures_of, kind_of

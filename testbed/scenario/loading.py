@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from yaml import MappingNode, MarkedYAMLError, Node, ScalarNode, SequenceNode, YAMLError
 
 from testbed.common import yamltext
-from testbed.common.errors import Diagnostic, InputError, Key, closest, format_key, nearest, parse_key
+from testbed.common.errors import Diagnostic, InputError, Key, format_key, parse_key
+from testbed.scenario.explaining import explain
 from testbed.scenario.finding import find
 from testbed.scenario.schema import Scenario, Source
 
@@ -94,28 +93,12 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     return lines
 
 
-def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Diagnostic]:
-    """Say in the user's words what pydantic found wrong with the part of the scenario at ``prefix``."""
-    details = error.errors(include_url=False)
-    # A key that is merely misspelt is not missing as well.
-    misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
-    wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
-    problems = [_problem(detail, model) for detail in wrong]
-    return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
-
-
 def parse(model: type[M], given: Mapping[str, Any]) -> M:
     """Return a part as a user gave it; raises `InputError` with all that is wrong with it in one line."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
         raise InputError("; ".join(map(str, explain(error, model)))) from None
-
-
-def _meant(key: Key, model: type[BaseModel]) -> Key:
-    """Return the known key that an unknown one resembles most."""
-    close = closest(str(key[-1]), _known(key[:-1], model))
-    return (*key[:-1], *close)
 
 
 def _read(file: Path) -> str:
@@ -226,7 +209,7 @@ class _Reader:
                 text = "merging with '<<' is not YAML 1.2: alias whole values (key: *name) or write the keys out"
                 self.problems.append(Diagnostic(inner, text))
             elif name in mapping:
-                self.problems.append(Diagnostic(inner, f"stands here twice, first in line {first}: remove one"))
+                self.problems.append(Diagnostic(inner, f"duplicate key, first defined in line {first}: remove one"))
             else:
                 mapping[name] = self._value(value_node, inner)
         self.open.pop()
@@ -289,110 +272,3 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
             here = format_key(key[:depth])
             size = f"a list of {len(place)}: its items are {here}.0 and on" if isinstance(place, list) else "one value"
             raise InputError(f"{where}: {format_key(key)}: there is no such key: {here} is {size}")
-
-
-def published_schema() -> dict[str, Any]:
-    """Return the JSON schema of scenario files, as `testbed show schema` prints it."""
-    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
-    return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
-
-
-@cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
-    return model.model_json_schema()
-
-
-def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
-    """Return the alternatives of one value's schema, references followed."""
-    if "$ref" in schema:
-        return _parts(_schema(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        return [part for choice in choices for part in _parts(choice, model)]
-    return [schema]
-
-
-def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
-    """Return the JSON schema of one key, empty where there is none."""
-    found: list[Mapping[str, Any]] = [_schema(model)]
-    for part in key:
-        inner: list[Mapping[str, Any]] = []
-        for schema in (choice for outer in found for choice in _parts(outer, model)):
-            if isinstance(part, int):
-                prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
-                item = prefix[part] if part < len(prefix) else schema.get("items")
-            else:
-                named = next(iter(schema.get("patternProperties", {}).values()), schema.get("additionalProperties"))
-                item = schema.get("properties", {}).get(part, named)
-            if isinstance(item, Mapping):
-                inner.append(item)
-        found = inner
-    return found[0] if found else {}
-
-
-def _known(key: Key, model: type[BaseModel]) -> list[str]:
-    return [name for part in _parts(_describe(key, model), model) for name in part.get("properties", {})]
-
-
-_VALUES = {
-    "greater_than": "must be more than {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "int_parsing": "is not a whole number",
-    "int_type": "is not a whole number",
-    "int_from_float": "is not a whole number",
-    "float_parsing": "is not a number",
-    "float_type": "is not a number",
-    "finite_number": "is not a finite number",
-    "bool_parsing": "is neither true nor false",
-    "bool_type": "is neither true nor false",
-    "string_pattern_mismatch": "is not a name: use lower-case letters, digits and dashes, a letter first, at most 31",
-}
-_STRUCTURES = {
-    "dict_type": "is not a mapping of keys to values",
-    "tuple_type": "is not a list: write [ ... ]",
-    "too_short": "is too short: at least {min_length} are needed, not {actual_length}",
-    "too_long": "is too long: at most {max_length} are possible, not {actual_length}",
-}
-
-
-_NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
-"""What stands among the keys of an error of pydantic's and is none: a mapping's key as such, a kind of value."""
-
-
-def _key(detail: ErrorDetails) -> Key:
-    *before, last = detail["loc"] or ("[key]",)
-    if detail["type"] == "extra_forbidden":  # one that there is not may be called anything
-        return (*(part for part in before if part not in _NO_KEYS), last)
-    return tuple(part for part in (*before, last) if part not in _NO_KEYS)
-
-
-def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    key = _key(detail)
-    if kind == "extra_forbidden":
-        text = f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"
-    elif kind == "missing":
-        about = _describe(key, model).get("description")
-        text = "is missing" + (f": {about}" if about else "")
-    elif kind == "value_error":
-        text = str(context.get("error", detail["msg"]))
-    elif kind == "literal_error":
-        expected = re.findall(r"'([^']*)'", str(context.get("expected", "")))
-        text = f"'{value}' is not possible here: {nearest(str(value), expected)}"
-    elif kind == "string_type":
-        text = f"'{value}' is not text: write it in quotes"
-        if model is Scenario and key[:1] == ("expect",):
-            like = f"== {str(value).lower()}" if isinstance(value, bool) else ">= 0.9"
-            text = f"'{value}' is not text: write a condition such as '{like}'"
-    elif kind in ("model_type", "model_attributes_type"):
-        text = "is not a mapping: it has keys such as " + ", ".join(_known(key, model)[:6])
-    elif kind in _STRUCTURES:
-        text = _STRUCTURES[kind].format_map(context)
-    elif kind in _VALUES:
-        shown = str(value).lower() if isinstance(value, bool) else value
-        text = f"'{shown}' {_VALUES[kind].format_map(context)}"
-    else:
-        text = detail["msg"][:1].lower() + detail["msg"][1:]
-    return Diagnostic(key, text)

@@ -23,7 +23,7 @@ from testbed.hardware import DeviceSpec
 from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.parts import FIGURES, LinkPart
-from testbed.scenario.loading import explain
+from testbed.scenario.explaining import explain
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")
 """What a trace may change of a link."""

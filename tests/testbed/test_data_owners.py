@@ -87,7 +87,7 @@ def test_the_seed_decides_who_owns_what(write):
         ("{shards: 11}", "owners", "split.shards: there are 10 classes, not 11: use fewer"),
         ("{dirichlet: 0}", "owners", "split.dirichlet: '0' must be more than 0"),
         ("{dirichlets: 1}", "owners", "split.dirichlets: unknown key 'dirichlets': did you mean 'dirichlet'?"),
-        ("idd", "owners", "split: 'idd' is not possible here: did you mean 'iid'?"),
+        ("idd", "owners", "split: invalid value 'idd': did you mean 'iid'?"),
         ("", "owners", "split: the devices of 'owners' learn from their own samples: write iid, or keys such as"),
         ("iid", "pipeline", "split: shares training samples among devices, but 'pipeline' keeps all of them on its"),
     ],

@@ -87,7 +87,7 @@ def test_prepares_method_problem_and_plan(file):
             "workload.model.name: there is no model 'mpl': did you mean 'mlp'",
         ),
         ("name: mlp", "name: mlp, hiden: [3]", 12, "workload.model.hiden: unknown key 'hiden': did you mean 'hidden'?"),
-        ("name: mlp", "name: mlp, hidden: [a]", 12, "workload.model.hidden.0: 'a' is not a whole number"),
+        ("name: mlp", "name: mlp, hidden: [a]", 12, "workload.model.hidden.0: 'a' must be a whole number"),
         ("name: digits", "name: digit", 13, "workload.data.name: there is no data set 'digit': did you mean 'digits'?"),
         (
             "batch_size: 64",
@@ -108,13 +108,13 @@ def test_prepares_method_problem_and_plan(file):
             15,
             "workload.batch_size: block6-1 normalises over samples alone, and 1 at once has no variance",
         ),
-        ("count: 3", "count: true", 6, "devices.worker.count: 'true' is not a whole number"),
-        ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' is not a whole number"),
+        ("count: 3", "count: true", 6, "devices.worker.count: 'true' must be a whole number"),
+        ("micro_batches: 4", "micro_batches: true", 14, "workload.method.micro_batches: 'true' must be a whole number"),
         (
             "epochs: 2",
             "epochs: 2\n  training: {optimizer: {momentum: true}}",
             17,
-            "workload.training.optimizer.momentum: 'true' is not",
+            "workload.training.optimizer.momentum: 'true' must be a number",
         ),
         ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files and there is no folder"),
         (

@@ -314,6 +314,6 @@ def schema() -> None:
       testbed show schema > scenario.schema.json
       # yaml-language-server: $schema=scenario.schema.json
     """
-    from testbed.scenario.loading import published_schema
+    from testbed.scenario.explaining import published_schema
 
     dump(published_schema())

@@ -291,7 +291,7 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
     ("method", "said"),
     [
         ({"micro_batches": 2}, "micro_batches"),
-        ({"sharing": "link"}, "sharing: 'link' is not possible here: there are layer, neuron, ideal"),
+        ({"sharing": "link"}, "sharing: invalid value 'link': there are layer, neuron, ideal"),
         ({"thres_fw": "120%"}, "thres_fw: "),
         ({"credibility": "101%"}, "credibility: "),
         ({"alpha": "200%"}, "alpha: "),

@@ -61,7 +61,7 @@ def test_every_kind_of_line():
         ("1,link a->b bursts,10mbit", "a trace cannot change 'bursts' of a link"),
         ("1,link a->b rate,10Mbps", "'Mbps' is not a unit of rate: tc reads"),
         ("1,link a->b rate,10", "has no unit"),
-        ("1,link a->b distribution,poisson", "'poisson' is not possible here"),
+        ("1,link a->b distribution,poisson", "invalid value 'poisson'"),
         ("1,link a b rate,10mbit", "is neither a link nor a device: write 'link a->b rate'"),
         ("1,device a memory,1GiB", "a trace cannot change 'memory' of a device: there are speed, slowdown"),
         ("1,device a speed,0", "must be more than 0"),

@@ -17,7 +17,8 @@ from testbed.common.errors import InputError, Key
 from testbed.methods import METHODS
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import load, published_schema
+from testbed.scenario.explaining import published_schema
+from testbed.scenario.loading import load
 from tests.helpers import ROOT
 
 SECONDS = 2.0
@@ -58,7 +59,7 @@ def answer(file: Path) -> str:
             "x.yaml:3: workload.data.path: holds a character of code 0",
         ),
         (HEAD + WORK.replace("64", "200000000"), "workload.data.train: '200000000' must be at most 2e+06"),
-        (HEAD.replace("2", "1_0") + WORK, "x.yaml:2: devices.b.count: '1_0' is not a whole number"),
+        (HEAD.replace("2", "1_0") + WORK, "x.yaml:2: devices.b.count: '1_0' must be a whole number"),
         (HEAD + WORK + "seed: 99999999999999999999", "seed: '99999999999999999999' must be at most 9.22337e+18"),
         (HEAD + WORK + "network: {link: {rate: 1_0mbit}}", "'_0mbit' is not a unit of rate"),
         (HEAD + WORK + "network: {link: {rate: 1e30gbit}}", "is too large for a rate: it is at most 1e+18 bit"),

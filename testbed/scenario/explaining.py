@@ -1,0 +1,175 @@
+"""What is wrong with a scenario, in the user's words: validation errors of pydantic as located diagnostics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from testbed.common.errors import Diagnostic, Key, closest, nearest
+from testbed.scenario.schema import Scenario
+
+
+def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Diagnostic]:
+    """Return what pydantic found wrong with the part of the scenario at ``prefix``, in the user's words."""
+    details = error.errors(include_url=False)
+    # A key that is merely misspelt is not missing as well.
+    misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
+    wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
+    problems = [_problem(detail, model) for detail in wrong]
+    return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
+
+
+def _meant(key: Key, model: type[BaseModel]) -> Key:
+    """Return the known key that an unknown one resembles most."""
+    close = closest(str(key[-1]), _known(key[:-1], model))
+    return (*key[:-1], *close)
+
+
+def published_schema() -> dict[str, Any]:
+    """Return the JSON schema of scenario files, as `testbed show schema` prints it."""
+    title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
+    return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
+
+
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
+
+
+def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
+    """Return the alternatives of one value's schema, references followed."""
+    if "$ref" in schema:
+        return _parts(_schema(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return [part for choice in choices for part in _parts(choice, model)]
+    return [schema]
+
+
+def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
+    """Return the JSON schema of one key, empty where there is none."""
+    found: list[Mapping[str, Any]] = [_schema(model)]
+    for part in key:
+        inner: list[Mapping[str, Any]] = []
+        for schema in (choice for outer in found for choice in _parts(outer, model)):
+            if isinstance(part, int):
+                prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
+                item = prefix[part] if part < len(prefix) else schema.get("items")
+            else:
+                named = next(iter(schema.get("patternProperties", {}).values()), schema.get("additionalProperties"))
+                item = schema.get("properties", {}).get(part, named)
+            if isinstance(item, Mapping):
+                inner.append(item)
+        found = inner
+    return found[0] if found else {}
+
+
+def _known(key: Key, model: type[BaseModel]) -> list[str]:
+    return [name for part in _parts(_describe(key, model), model) for name in part.get("properties", {})]
+
+
+_NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
+"""Entries of the location of a pydantic error that are no keys: a mapping's key as such, a kind of value."""
+
+
+def _key(detail: ErrorDetails) -> Key:
+    *before, last = detail["loc"] or ("[key]",)
+    if detail["type"] == "extra_forbidden":  # one that there is not may be called anything
+        return (*(part for part in before if part not in _NO_KEYS), last)
+    return tuple(part for part in (*before, last) if part not in _NO_KEYS)
+
+
+Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
+"""Returns the text for an error at a key of a model."""
+
+
+def _of_value(text: str) -> Formatter:
+    """Return the formatter of a text about the value, which begins with the value."""
+
+    def formatted(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+        value = detail["input"]
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"'{shown}' " + text.format_map(detail.get("ctx", {}))
+
+    return formatted
+
+
+def _of_structure(text: str) -> Formatter:
+    """Return the formatter of a text about a mapping or a list, which is not repeated."""
+    return lambda detail, _key, _model: text.format_map(detail.get("ctx", {}))
+
+
+def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+    return f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"
+
+
+def _missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+    about = _describe(key, model).get("description")
+    return f"is missing: {about}" if about else "is missing"
+
+
+def _raised(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+    """Return the text of the ValueError that a validator of ours raised."""
+    return str(detail.get("ctx", {}).get("error", detail["msg"]))
+
+
+def _not_among(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+    expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+    return f"invalid value '{detail['input']}': {nearest(str(detail['input']), expected)}"
+
+
+def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+    value = detail["input"]
+    if model is Scenario and key[:1] == ("expect",):
+        like = f"== {str(value).lower()}" if isinstance(value, bool) else ">= 0.9"
+        return f"'{value}' must be text: write a condition such as '{like}'"
+    return f"'{value}' must be text: write it in quotes"
+
+
+def _no_part(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+    return "must be a mapping, with keys such as " + ", ".join(_known(key, model)[:6])
+
+
+_WHOLE, _NUMBER, _BOOLEAN = map(_of_value, ("must be a whole number", "must be a number", "must be true or false"))
+_FORMATTERS: Mapping[str, Formatter] = {
+    "extra_forbidden": _unknown_key,
+    "missing": _missing,
+    "value_error": _raised,
+    "literal_error": _not_among,
+    "string_type": _no_text,
+    "string_pattern_mismatch": _of_value(
+        "must be a name: lower-case letters, digits and dashes, a letter first, at most 31"
+    ),
+    "model_type": _no_part,
+    "model_attributes_type": _no_part,
+    "dict_type": _of_structure("must be a mapping of keys to values"),
+    "tuple_type": _of_structure("must be a list: write [ ... ]"),
+    "too_short": _of_structure("is too short: at least {min_length} are needed, not {actual_length}"),
+    "too_long": _of_structure("is too long: at most {max_length} are possible, not {actual_length}"),
+    "greater_than": _of_value("must be more than {gt:g}"),
+    "greater_than_equal": _of_value("must be at least {ge:g}"),
+    "less_than": _of_value("must be less than {lt:g}"),
+    "less_than_equal": _of_value("must be at most {le:g}"),
+    "int_parsing": _WHOLE,
+    "int_type": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_parsing": _NUMBER,
+    "float_type": _NUMBER,
+    "finite_number": _of_value("must be a finite number"),
+    "bool_parsing": _BOOLEAN,
+    "bool_type": _BOOLEAN,
+}
+"""By pydantic's types of errors; other errors keep pydantic's own text."""
+
+
+def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
+    key = _key(detail)
+    formatter = _FORMATTERS.get(detail["type"])
+    if formatter is None:
+        return Diagnostic(key, detail["msg"][:1].lower() + detail["msg"][1:])
+    return Diagnostic(key, formatter(detail, key, model))
