@@ -219,6 +219,51 @@ def test_a_scenario_of_a_package_runs_by_its_name(packages: Path, tmp_path: Path
     assert "did you mean 'extras/first'?" in run(packages, tmp_path, "validate", "extras/frist").stderr
 
 
+def test_exporters_of_a_package_follow_a_run_and_write_its_results(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "extended.yaml").write_text(SCENARIO)
+    done = run(
+        packages, tmp_path, "run", "extended.yaml", "--runtime", "simulate", "--stream", "times", "--out", "kept"
+    )
+    assert done.returncode == 0, done.stderr
+    assert [float(line) for line in (tmp_path / "kept" / "times.txt").read_text().splitlines()] == pytest.approx([1.0])
+    written = run(packages, tmp_path, "export", "kept", "--format", "markdown")
+    assert written.stdout == f"kept/export: metrics.md{os.linesep}", written.stderr
+    assert "| kept | requests | 1 |" in (tmp_path / "kept" / "export" / "metrics.md").read_text()
+    for arguments, text in (
+        (("export", "kept", "--format", "times"), "--format times: follows a run as it goes on"),
+        (("export", "kept", "--format", "torn"), "the package 'torn' that brings 'torn' cannot be used"),
+        (("export", "kept", "--format", "markdowns"), "there is no exporter 'markdowns': did you mean 'markdown'?"),
+        (("run", "extended.yaml", "--stream", "markdown"), "--stream markdown: writes finished results"),
+    ):
+        refused = run(packages, tmp_path, *arguments)
+        assert refused.returncode == 2
+        assert text in refused.stderr
+
+
+def test_a_placement_of_a_package_chooses_hosts(packages: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from testbed.common.errors import InputError\n"
+        "from testbed.hardware import DeviceSpec\n"
+        "from testbed_controller.hosts.placement import Capacity, place\n"
+        "hosts = dict.fromkeys('ab', Capacity(4, 8e9))\n"
+        "devices = [DeviceSpec(name, 1e9, 2e8) for name in 'pqr']\n"
+        "try:\n"
+        "    print(place(devices, {}, hosts, {'q': 'b'}, (), sys.argv[1]))\n"
+        "except InputError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{packages}:{ROOT}"}
+    for name, text in (
+        ("first", r"\{'p': 'a', 'q': 'b', 'r': 'a'\}"),
+        ("torn", r"placement: the package 'torn' .*nowhere"),
+        ("frist", r"placement: there is no placement 'frist': did you mean 'first'\?"),
+    ):
+        command = [sys.executable, "-c", program, name]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert re.match(text, done.stdout), done.stdout + done.stderr
+
+
 def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads(run(packages, tmp_path, "show", "methods", "--json").stdout)}
     assert {"pipeline", "idle"} <= {*rows}

@@ -26,10 +26,10 @@ from testbed.scenario.schema import TOGETHER, Scenario, Source
 from testbed_controller.api.execution import RunOptions, Runtime, run_recorded
 from testbed_controller.api.executors import Executor, InTurn, PlannedRun
 from testbed_controller.results import files
+from testbed_controller.results.exporters import Callback
 from testbed_controller.results.recorder import numbered
 from testbed_controller.results.rows import Row, frame, points, rows
 from testbed_controller.results.run import Run, run_name
-from testbed_controller.results.streams import Callback
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -278,8 +278,7 @@ def emulate(
         links=links,
         accept_links=accept_links,
         keep=keep,
-        hosts=where.hosts,
-        place=where.place,
+        where=where,
     )
     strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
     return _one(scenario, "emulate", out, options, strike)

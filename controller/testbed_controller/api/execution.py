@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
     from testbed_controller.hosts.lab import AnyLab
+    from testbed_controller.hosts.placement import LabPart
+    from testbed_controller.results.exporters import Callback
     from testbed_controller.results.recorder import Recorder
-    from testbed_controller.results.streams import Callback, Following
+    from testbed_controller.results.streams import Following
 
 Runtime = Literal["emulate", "simulate"]
 
@@ -47,10 +49,8 @@ class RunOptions:
     """Whether it begins although a link is outside its tolerance."""
     keep: bool = False
     """Whether its containers stay up afterwards."""
-    hosts: Sequence[str] = ()
-    """Docker contexts; without any, the engine of this machine."""
-    place: Mapping[str, str] = field(default_factory=dict)
-    """The host of each device that is to be on a certain one."""
+    where: LabPart | None = None
+    """The hosts of its containers; None is the engine of this machine."""
     standing: AnyLab | None = None
     """A lab that is up, to run on instead of a new one; it stays up."""
 
@@ -177,6 +177,5 @@ def _follow(
             accept_links=options.accept_links,
             keep=options.keep,
             standing=options.standing,
-            hosts=options.hosts,
-            place=options.place,
+            where=options.where,
         )

@@ -25,6 +25,7 @@ from rich.console import Console
 from testbed.common import formats
 from testbed.common.logs import PACKAGES
 from testbed.prepare import Prepared, prepare
+from testbed.scenario.loading import parse
 from testbed.scenario.points import value_text
 from testbed_controller.api.execution import DEFAULTS, RunOptions, Runtime, run_recorded
 from testbed_controller.results.files import load_figures
@@ -164,10 +165,13 @@ def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
 
 
 def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str) -> Path:
+    from testbed_controller.hosts.placement import LabPart
+
     prepared, host = prepare(trial), free.get()
     place = {device.name: host for device in trial.experiment.devices}
     try:
-        options = replace(options, hosts=sorted({host, managing}), place=place)
+        where = parse(LabPart, {"hosts": sorted({host, managing}), "place": place})
+        options = replace(options, where=where)
         return _execute(prepared, "emulate", folder, options)
     finally:
         free.put(host)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from testbed.common.errors import HostError, InputError
-from testbed.common.lazy import need
 from testbed_controller.cli.options import CommandGroup, overrides
 from testbed_controller.cli.printing import say
 
@@ -34,6 +33,7 @@ def export() -> None:
 @click.option("--perfetto", "kind", flag_value="perfetto", help="The timeline, for ui.perfetto.dev.")
 @click.option("--plots", "kind", flag_value="plots", help="The plots as SVG and PDF, for one and two columns.")
 @click.option("--latex", "kind", flag_value="latex", help="The table of a sweep for LaTeX; needs its package booktabs.")
+@click.option("--format", "kind", metavar="NAME", help="A format of an installed package; see docs/extending.md.")
 @click.option(
     "--metric",
     "metrics",
@@ -54,39 +54,20 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
       testbed export results/sweep --plots
       testbed export results/sweep --latex --metric accuracy --metric 'round_time: Time per round'
     """
-    from testbed_controller.report import html, sweep, tables
+    from testbed_controller.results.exporters import writer_of
     from testbed_controller.results.files import load, load_figures, places
-    from testbed_controller.results.rows import every_table, points, write_tables
-    from testbed_controller.results.summary import summary_of
 
-    found_in = places(folder)
-    several = len(found_in) > 1
-    runs = [load_figures(each) if several else load(each) for each in found_in]
-    if kind in (("perfetto",) if several else ("latex",)):
-        fits = "a run: name one of them" if several else "a sweep"
-        raise InputError(f"{folder}: holds {len(runs)} run{'s' * several}, and --{kind} is of {fits}")
-    is_summarized = several and kind in ("plots", "latex")
-    if metrics and not is_summarized:
-        raise InputError("--metric needs --plots or --latex, and the results of a sweep")
-    summary = summary_of(runs) if is_summarized else {}
-    names = sweep.choose_metrics(summary, metrics) if metrics else None
+    write = writer_of(kind)
+    found = places(folder)
+    runs = [load_figures(each) for each in found] if len(found) > 1 else [load(found[0])]
     place = out or folder / "export"
-    if kind == "plots":
-        need("matplotlib", "plots", "--plots")
     try:
         place.mkdir(parents=True, exist_ok=True)
-        if kind == "plots":
-            from testbed_controller.report.drawing import save_all
-
-            save_all(place, sweep.charts(summary, runs, names) if several else html.charts(runs[0]))
-        elif kind == "latex":
-            (place / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")
-        elif kind == "perfetto":
-            shutil.copy(folder / "trace.json", place / "trace.json")
-        else:
-            write_tables(place, {"points": points(runs)} if several else every_table(runs[0]), kind)
-    except ImportError as error:
-        raise InputError(f"--parquet: {error}") from None
+        write(runs, place, metrics)
+    except InputError:
+        with suppress(OSError):  # which is raised where something was there
+            place.rmdir()
+        raise
     except OSError as error:
         raise HostError(f"{place}: cannot be written: {error.strerror or error}") from None
     click.echo(f"{place}: {', '.join(sorted(each.name for each in place.iterdir()))}")

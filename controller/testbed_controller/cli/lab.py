@@ -57,7 +57,7 @@ def up(
     from testbed_controller.hosts.lab import create_lab
 
     trial = trials(load(scenario, overrides))[0]
-    lab = create_lab(trial, where.hosts, where.place, links=links, progress=say, keep=True)
+    lab = create_lab(trial, where, links=links, progress=say, keep=True)
     if as_json:
         devices = [asdict(device) for device in lab.devices.values()]
         dump({"run": lab.run_id, "subnet": lab.subnet, "devices": devices})

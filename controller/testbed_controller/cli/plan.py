@@ -192,12 +192,13 @@ def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
 def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[dict[str, Any]]]:
     """Return for each plan what `testbed_controller.hosts.placement.described` does."""
     from testbed_controller.hosts.contexts import reach_all
-    from testbed_controller.hosts.lab import capacities, placement
+    from testbed_controller.hosts.lab import capacities, placed_on
     from testbed_controller.hosts.placement import described
 
     there = capacities(reach_all(where.hosts))
     runs = [each.experiment for each in prepared]
-    return [described(placement(run, there, where.place), run.devices, run.links, there) for run in runs]
+    placed = [placed_on(there, run, where.place, where.placement) for run in runs]
+    return [described(each, run.devices, run.links, there) for each, run in zip(placed, runs, strict=True)]
 
 
 def _even_time(prepared: Prepared) -> float | None:

@@ -32,6 +32,7 @@ from testbed_controller.cli.options import (
     watched,
 )
 from testbed_controller.cli.printing import dump, make_console
+from testbed_controller.results.exporters import stream_of
 from testbed_controller.results.files import finished_among
 from testbed_controller.results.recorder import keep_paper, numbered
 from testbed_controller.results.run import Run, run_name
@@ -102,6 +103,8 @@ class RunRequest:
 
     def check(self) -> None:
         """Raise InputError for options that cannot be combined."""
+        for name in self.streams:
+            stream_of(name)
         if self.resume is not None and self.out is not None:
             raise InputError("--out cannot be combined with --resume")
         if self.one_run_per_host and (not self.where.hosts or self.runtime != "emulate"):
@@ -178,8 +181,7 @@ class RunRequest:
             links=self.links,
             accept_links=self.accept_links,
             keep=self.keep,
-            hosts=self.where.hosts,
-            place=self.where.place,
+            where=self.where,
             standing=lab,
         )
         if together == "--each-on-one-host":
@@ -262,9 +264,9 @@ class RunRequest:
     "--stream",
     "streams",
     multiple=True,
-    type=click.Choice(["csv", "tensorboard", "mlflow", "wandb"]),
-    help="Write losses, accuracies and latencies as they come, into the results: stream.csv, or for TensorBoard, "
-    "MLflow or, offline, Weights & Biases, each by its library.",
+    metavar="NAME",
+    help="Write losses, accuracies and latencies as they come, into the results: csv (stream.csv), tensorboard, "
+    "mlflow, wandb (offline), each by its library, or an exporter of a package. May be repeated.",
 )
 @watched
 @click.option(

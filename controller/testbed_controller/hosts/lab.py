@@ -90,6 +90,7 @@ class HostsLab(RunLab):
         progress: Progress | None = None,
         results: Path | None = None,
         keep: bool = False,
+        placement: str = "by-load",
     ) -> HostsLab:
         """Do as `Lab.create` does, on the engines of these docker contexts; ``given`` places devices.
 
@@ -99,7 +100,7 @@ class HostsLab(RunLab):
         check_devices(trial.experiment)
         reached = reach_all(hosts)
         managing = manager(reached)
-        placed = placement(trial.experiment, capacities(reached), given)
+        placed = placed_on(capacities(reached), trial.experiment, given, placement)
         # An engine of another machine that the user has chosen may be reached by ssh only, as hosts are.
         engine = chosen_engine()
         here = ensure_engine(say, engine) if engine.is_local else next(iter(reached.values())).client
@@ -318,16 +319,18 @@ def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
     return {name: Capacity(host.cores, host.memory) for name, host in hosts.items()}
 
 
-def placement(experiment: Experiment, hosts: Mapping[str, Capacity], given: Mapping[str, str]) -> dict[str, str]:
+def placed_on(
+    hosts: Mapping[str, Capacity], experiment: Experiment, given: Mapping[str, str], placement: str
+) -> dict[str, str]:
     """Return the host of each device; those of a radio cell, whose packets wait for each other, are on one."""
     cells = [cell.devices for cell in experiment.cells]
-    return place(experiment.devices, experiment.links, hosts, given, cells)
+    return place(experiment.devices, experiment.links, hosts, given, cells, placement)
 
 
 def struck(found: Sequence[Trial], where: LabPart) -> list[Trial]:
-    """Return trials with the faults of hosts among their own; raises what `LabPart.struck` and `placement` do."""
+    """Return trials with the faults of hosts among their own; raises what `LabPart.struck` and `place` do."""
     there = capacities(reach_all(where.hosts))
-    return [where.struck(each, placement(each.experiment, there, where.place)) for each in found]
+    return [where.struck(each, placed_on(there, each.experiment, where.place, where.placement)) for each in found]
 
 
 class _Changes:
@@ -405,9 +408,11 @@ AnyLab = Lab | HostsLab
 """What a run goes on."""
 
 
-def create_lab(trial: Trial, hosts: Sequence[str], place: Mapping[str, str], **options: Any) -> AnyLab:
+def create_lab(trial: Trial, where: LabPart, **options: Any) -> AnyLab:
     """Make a lab on this machine's engine, or on those of some hosts; options and errors are those of `Lab.create`."""
-    return HostsLab.create(trial, hosts, place, **options) if hosts else Lab.create(trial, **options)
+    if where.hosts:
+        return HostsLab.create(trial, where.hosts, where.place, placement=where.placement, **options)
+    return Lab.create(trial, **options)
 
 
 def open_lab(run_id: str) -> AnyLab:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pydantic import Field, model_validator
 
 from testbed.common.errors import InputError, Key
 from testbed.common.formats import size
 from testbed.common.part import Name, Part
+from testbed.common.plugins import Registry
 from testbed.common.quantities import Duration
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.hardware import DeviceSpec
@@ -49,18 +50,50 @@ class Load:
     """Bytes that its devices take at least."""
 
 
+class Placement(Protocol):
+    """A function that chooses the host of each device, by name.
+
+    ``given`` are the places that the user has chosen; the devices of a group of ``together`` share a radio cell and
+    have to be on one host. `place` checks both, and the memory of the hosts.
+    """
+
+    def __call__(
+        self,
+        devices: Sequence[DeviceSpec],
+        links: Mapping[Pair, Link],
+        hosts: Mapping[str, Capacity],
+        given: Mapping[str, str],
+        together: Sequence[Sequence[str]],
+    ) -> dict[str, str]:
+        """Return device -> host."""
+
+
+def _callable(found: Any) -> Placement:
+    if not callable(found):
+        raise TypeError(f"{found!r} must be a function")
+    checked: Placement = found
+    return checked
+
+
+PLACEMENTS = Registry(
+    "testbed.placements",
+    {"by-load": "testbed_controller.hosts.placement:by_load"},
+    "placement",
+    _callable,
+)
+
+
 def place(
     devices: Sequence[DeviceSpec],
     links: Mapping[Pair, Link],
     hosts: Mapping[str, Capacity],
     given: Mapping[str, str],
     together: Sequence[Sequence[str]] = (),
+    placement: str = "by-load",
 ) -> dict[str, str]:
-    """Return the host of each device, by name.
+    """Return the host of each device, as the placement of this name chooses it.
 
-    Devices go in the order of the scenario, those of ``together`` as one, to the host that is least loaded for its
-    cores; of equally loaded ones to that with which they have the fastest links. ``given`` are placed as they say.
-    Raises InputError where that names what is not there, or a host has not the memory.
+    Raises InputError for unknown names, a placement that breaks a rule of `Placement`, and a lack of memory.
     """
     names = [device.name for device in devices]
     for name, host in given.items():
@@ -68,6 +101,30 @@ def place(
             raise InputError(f"place: there is no device '{name}': {', '.join(names)}")
         if host not in hosts:
             raise InputError(f"place: {name} is to be on '{host}', which is not among the hosts {', '.join(hosts)}")
+    chosen = PLACEMENTS.find(placement, ("placement",))(devices, links, hosts, given, together)
+    for name in names:
+        if chosen.get(name) not in hosts or chosen[name] != given.get(name, chosen[name]):
+            raise InputError(f"the placement '{placement}' puts '{name}' on {chosen.get(name)!r}", ("placement",))
+    for group in together:
+        if len({chosen[name] for name in group}) > 1:
+            raise InputError(f"place: {' and '.join(group)} share a medium, and have to be on one host")
+    _check_memory(chosen, {device.name: device for device in devices}, hosts)
+    return {name: chosen[name] for name in names}
+
+
+def by_load(
+    devices: Sequence[DeviceSpec],
+    links: Mapping[Pair, Link],
+    hosts: Mapping[str, Capacity],
+    given: Mapping[str, str],
+    together: Sequence[Sequence[str]] = (),
+) -> dict[str, str]:
+    """Place each device on the host that is least loaded for its cores.
+
+    Of equally loaded hosts, the one with which it has the fastest links. Devices that the user has placed come first,
+    then the fastest ones; the devices of a group count as one.
+    """
+    names = [device.name for device in devices]
     specs = {device.name: device for device in devices}
     groups = {name: tuple(group) for group in together for name in group}
     found: dict[str, str] = {}
@@ -76,12 +133,8 @@ def place(
             continue
         group = groups.get(name, (name,))
         choice = given.get(name) or min(hosts, key=lambda host: _cost(group, host, found, specs, links, hosts))
-        for each in group:
-            if given.get(each, choice) != choice:
-                raise InputError(f"place: {' and '.join(group)} share a medium, and have to be on one host")
-            found[each] = choice
-    _check_memory(found, specs, hosts)
-    return {name: found[name] for name in names}
+        found |= {each: given.get(each, choice) for each in group}
+    return found
 
 
 def _cost(
@@ -192,6 +245,7 @@ class LabPart(Part):
 
     hosts: tuple[str, ...] = Field((), description="docker contexts, of engines in one swarm")
     place: dict[Name, str] = Field({}, description="the host of each device that is to be on a certain one")
+    placement: str = Field("by-load", description="how the other devices are placed")
     faults: tuple[HostFaultPart, ...] = Field((), description="what strikes hosts, and when")
 
     @model_validator(mode="after")
@@ -201,11 +255,6 @@ class LabPart(Part):
         if self.faults and self.faults[0].after is not None:
             raise ValueError("there is no fault of hosts before the first one: use 'at' or 'when'")
         return self
-
-    @property
-    def places(self) -> dict[str, Any]:
-        """The options ``hosts`` and ``place`` of a run on containers."""
-        return {"hosts": self.hosts, "place": self.place}
 
     def struck(self, trial: Trial, placed: Mapping[str, str]) -> Trial:
         """Return a trial with the faults of the hosts among its own, as those of the devices ``placed`` there.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from testbed.common.lazy import need
 from testbed.trace.events import Event
+from testbed_controller.results.exporters import Callback, stream_of
 
 if TYPE_CHECKING:
     from testbed_controller.results.run import Run
@@ -24,39 +25,6 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
 FOLLOWED = (*SCALARS, "fault")
 """Events of callbacks."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
-
-
-class Callback:
-    """A receiver of the events of a run in progress, in their order; a subclass overrides the methods that it needs.
-
-    An event has a `time` in seconds of the run, a `device`, and `fields`, such as `step` and `loss`.
-
-    >>> import testbed
-    >>> class Count(testbed.Callback):
-    ...     steps = 0
-    ...     def on_step(self, event):
-    ...         self.steps += 1
-    >>> count = Count()
-    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
-    >>> result = testbed.simulate(scenario, callbacks=[count])
-    >>> count.steps
-    44
-    """
-
-    def on_step(self, event: Event) -> None:
-        """See a training step that is over."""
-
-    def on_evaluate(self, event: Event) -> None:
-        """See a test of the model."""
-
-    def on_request(self, event: Event) -> None:
-        """See an answer of an inference."""
-
-    def on_fault(self, event: Event) -> None:
-        """See a fault that has struck."""
-
-    def on_end(self, run: Run | None) -> None:
-        """See the run as it lies in its folder; None: it ended with an error."""
 
 
 class Logger(Callback, ABC):
@@ -150,23 +118,15 @@ class WeightsAndBiases(Logger):
         self._run.finish(exit_code=int(run is None))
 
 
-STREAMS: Mapping[str, Callable[[Path], Callback]] = {
-    "csv": Csv,
-    "tensorboard": TensorBoard,
-    "mlflow": MlFlow,
-    "wandb": WeightsAndBiases,
-}
-
-
 class Following:
     """Hands the events of a run to callbacks, and within ``with`` its end.
 
-    Callbacks are those of ``kinds``, names of `STREAMS`, which write into a folder, and others. Raises `InputError` for
+    Callbacks are those of ``kinds``, names of exporters that write into a folder, and others. Raises `InputError` for
     a logger whose package is not installed.
     """
 
     def __init__(self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()) -> None:
-        self._callbacks = [*(STREAMS[kind](folder) for kind in kinds), *callbacks]
+        self._callbacks = [*(stream_of(kind)(folder) for kind in kinds), *callbacks]
         self.finished: Run | None = None
         """To be set once the run lies in its folder."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from testbed.prepare import Prepared
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
 from testbed_controller.hosts.lab import AnyLab, create_lab
+from testbed_controller.hosts.placement import LabPart
 from testbed_controller.lab import capability
 from testbed_controller.running.execution import Execution
 from testbed_controller.running.fidelity import since, verified
@@ -39,20 +40,20 @@ def emulate(
     keep: bool = False,
     results: Path | None = None,
     standing: AnyLab | None = None,
-    hosts: Sequence[str] = (),
-    place: Mapping[str, str] | None = None,
+    where: LabPart | None = None,
 ) -> Outcome:
     """Create the lab, verify its links, run the method on it with its faults, and remove it.
 
     The first four arguments are those of `testbed.simulation.simulate`. ``links`` names the link backend. With
-    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``hosts`` are the docker
-    contexts of several engines to run on, ``place`` the host of devices that are to be on a certain one. Raises
+    ``keep`` the lab stays up afterwards. ``standing`` is a lab that is up, and stays so. ``where`` names the hosts
+    of several engines to run on. Raises
     HostError where the lab cannot be had; `LinksError` when a link is outside its tolerance and not
     accepted so; InputError where a link asks for more than this host was measured to carry.
     """
+    where = where or LabPart()
     check_name(links)
     began = time.monotonic()
-    if not accept_links and standing is None and not hosts:
+    if not accept_links and standing is None and not where.hosts:
         capability.check(prepared.experiment, links)
 
     def stage(text: str) -> None:
@@ -63,9 +64,7 @@ def emulate(
         if results is not None:
             stack.enter_context(controller_log(results))
         if standing is None:
-            lab = create_lab(
-                prepared.trial, hosts, place or {}, links=links, progress=stage, results=results, keep=keep
-            )
+            lab = create_lab(prepared.trial, where, links=links, progress=stage, results=results, keep=keep)
             if not keep:
                 stack.callback(_remove, lab, stage)
         else:

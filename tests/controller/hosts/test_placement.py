@@ -104,11 +104,9 @@ def struck(folder: Path, text: str) -> list[dict[str, object]]:
 
 def test_hosts_and_places_are_those_of_the_file_and_then_those_given(tmp_path: Path) -> None:
     file = lab(tmp_path, "hosts: [a, b]\nplace: {source: a, worker1: b}\n")
-    assert read_lab(file).places == {"hosts": ("a", "b"), "place": {"source": "a", "worker1": "b"}}
-    assert read_lab(file, ("a", "c"), {"worker1": "c"}).places == {
-        "hosts": ("a", "c"),
-        "place": {"source": "a", "worker1": "c"},
-    }
+    assert (read_lab(file).hosts, read_lab(file).place) == (("a", "b"), {"source": "a", "worker1": "b"})
+    given = read_lab(file, ("a", "c"), {"worker1": "c"})
+    assert (given.hosts, given.place) == (("a", "c"), {"source": "a", "worker1": "c"})
     assert not read_lab(None).hosts
 
 

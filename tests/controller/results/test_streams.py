@@ -10,8 +10,9 @@ import pytest
 from testbed.common.errors import InputError
 from testbed.trace.events import Event
 from testbed_controller.api import load, simulate
+from testbed_controller.results.exporters import Callback
 from testbed_controller.results.run import Run
-from testbed_controller.results.streams import Callback, Following
+from testbed_controller.results.streams import Following
 from tests.helpers import recorded
 
 EVENTS = [

@@ -1,0 +1,70 @@
+"""The testbed's own writers of finished results; see `testbed_controller.results.exporters`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from testbed.common.errors import InputError
+from testbed.common.lazy import need
+from testbed_controller.results.rows import every_table, points, write_tables
+from testbed_controller.results.run import Run
+from testbed_controller.results.summary import summary_of
+
+
+def _refuse_metrics(runs: Sequence[Run], metrics: Sequence[str]) -> None:
+    if metrics:
+        raise InputError("--metric needs --plots or --latex, and the results of a sweep")
+
+
+def _write_tables(runs: Sequence[Run], folder: Path, metrics: Sequence[str], kind: str) -> None:
+    _refuse_metrics(runs, metrics)
+    write_tables(folder, {"points": points(runs)} if len(runs) > 1 else every_table(runs[0]), kind)
+
+
+def write_csv(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
+    """Write a CSV file for each table of a run, or one with a row for each run of a sweep."""
+    _write_tables(runs, folder, metrics, "csv")
+
+
+def write_parquet(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
+    """Write the same tables for pandas and others; raises `InputError` without pandas and pyarrow."""
+    try:
+        _write_tables(runs, folder, metrics, "parquet")
+    except ImportError as error:
+        raise InputError(f"--parquet: {error}") from None
+
+
+def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
+    """Write the timeline of a run for ui.perfetto.dev; raises `InputError` for a sweep."""
+    if len(runs) > 1:
+        raise InputError(f"{runs[0].path.parent}: holds {len(runs)} runs, and --perfetto is of a run: name one of them")
+    _refuse_metrics(runs, metrics)
+    shutil.copy(runs[0].path / "trace.json", folder / "trace.json")
+
+
+def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
+    """Write the plots of a run or a sweep as SVG and PDF."""
+    need("matplotlib", "plots", "--plots")
+    from testbed_controller.report import html, sweep
+    from testbed_controller.report.drawing import save_all
+
+    if len(runs) == 1:
+        _refuse_metrics(runs, metrics)
+        save_all(folder, html.charts(runs[0]))
+        return
+    summary = summary_of(runs)
+    names = sweep.choose_metrics(summary, metrics) if metrics else None
+    save_all(folder, sweep.charts(summary, runs, names))
+
+
+def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
+    """Write the table of a sweep for LaTeX with the package booktabs; raises `InputError` for a single run."""
+    if len(runs) == 1:
+        raise InputError(f"{runs[0].path}: holds 1 run, and --latex is of a sweep")
+    from testbed_controller.report import sweep, tables
+
+    summary = summary_of(runs)
+    names = sweep.choose_metrics(summary, metrics) if metrics else None
+    (folder / "points.tex").write_text(tables.latex(sweep.section(summary, names)), encoding="utf-8")

@@ -1,0 +1,96 @@
+"""The registry of exporters: classes that follow a run as it goes on, and functions that write finished results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from testbed.common.errors import InputError
+from testbed.common.plugins import Registry
+
+if TYPE_CHECKING:
+    from testbed.trace.events import Event
+    from testbed_controller.results.run import Run
+
+Writer: TypeAlias = "Callable[[Sequence[Run], Path, Sequence[str]], None]"
+"""Writes runs into a folder; the last argument names the metrics that the user chose, none for all."""
+
+
+class Callback:
+    """A receiver of the events of a run in progress, in their order; a subclass overrides the methods that it needs.
+
+    An event has a `time` in seconds of the run, a `device`, and `fields`, such as `step` and `loss`.
+
+    >>> import testbed
+    >>> class Count(testbed.Callback):
+    ...     steps = 0
+    ...     def on_step(self, event):
+    ...         self.steps += 1
+    >>> count = Count()
+    >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
+    >>> result = testbed.simulate(scenario, callbacks=[count])
+    >>> count.steps
+    44
+    """
+
+    def on_step(self, event: Event) -> None:
+        """See a training step that is over."""
+
+    def on_evaluate(self, event: Event) -> None:
+        """See a test of the model."""
+
+    def on_request(self, event: Event) -> None:
+        """See an answer of an inference."""
+
+    def on_fault(self, event: Event) -> None:
+        """See a fault that has struck."""
+
+    def on_end(self, run: Run | None) -> None:
+        """See the run as it lies in its folder; None: it ended with an error."""
+
+
+def _callable(found: Any) -> Any:
+    if not callable(found):
+        raise TypeError(f"{found!r} must be a function, or a class derived from testbed.Callback")
+    return found
+
+
+EXPORTERS = Registry(
+    "testbed.exporters",
+    {
+        "csv": "testbed_controller.report.exporters:write_csv",
+        "parquet": "testbed_controller.report.exporters:write_parquet",
+        "perfetto": "testbed_controller.report.exporters:write_perfetto",
+        "plots": "testbed_controller.report.exporters:write_plots",
+        "latex": "testbed_controller.report.exporters:write_latex",
+        "stream": "testbed_controller.results.streams:Csv",
+        "tensorboard": "testbed_controller.results.streams:TensorBoard",
+        "mlflow": "testbed_controller.results.streams:MlFlow",
+        "wandb": "testbed_controller.results.streams:WeightsAndBiases",
+    },
+    "exporter",
+    _callable,
+)
+_OTHER_NAMES = {"csv": "stream"}
+"""``--stream csv`` writes ``stream.csv``; the exporter ``csv`` writes tables."""
+
+
+def _follows(exporter: Any) -> bool:
+    return isinstance(exporter, type) and issubclass(exporter, Callback)
+
+
+def stream_of(name: str) -> Callable[[Path], Callback]:
+    """Return the exporter of a name that follows a run; raises `InputError` for any other."""
+    found: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
+    if not _follows(found):
+        raise InputError(f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'")
+    return found
+
+
+def writer_of(name: str) -> Writer:
+    """Return the exporter of a name that writes finished results; raises `InputError` for any other."""
+    found: Writer = EXPORTERS.find(name)
+    if _follows(found):
+        raise InputError(f"--format {name}: follows a run as it goes on: use 'testbed run SCENARIO --stream {name}'")
+    return found
