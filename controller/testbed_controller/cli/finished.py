@@ -72,29 +72,41 @@ def _reason(error: str) -> str:
 
 def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
-    from testbed_controller.report.sections import found_text
-
     for finished in runs:
-        if finished.outcome.status != "finished":
-            error = _reason(finished.outcome.error or "")
-            if finished.outcome.status == "interrupted":
-                raise StoppedError(f"the run was interrupted: {error}; what it left is in {finished.path}")
-            raise TestbedError(f"the run {finished.outcome.status}: {error}; what it left is in {finished.path}")
-    diverged = [
-        f"{finished.path.name} ({finished.metrics['divergence']})"
-        for finished in runs
-        if finished.metrics.get("diverged") and all(each.key != "diverged" for each in finished.expectations)
-    ]
+        _check_finished(finished)
+    diverged = [f"{finished.path.name} ({finished.metrics['divergence']})" for finished in runs if _diverged(finished)]
     if diverged:
         text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
         raise DivergedError(f"training diverged: {', '.join(diverged)}: {text}")
-    missed = [
-        (f"{finished.path.name}: " if len(runs) > 1 else "")
-        + f"{expectation.key} is {found_text(expectation, finished)}, expected {expectation.condition}"
-        for finished in runs
-        for expectation in finished.expectations
-        if not expectation.holds
-    ]
+    missed: list[str] = []
+    for finished in runs:
+        prefix = f"{finished.path.name}: " if len(runs) > 1 else ""
+        missed += (prefix + text for text in _missed(finished))
     missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
     if missed:
         raise ExpectationError("; ".join(missed))
+
+
+def _check_finished(run: Run) -> None:
+    """Raise the error of a run that did not finish."""
+    status = run.outcome.status
+    if status == "finished":
+        return
+    text = f"{_reason(run.outcome.error or '')}; what it left is in {run.path}"
+    if status == "interrupted":
+        raise StoppedError(f"the run was interrupted: {text}")
+    raise TestbedError(f"the run {status}: {text}")
+
+
+def _diverged(run: Run) -> bool:
+    """Whether a run diverged, and its scenario expects nothing about that."""
+    return bool(run.metrics.get("diverged")) and all(each.key != "diverged" for each in run.expectations)
+
+
+def _missed(run: Run) -> Iterator[str]:
+    from testbed_controller.report.sections import found_text
+
+    for expectation in run.expectations:
+        if not expectation.holds:
+            found = found_text(expectation, run)
+            yield f"{expectation.key} is {found}, expected {expectation.condition}"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from docker import DockerClient
 
     from testbed_controller.hosts.placement import LabPart
+    from testbed_controller.lab.containers import RunningContainer
 
 
 ERRORS = 2
@@ -82,28 +83,21 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     its containers runs), or with --everyone.
     """
     from testbed_controller.hosts.removal import remove
-    from testbed_controller.lab.engine import connect_to_all
-    from testbed_controller.lab.removal import abandoned_runs, labelled_runs
 
     if everything and run:
         raise InputError("name a run or say --all, not both")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
-    own = runstate.runs()
-    engines: dict[str, DockerClient] = {}
-    removable = {pattern, *own}
-    for client in connect_to_all().values():
-        engines |= dict.fromkeys(labelled_runs(client), client)
-        removable |= abandoned_runs(client)
-    known = sorted({*engines, *own})
-    matches = fnmatch.filter(known, pattern)
+    engines, removable = _removable(pattern)
+    matches = fnmatch.filter(sorted({*engines, *runstate.runs()}), pattern)
     others = [each for each in matches if each not in removable]
+    chosen = matches if everyone else [each for each in matches if each in removable]
     if everyone and others:
         click.echo(f"ending the runs of other users: {', '.join(others)}")
-    chosen = matches if everyone else [each for each in matches if each in removable]
-    if not chosen and pattern != "*":
-        if others:
-            raise InputError(f"other users have the runs {', '.join(others)}: write one in full, or add --everyone")
-        raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
+    elif others and not chosen and pattern != "*":
+        raise InputError(f"other users have the runs {', '.join(others)}: write one in full, or add --everyone")
+    if not matches and pattern != "*":
+        known = ", ".join(sorted({*engines, *runstate.runs()})) or "none"
+        raise InputError(f"there is no run '{pattern}' (runs: {known})")
     for each in chosen:
         count = remove(each, engines.get(each))
         click.echo(f"{each}: removed {count} containers and networks")
@@ -113,6 +107,19 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
         click.echo(f"kept, as other users have them: {', '.join(others)} (--everyone ends them, too)")
 
 
+def _removable(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
+    """Return the engine of each run on an engine, and the runs that are removed without --everyone."""
+    from testbed_controller.lab.engine import connect_to_all
+    from testbed_controller.lab.removal import abandoned_runs, labelled_runs
+
+    engines: dict[str, DockerClient] = {}
+    removable = {pattern, *runstate.runs()}
+    for client in connect_to_all().values():
+        engines |= dict.fromkeys(labelled_runs(client), client)
+        removable |= abandoned_runs(client)
+    return engines, removable
+
+
 @click.command()
 @as_json
 def ps(as_json: bool) -> None:
@@ -120,36 +127,44 @@ def ps(as_json: bool) -> None:
 
     Runs of yours on another engine, which you used before, are listed as well.
     """
-    from testbed_controller.hosts.contexts import reach
-    from testbed_controller.lab.containers import RunningContainer, running_labs
-    from testbed_controller.lab.engine import connect_to_all
     from testbed_controller.results.files import Progress, progress
+
+    labs = _running_labs()
+    if as_json:
+        dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
+        return
+    if not labs:
+        click.echo("no run is up")
+        return
+    folders = {run: runstate.results_of(run) for run in labs}
+    now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
+    rows = []
+    for run, containers in labs.items():
+        for each in containers:
+            does = now[run].doing.get(each.name, "")
+            rows.append([run, each.name, each.state, each.since, does, each.address, each.control_url])
+        if not containers:
+            rows.append([run, "", "networks only", "", "", "", ""])
+    print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
+    for run, folder in folders.items():
+        if folder is not None:
+            click.echo(f"{run}: {now[run]}, in {folder}")
+
+
+def _running_labs() -> dict[str, list[RunningContainer]]:
+    """Return the containers of each run, on this engine and on the hosts of runs over several."""
+    from testbed_controller.hosts.contexts import reach
+    from testbed_controller.lab.containers import running_labs
+    from testbed_controller.lab.engine import connect_to_all
 
     labs: dict[str, list[RunningContainer]] = {}
     for client in connect_to_all().values():
         labs |= running_labs(client)
     for run in runstate.runs():
         for host in runstate.hosts_of(run):
-            with suppress(HostError):  # a host that is lost: the run says so itself
+            with suppress(HostError):  # a host that is lost: the run reports it
                 labs.setdefault(run, []).extend(running_labs(reach(host).client).get(run, []))
-    if as_json:
-        dump({run: [asdict(each) for each in containers] for run, containers in labs.items()})
-        return
-    folders = {run: runstate.results_of(run) for run in labs}
-    now = {run: Progress() if folder is None else progress(folder) for run, folder in folders.items()}
-    rows = [
-        [run, each.name, each.state, each.since, now[run].doing.get(each.name, ""), each.address, each.control_url]
-        for run, containers in labs.items()
-        for each in containers
-    ]
-    rows += [[run, "", "networks only", "", "", "", ""] for run, containers in labs.items() if not containers]
-    if rows:
-        print_table(["run", "device", "state", "since", "does", "address", "control"], rows)
-        for run, folder in folders.items():
-            if folder is not None:
-                click.echo(f"{run}: {now[run]}, in {folder}")
-    else:
-        click.echo("no run is up")
+    return labs
 
 
 @click.command()

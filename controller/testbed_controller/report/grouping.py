@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from testbed.common import formats
+from testbed.network.link import Pair
 
 MOST_NAMED = 3
 """Links of a group that are named one by one."""
@@ -101,24 +103,27 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
 def name_of(rows: Sequence[Mapping[str, Any]]) -> str:
     """Name directed links, given by their ``source`` and ``destination``, in few words."""
     pairs = [(row["source"], row["destination"]) for row in rows]
-    if len(pairs) == 1:
-        return f"{pairs[0][0]} → {pairs[0][1]}"
-    if len(pairs) == 2 and pairs[0] == pairs[1][::-1]:
-        return f"{pairs[0][0]} ↔ {pairs[0][1]}"
-    known = set(pairs)
-    found = {
-        f"{a} {'↔' if (b, a) in known else '→'} {b}": None for a, b in pairs if (b, a) not in known or (a, b) <= (b, a)
-    }
-    if len(found) <= MOST_NAMED:
-        return ", ".join(found)
-    names = dict.fromkeys(name for pair in pairs for name in pair)
+    named = _arrows(pairs)
+    if len(named) <= MOST_NAMED:
+        return ", ".join(named)
+    names = dict.fromkeys(chain.from_iterable(pairs))
     if len(pairs) == len(names) * (len(names) - 1):
         return f"all {len(pairs)} among {_some(list(names))}"
-    hubs = [name for name in pairs[0] if all(name in pair for pair in pairs)]
-    if hubs:
-        others = [name for name in names if name != hubs[0]]
-        return f"{hubs[0]} ↔ {_some(others)}" if len(pairs) == 2 * len(others) else f"{hubs[0]} – {_some(others)}"
-    return f"{', '.join(list(found)[: MOST_NAMED - 1])} and {len(found) - MOST_NAMED + 1} more"
+    hub = next((name for name in pairs[0] if all(name in pair for pair in pairs)), None)
+    if hub is not None:
+        others = [name for name in names if name != hub]
+        arrow = "↔" if len(pairs) == 2 * len(others) else "–"
+        return f"{hub} {arrow} {_some(others)}"
+    return f"{', '.join(named[: MOST_NAMED - 1])} and {len(named) - MOST_NAMED + 1} more"
+
+
+def _arrows(pairs: Sequence[Pair]) -> list[str]:
+    """Return the links one by one, both directions of a pair as one."""
+    named: dict[frozenset[str], str] = {}
+    for a, b in pairs:
+        ends = frozenset((a, b))
+        named[ends] = named[ends].replace("→", "↔") if ends in named else f"{a} → {b}"
+    return list(named.values())
 
 
 def _some(names: Sequence[str]) -> str:

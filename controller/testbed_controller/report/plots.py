@@ -99,7 +99,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
     spread = [line for line in drawn if line.marked and line.half_widths]
     for line in drawn:
         _draw_line(axes, line, scale, _beside(axes, line, spread), several)
-    _shade(axes, plot.windows)
+    _shade(axes, plot.windows, width)
     legend(figure, axes)
     return figure
 
@@ -294,12 +294,10 @@ def _rungs(lowest: float, highest: float, dense_to: float) -> LogLocator:
     return LogLocator(subs=(1.0, 2.0, 5.0) if highest < lowest * dense_to else (1.0,))
 
 
-def _shade(axes: Axes, windows: Sequence[Window]) -> None:
+def _shade(axes: Axes, windows: Sequence[Window], width: float) -> None:
     """Shade windows and name faults above the axes, except where a name would lie on the one before."""
     begin, end = axes.get_xlim()
-    figure = axes.get_figure()
-    assert figure is not None
-    letter = (end - begin) * LETTER / figure.bbox_inches.width
+    letter = (end - begin) * LETTER / width
     free = -math.inf
     for window in windows:
         colour = COLOURS[window.style]
