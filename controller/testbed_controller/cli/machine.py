@@ -6,7 +6,7 @@ import secrets
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -86,8 +86,8 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
         click.echo(f"TESTBED_TOKEN={secrets.token_urlsafe(24)}")
         return
     # What they stand on may have lost its name to the --prune of another checkout.
-    rows = []
-    for kind, tag in vars(wanted).items():
+    rows: list[dict[str, Any]] = []
+    for kind, tag in wanted.by_kind.items():
         if exists(client, tag):
             identity = client.images.get(tag).id
             rows.append({"image": kind, "tag": tag, "id": identity, "bytes": image_size(client, tag)})

@@ -82,6 +82,13 @@ class ImageTags:
     shaper_runtime: str
     device: str
     shaper: str
+    target: Target
+    """The target of the packages in the images."""
+
+    @property
+    def by_kind(self) -> dict[str, str]:
+        """Return the tag of each kind of image."""
+        return {kind: value for kind, value in vars(self).items() if isinstance(value, str)}
 
 
 def names(target: Target | None = None) -> ImageTags:
@@ -104,11 +111,6 @@ def _targets(client: docker.DockerClient) -> list[Target]:
     return [Target(machine, torch) for torch in torch_builds()]
 
 
-def target_of(client: docker.DockerClient, tags: ImageTags) -> Target:
-    """Return the target for which images were built."""
-    return next(each for each in _targets(client) if names(each).device_runtime == tags.device_runtime)
-
-
 def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
     for kind in ("device", "device_runtime"):
         for tags in choices:
@@ -120,7 +122,7 @@ def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageT
 def _names(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
     runtimes = {kind: _runtime_name(kind, target) for kind in code}
     tags = {kind: _code_name(kind, files, runtimes[kind]) for kind, files in code.items()}
-    return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"])
+    return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"], target)
 
 
 def _base_name() -> str:
@@ -147,26 +149,26 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
     """
     # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
     code = {kind: _code_files(kind) for kind in ("device", "shaper")}
-    choices = {_names(code, target): target for target in _targets(client)}
-    wanted = _choose(client, list(choices))
+    choices = [_names(code, target) for target in _targets(client)]
+    wanted = _choose(client, choices)
     if exists(client, wanted.device) and exists(client, wanted.shaper):
         return wanted
     with one_at_a_time():
-        wanted = _choose(client, list(choices))
+        wanted = _choose(client, choices)
         if not exists(client, wanted.device) and not exists(client, wanted.device_runtime):
             wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
-            _ensure_image(client, kind, files, choices[wanted], say)
+            _ensure_image(client, kind, files, wanted.target, say)
         remove_images(client, keep=wanted, spare=SPARE)
     return wanted
 
 
-def _obtain_torch(choices: Mapping[ImageTags, Target], say: Say) -> ImageTags:
+def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
     """Return the tags of the preferred build of torch if pip can fetch it, otherwise those of the other one."""
-    preferred, *others = choices
-    if not others or fetch_cpu_torch(choices[preferred], say):
+    preferred = choices[0]
+    if len(choices) == 1 or fetch_cpu_torch(preferred.target, say):
         return preferred
-    return others[0]
+    return choices[1]
 
 
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
@@ -195,7 +197,7 @@ def remove_images(
     client: docker.DockerClient, keep: ImageTags | None = None, spare: Mapping[str, int] | None = None
 ) -> list[str]:
     """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
-    kept = set() if keep is None else set(vars(keep).values())
+    kept = set() if keep is None else set(keep.by_kind.values())
     gone: list[str] = []
     for kind in SPARE:
         ours = _images_of(client, kind)

@@ -21,7 +21,6 @@ from testbed_controller.lab.images import (
     exists,
     one_at_a_time,
     recipe,
-    target_of,
 )
 from testbed_controller.lab.paths import BUILD
 from testbed_controller.lab.wheels import fetch_program_wheels
@@ -67,7 +66,7 @@ def _with_packages(client: docker.DockerClient, packages: Sequence[str], ours: I
     if not exists(client, tag):
         say(f"building {tag} with {', '.join(packages)}")
         folder = BUILD / "packages" / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
-        wheels = fetch_program_wheels(folder, packages, target_of(client, ours), say)
+        wheels = fetch_program_wheels(folder, packages, ours.target, say)
         files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in wheels}
         build(client, tag, file, files, {"RUNTIME": ours.device_runtime}, {LABEL: "packages"})
     return tag

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,21 +72,9 @@ class Namespace:
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whole
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    """Call ``work`` in a thread of its own, which ends with it: a thread that has entered a namespace is not reused."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
 
 
 def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None) -> str:

@@ -28,11 +28,11 @@ def test_tags_name_the_content_alone(checkout: Path) -> None:
     (checkout / "testbed" / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"x")
     (checkout / "testbed_controller" / "lab.py").write_text("# the controller is in no image")
     assert images.names() == first
-    assert all(re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag) for tag in vars(first).values())
+    assert all(re.fullmatch(r"testbed/[a-z]+:[0-9a-f]{16}", tag) for tag in first.by_kind.values())
 
 
 def changed(before: images.ImageTags, after: images.ImageTags) -> set[str]:
-    return {kind for kind, tag in vars(before).items() if vars(after)[kind] != tag}
+    return {kind for kind, tag in before.by_kind.items() if after.by_kind[kind] != tag}
 
 
 @pytest.mark.parametrize(
