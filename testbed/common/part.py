@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any
 
-from annotated_types import Le, Lt
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 
@@ -28,72 +18,59 @@ MOST = 10**12
 
 
 class Part(BaseModel):
-    """Base of every part of a scenario: unknown keys are refused, values are frozen, true is no number, numbers end."""
+    """Base of every part of a scenario: unknown keys are refused, values are frozen, numbers are plain and bounded.
+
+    ``true`` and text such as ``1_000``, which pydantic would read as numbers, are refused where a number belongs.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False, defer_build=True)
 
-    # One validator instead of two, before and after: pydantic wraps each field of each part in it, and that takes long.
-    @field_validator("*", mode="wrap")
     @classmethod
-    def _numbers_are_plain_and_end(
-        cls, value: object, read: ValidatorFunctionWrapHandler, field: ValidationInfo
-    ) -> object:
-        """Refuse for a number ``true`` and text such as ``1_000``, and what is beyond `MOST` if no bounds are said."""
-        assert field.field_name is not None
-        kinds, is_quantity, is_bounded = _known_of(cls, field.field_name)
-        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
-            number = int in kinds or (float in kinds and not is_quantity)
-            if number and type(value) not in kinds and value not in kinds:
-                raise PydanticKnownError("int_type" if int in kinds else "float_type")
-        value = read(value)
-        if not is_bounded:
-            for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,):
-                if isinstance(each, int | float) and abs(each) > MOST:
-                    bound = {"le": MOST} if each > 0 else {"ge": -MOST}
-                    raise PydanticKnownError("less_than_equal" if each > 0 else "greater_than_equal", bound)
-        return value
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Say the bounds of all numbers."""
-        found = handler(core_schema)
-        for described in handler.resolve_ref_schema(found).get("properties", {}).values():
-            _say_bounds(described)
-        return found
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Restrict all numbers of the part's fields."""
+        schema: Any = handler(source)
+        fields = schema
+        while "fields" not in fields:
+            if "schema" not in fields:
+                return schema  # type: ignore[no-any-return]  # a reference to a schema that is restricted already
+            fields = fields["schema"]
+        for field in fields["fields"].values():
+            field["schema"] = _restricted(field["schema"])
+        return schema  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=1 << 10)
-def _known_of(part: type[Part], name: str) -> tuple[Sequence[Any], bool, bool]:
-    """Return of a field its types, whether it is a quantity, and whether its numbers have bounds of their own."""
-    field = part.model_fields[name]
-    is_quantity = _is_quantity(field)
-    return (
-        _types(field.annotation),
-        is_quantity,
-        is_quantity or any(isinstance(each, Le | Lt) for each in field.metadata),
-    )
+def _plain(error: str, value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
+        raise PydanticKnownError(error)  # type: ignore[arg-type]
+    return value
 
 
-def _is_quantity(field: FieldInfo) -> bool:
-    """Whether it is written with a unit; those have bounds of their own (`testbed.common.quantities`)."""
-    return any(isinstance(each, BeforeValidator) for each in (*field.metadata, *_types(field.annotation)))
+_PLAIN: Mapping[str, Callable[[object], object]] = {
+    "int": partial(_plain, "int_type"),
+    "float": partial(_plain, "float_type"),
+}
 
 
-def _say_bounds(described: dict[str, Any]) -> None:
-    """Add the bounds of numbers that have none to a JSON schema."""
-    for each in (described, *described.get("anyOf", ()), *described.get("prefixItems", ())):
-        for inner in each.get("prefixItems", ()):
-            _say_bounds(inner)
-        if each.get("type") in ("integer", "number"):
-            if not {"maximum", "exclusiveMaximum"} & each.keys():
-                each["maximum"] = MOST
-            if not {"minimum", "exclusiveMinimum"} & each.keys():
-                each["minimum"] = -MOST
-        for inner in (each.get("items"), each.get("additionalProperties")):
-            if isinstance(inner, dict):
-                _say_bounds(inner)
-
-
-def _types(annotation: Any) -> list[Any]:
-    """Return the types that an annotation is made of."""
-    return [annotation, *(part for inner in get_args(annotation) for part in _types(inner))]
+def _restricted(schema: Any) -> Any:
+    """Return the schema of a value, of which all numbers are plain and have bounds."""
+    kind = schema["type"]
+    if kind == "model":
+        return schema
+    if kind in _PLAIN:
+        upper = {} if {"le", "lt"} & schema.keys() else {"le": MOST}
+        lower = {} if {"ge", "gt"} & schema.keys() else {"ge": -MOST}
+        return no_info_before_validator_function(_PLAIN[kind], {**schema, **upper, **lower})
+    found = dict(schema)
+    for key in ("schema", "items_schema", "values_schema"):
+        if isinstance(inner := schema.get(key), dict):
+            found[key] = _restricted(inner)
+        elif isinstance(inner, list):
+            found[key] = [_restricted(each) for each in inner]
+    if kind == "union":
+        found["choices"] = [
+            (_restricted(each[0]), each[1]) if isinstance(each, tuple) else _restricted(each)
+            for each in schema["choices"]
+        ]
+    if kind == "tagged-union":
+        found["choices"] = {tag: _restricted(each) for tag, each in schema["choices"].items()}
+    return found

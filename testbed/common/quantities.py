@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+from annotated_types import Le
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
@@ -151,7 +152,7 @@ format_fraction = partial(_format, units=FRACTION_UNITS)
 def _annotate(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:
     """Tie parser, writer and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
-    return (BeforeValidator(parse), PlainSerializer(write), WithJsonSchema(schema))
+    return (Le(LARGEST), BeforeValidator(parse), PlainSerializer(write), WithJsonSchema(schema))
 
 
 Rate = Annotated[float, *_annotate(parse_rate, format_rate, "50mbit")]
