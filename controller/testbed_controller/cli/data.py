@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,35 +65,57 @@ def data(
     if name is None:
         _list_sets(as_json)
         return
-    from testbed.ml.data import catalog
-    from testbed.ml.data.split import is_class
-    from testbed.scenario.schema import data_place
-    from testbed.workload import DataPart
-
-    part = catalog.part_of(name)
-    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
-        raise InputError(f"{name} is a picture of your own: name its file with --path")
-    if split is not None:
-        kind, _, value = split.partition("=")
-        how = kind if not value else {kind: int(value) if kind == "shards" else value}
-        part = DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
-    place = Path(part.path or part.file or "") if catalog.is_own(part) else path or folder or data_place(part.name)
-    dataset = catalog.load(part, place)
-    parts = {"train": dataset.train_labels, "test": dataset.test_labels}
-    facts: dict[str, Any] = {
-        "name": dataset.name,
-        "shape": list(dataset.shape),
-        "classes": dataset.classes,
-        "samples": {each: len(labels) for each, labels in parts.items()},
-    }
-    if dataset.classes and is_class(dataset.train_labels):
-        facts["per_class"] = {each: _counts(labels, dataset.classes) for each, labels in parts.items()}
+    part = _part_of(name, path, split)
+    dataset = _read(part, path or folder)
+    facts = _facts(dataset)
     if split is not None:
         facts["shares"] = _shares(dataset, part, devices)
     if as_json:
         dump(facts)
     else:
-        _print_look(dataset, facts, count)
+        _print_facts(dataset, facts)
+        _print_samples(dataset, count, "class" if "per_class" in facts else "label")
+
+
+def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
+    """Return the part of a scenario that asks for data of that name and split."""
+    from testbed.ml.data import catalog
+    from testbed.workload import DataPart
+
+    part = catalog.part_of(name)
+    if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
+        raise InputError(f"{name} is a picture of your own: name its file with --path")
+    if split is None:
+        return part
+    kind, _, value = split.partition("=")
+    how: Any = kind
+    if value:
+        how = {kind: int(value) if kind == "shards" else value}
+    return DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
+
+
+def _read(part: DataPart, place: Path | None) -> Dataset:
+    from testbed.ml.data import catalog
+    from testbed.scenario.schema import data_place
+
+    if catalog.is_own(part):
+        return catalog.load(part, Path(part.path or part.file or ""))
+    return catalog.load(part, place or data_place(part.name))
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    from testbed.ml.data.split import is_class
+
+    labels = {"train": dataset.train_labels, "test": dataset.test_labels}
+    facts: dict[str, Any] = {
+        "name": dataset.name,
+        "shape": list(dataset.shape),
+        "classes": dataset.classes,
+        "samples": {each: len(found) for each, found in labels.items()},
+    }
+    if dataset.classes and is_class(dataset.train_labels):
+        facts["per_class"] = {each: _counts(found, dataset.classes) for each, found in labels.items()}
+    return facts
 
 
 def _list_sets(as_json: bool) -> None:
@@ -105,10 +127,10 @@ def _list_sets(as_json: bool) -> None:
         return
     shown = []
     for row in rows:
-        needed = "its path" if row["from_path"] else "none needed"
-        files = needed if row["folder"] is None else row["folder"] if row["complete"] else "not here"
-        shape = "x".join(map(str, row["shape"])) or "-"
-        shown.append((row["name"], shape, str(row["classes"] or "-"), files, row["summary"]))
+        files = row["folder"] if row["complete"] else "not here"
+        if row["folder"] is None:
+            files = "its path" if row["from_path"] else "none needed"
+        shown.append((row["name"], _shape(row["shape"]) or "-", str(row["classes"] or "-"), files, row["summary"]))
     columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
     print_section(make_console(), columns, shown)
 
@@ -192,31 +214,35 @@ def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     }
 
 
-def _print_look(dataset: Dataset, facts: Mapping[str, Any], count: int) -> None:
-    size, kind = "x".join(map(str, dataset.shape)), "images" if len(dataset.shape) == 3 else "samples"
+def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
+    size, kind = _shape(dataset.shape), "images" if len(dataset.shape) == 3 else "samples"
     if dataset.fields:
-        size = " and ".join(f"{each.name} {'x'.join(map(str, each.shape)) or 1}" for each in dataset.fields)
+        size = " and ".join(f"{each.name} {_shape(each.shape) or 1}" for each in dataset.fields)
     if not dataset.classes:
         click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
         return
-    learnt = (
-        f"{dataset.classes} classes"
-        if "per_class" in facts
-        else f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
-    )
-    click.echo(f"{dataset.name}: {kind} of {size}, {learnt}")
+    per_class = facts.get("per_class", {})
+    labels = f"labels {dataset.train_labels.shape[1:] or 'of numbers'}"
+    click.echo(f"{dataset.name}: {kind} of {size}, {f'{dataset.classes} classes' if per_class else labels}")
     for part, samples in facts["samples"].items():
-        counts = facts["per_class"][part] if "per_class" in facts else []
-        click.echo(
-            f"  {part}: {samples:,} samples" + (f", {min(counts):,} to {max(counts):,} of a class" if counts else "")
-        )
+        counts = per_class.get(part)
+        spread = f", {min(counts):,} to {max(counts):,} of a class" if counts else ""
+        click.echo(f"  {part}: {samples:,} samples{spread}")
     for name, share in facts.get("shares", {}).items():
         text = f"{share:,}" if isinstance(share, int) else f"{sum(share):,}, of each class {', '.join(map(str, share))}"
         click.echo(f"  {name}: {text}")
-    for sample, label in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
-        drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
-        click.echo(f"\n{'class' if 'per_class' in facts else 'label'} {label}")
-        click.echo(_draw(sample) if drawn else "  " + " ".join(f"{value:g}" for value in sample.ravel()[:20]))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _print_samples(dataset: Dataset, count: int, label: str) -> None:
+    """Print the first training samples: pictures as characters, of others the first values."""
+    is_drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
+    for sample, value in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
+        click.echo(f"\n{label} {value}")
+        click.echo(_draw(sample) if is_drawn else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20]))
 
 
 def _draw(image: npt.NDArray[np.float32]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -25,6 +25,7 @@ from testbed_controller.report.charts import (
     Line,
     LinePlot,
     Ownership,
+    Points,
     StackedPlot,
     Window,
 )
@@ -172,39 +173,41 @@ def _explained(judged: Mapping[str, Any]) -> str:
 
 
 def charts(run: Run) -> Iterator[Chart]:
-    """Yield (title, note, plot) of what the run went through."""
-    metrics = run.metrics
-    end = metrics["duration"]
+    """Yield the charts of a run, each as its title, note and plot."""
+    series = run.metrics["series"]
+    steps, evaluations, requests = series["steps"], series["evaluations"], series["requests"]
     windows = [Window(**window) for window in shaded(run)]
     explained = " Shaded: faults, recoveries and pauses." if windows else ""
-    series = metrics["series"]
-    steps = series["steps"]
-    evaluations = series["evaluations"]
-
-    def draw(lines: list[Line], y: Axis) -> LinePlot:
-        return LinePlot(lines, windows, range_=(0.0, end), y=y)
-
+    draw = partial(LinePlot, windows=windows, range_=(0.0, run.metrics["duration"]))
     if steps:
-        losses = [(row["time"], row["loss"]) for row in steps if row["loss"] is not None]
-        tested = [(row["time"], row["loss"]) for row in evaluations if row.get("loss") is not None]
-        lines = [Line("training loss", losses, "blue"), Line("test loss", tested, "violet", marks=True)]
-        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, Axis("loss"))
+        tested = Line("test loss", _points(evaluations, "loss"), "violet", marks=True)
+        lines = [Line("training loss", _points(steps, "loss"), "blue"), tested]
+        yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, y=Axis("loss"))
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
-        points = [(row["time"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None]
-        lines = [Line("test accuracy", points, "green", marks=True)]
-        yield "Accuracy", "On the test data.", draw(lines, Axis("accuracy", "share"))
+        lines = [Line("test accuracy", _points(evaluations, "accuracy"), "green", marks=True)]
+        yield "Accuracy", "On the test data.", draw(lines, y=Axis("accuracy", "share"))
     if steps:
-        yield _step_chart(steps, draw)
-    if series["requests"]:
-        points = [(row["time"], row["latency"]) for row in series["requests"]]
-        lines = [Line("latency", points, "blue", joined=False)]
-        yield "Latency", f"Of every request.{explained}", draw(lines, Axis("latency", "seconds"))
+        steady, others = ([row for row in steps if row["steady"] == is_steady] for is_steady in (True, False))
+        lines = [
+            Line("undisturbed", _points(steady, "seconds"), "blue", joined=False),
+            Line("disturbed", _points(others, "seconds"), "orange", joined=False),
+        ]
+        note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
+        yield "Time per step", note, draw(lines, y=Axis("time per step", "seconds"))
+    if requests:
+        lines = [Line("latency", _points(requests, "latency"), "blue", joined=False)]
+        yield "Latency", f"Of every request.{explained}", draw(lines, y=Axis("latency", "seconds"))
     for curve in curves(run):
-        yield _own_chart(curve, draw, end)
+        yield _own_chart(curve, draw, run.metrics["duration"])
     if run.experiment.radio is not None:
         yield _map(run)
     yield from _owned(run)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """Return the values of a key over time, of the rows that have one."""
+    return [(row["time"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def _map(run: Run) -> Chart:
@@ -233,7 +236,7 @@ def _owned(run: Run) -> Iterator[Chart]:
     yield "Who owns what", note, Ownership(shown, order)
 
 
-def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], LinePlot], end: float) -> Chart:
+def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart:
     """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
     lines = [
         Line(name or curve.title, points, *style, marks=len(points) <= FEW)
@@ -242,19 +245,8 @@ def _own_chart(curve: Drawn, draw: Callable[[list[Line], Axis], LinePlot], end: 
     left_out = len(curve.lines) - len(lines)
     note = f"{curve.note} {left_out} more are in metrics.json." if left_out else curve.note
     y = Axis(curve.title[0].lower() + curve.title[1:], curve.kind)
-    plot = StackedPlot(lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y)
+    plot = StackedPlot(lines, curve.marks, end=end, y=y) if curve.stacked else draw(lines, y=y)
     return curve.title, note, plot
-
-
-def _step_chart(steps: list[dict[str, Any]], draw: Callable[[list[Line], Axis], LinePlot]) -> Chart:
-    steady = [(row["time"], row["seconds"]) for row in steps if row["steady"]]
-    others = [(row["time"], row["seconds"]) for row in steps if not row["steady"]]
-    lines = [
-        Line("undisturbed", steady, "blue", joined=False),
-        Line("disturbed", others, "orange", joined=False),
-    ]
-    note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
-    return "Time per step", note, draw(lines, Axis("time per step", "seconds"))
 
 
 def _reproduce(run: Run) -> str:

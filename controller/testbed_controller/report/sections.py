@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from testbed.scenario.expect import Expectation
 from testbed.trace.log import EventLog
 from testbed.trace.registry import kind_of
 from testbed_controller.report import declared
-from testbed_controller.report.grouping import describe, group_links, measured, name_of, together
+from testbed_controller.report.grouping import LinkGroup, describe, group_links, measured, name_of, together
 from testbed_controller.report.tables import BARS, Cell, Column, Section, figures
 from testbed_controller.report.thinning import MOST, devices_shown, links_shown, shortened
 from testbed_controller.results.run import Run
@@ -36,58 +37,57 @@ def sections(run: Run) -> Iterator[Section]:
             yield shortened(section)
 
 
+Shown = tuple[str, str, Mapping[str, Any]]
+"""A row of the table of devices: name, the reason it is shown, and figures."""
+
+
 def _devices(run: Run) -> Section:
     devices, emulated = run.metrics["devices"], run.outcome.runtime == "emulate"
-    kinds = ["compute", "send", "receive", *(["down"] if any(row["down"] for row in devices.values()) else []), "idle"]
     held, shown = holdings(run), devices_shown(devices)
     left_out = len(devices) - len(shown)
-
-    def spent(kind: str, row: Mapping[str, Any]) -> Cell:
-        if not row[kind]:
-            return Cell(formats.NONE)
-        share = f"{formats.whole_share(row[f'{kind}_share']):>3}"
-        return Cell(formats.seconds(row[kind]), share, "no" if kind == "down" else "")
-
-    def cells(name: str, words: str, profile: Cell, row: Mapping[str, Any]) -> list[Cell]:
-        return [
-            Cell(name),
-            *([Cell(words)] if left_out else []),
-            profile,
-            *([Cell(held.get(name, formats.NONE))] if held else []),
-            Cell("", shares={kind: row[f"{kind}_share"] for kind in BARS}),
-            *(spent(kind, row) for kind in kinds),
-            Cell(formats.size(row["bytes_sent"])),
-            Cell(formats.size(row["bytes_received"])),
-            *([Cell(formats.share(row["deficit_share"]))] if emulated else []),
-        ]
-
-    rows = [
-        cells(name, words, Cell(devices[name]["profile"], formats.speed(devices[name]["speed"])), devices[name])
-        for name, words in shown.items()
-    ]
+    has_been_down = any(row["down"] for row in devices.values())
+    cells: dict[Column, Callable[[Shown], Cell]] = {Column("Device", "name"): lambda row: Cell(row[0])}
     if left_out:
-        rows.insert(0, cells(f"all {len(devices):,}", "", Cell(formats.NONE), _together(devices.values())))
-    columns = (
-        Column("Device", "name"),
-        *([Column("Shown for", where="wide")] if left_out else []),
-        Column("Profile", where="wide"),
-        *([Column("Holds", where="page")] if held else []),
-        Column("Share", where="wide"),
-        *figures(*map(str.capitalize, kinds)),
-        *figures("Sent", "Received", *(["Deficit"] if emulated else []), where="page"),
-    )
+        cells[Column("Shown for", where="wide")] = lambda row: Cell(row[1])
+    cells[Column("Profile", where="wide")] = _profile
+    if held:
+        cells[Column("Holds", where="page")] = lambda row: Cell(held.get(row[0], formats.NONE))
+    cells[Column("Share", where="wide")] = lambda row: Cell("", shares={kind: row[2][f"{kind}_share"] for kind in BARS})
+    for kind in ("compute", "send", "receive", "down", "idle"):
+        if kind != "down" or has_been_down:
+            cells[Column(kind.capitalize(), "figure")] = partial(_spent, kind)
+    cells[Column("Sent", "figure", "page")] = lambda row: Cell(formats.size(row[2]["bytes_sent"]))
+    cells[Column("Received", "figure", "page")] = lambda row: Cell(formats.size(row[2]["bytes_received"]))
     note = (
         "Time and share of the run. A send lasts until the receiver has acknowledged. Sending, receiving and computing "
         "may overlap, and then count in each; idle is what none of them covers."
     )
-    note += " Down lasts until the device has booted again." if "down" in kinds else ""
-    note += " Deficit: share of the undisturbed steps that the host was too slow by." if emulated else ""
+    if has_been_down:
+        note += " Down lasts until the device has booted again."
+    if emulated:
+        cells[Column("Deficit", "figure", "page")] = lambda row: Cell(formats.share(row[2]["deficit_share"]))
+        note += " Deficit: share of the undisturbed steps that the host was too slow by."
+    rows: list[Shown] = [(name, words, devices[name]) for name, words in shown.items()]
     if left_out:
-        note += (
-            " All together: the sums of their times, as a share of the time of all. Of alike ones the first are shown."
-        )
+        rows.insert(0, (f"all {len(devices):,}", "", _together(devices.values())))
+        note += " All together: the sums of their times, as a share of the time of all."
+        note += " Of alike ones the first are shown."
+    drawn = [[cell(row) for cell in cells.values()] for row in rows]
     brief = "time and share of the run; what overlaps counts in both"
-    return Section("Devices", note, brief, columns, rows, most=MOST_PRINTED, left_out=left_out)
+    return Section("Devices", note, brief, tuple(cells), drawn, most=MOST_PRINTED, left_out=left_out)
+
+
+def _profile(row: Shown) -> Cell:
+    figures = row[2]
+    return Cell(figures["profile"], formats.speed(figures["speed"])) if "profile" in figures else Cell(formats.NONE)
+
+
+def _spent(kind: str, row: Shown) -> Cell:
+    figures = row[2]
+    if not figures[kind]:
+        return Cell(formats.NONE)
+    share = f"{formats.whole_share(figures[f'{kind}_share']):>3}"
+    return Cell(formats.seconds(figures[kind]), share, "no" if kind == "down" else "")
 
 
 def _together(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
@@ -114,36 +114,44 @@ def _units(piece: Piece) -> str:
 
 
 def _links(run: Run) -> Section:
-    emulated = run.outcome.runtime == "emulate"
-    shaped = ""
-    if emulated and (backend := run.outcome.fidelity.get("backend")):
-        algorithm = run.outcome.fidelity.get("congestion_control", "the host's congestion control")
-        shaped = f"; shaped by {backend}, TCP with {algorithm}"
+    emulated, links = run.outcome.runtime == "emulate", run.metrics["links"]
+    shaped = _shaped(run) if emulated else ""
     shaped += _across(run)
-    # Of programs of one's own only what each device sends is known, not over which link.
-    counted = run.trial.scenario.workload.task != "program"
-    rows = []
-    links = run.metrics["links"]
     groups, left_out = [(group, "") for group in group_links(links)], 0
     if len(groups) > MOST:  # hardly two are alike
         shown = links_shown(links)
         left_out = len(links) - len(shown)
         groups = [(together(links), ""), *((group_links([link])[0], words) for link, words in shown)]
-    for group, words in groups:
-        measured = Cell(group.measured, group.problem or "", "no" if group.problem else "")
-        cells = [Cell(group.name), *([Cell(words)] if left_out else []), Cell(group.requested)]
-        cells += [measured] if emulated else []
-        rows.append([*cells, *([Cell(group.traffic), Cell(group.used)] if counted else [])])
-    found = f", and as measured before the run{shaped}" if emulated else "; a simulation measures nothing"
-    note = f"Rate and one-way delay as the scenario asks for them{found}. "
-    if counted:
-        note += '"Used" is the busiest direction\'s share of what its rate could have carried.'
+    cells: dict[Column, Callable[[LinkGroup, str], Cell]] = {Column("Link", "name"): lambda link, _: Cell(link.name)}
+    if left_out:
+        cells[Column("Shown for", where="wide")] = lambda _, words: Cell(words)
+    cells[Column("Requested")] = lambda link, _: Cell(link.requested)
+    note = "Rate and one-way delay as the scenario asks for them; a simulation measures nothing. "
+    if emulated:
+        cells[Column("Measured")] = _measured
+        note = f"Rate and one-way delay as the scenario asks for them, and as measured before the run{shaped}. "
+    if run.trial.scenario.workload.task == "program":
+        note += "The links that programs of your own use are not known."
     else:
-        note += "Which link carried what is not known of programs of one's own."
-    columns = (Column("Link", "name"), *([Column("Shown for", where="wide")] if left_out else []), Column("Requested"))
-    columns += (Column("Measured"),) if emulated else ()
-    columns += (*figures("Carried"), *figures("Used", where="wide")) if counted else ()
-    return Section("Links", note, f"rate, one-way delay{shaped}", columns, rows, most=MOST_PRINTED, left_out=left_out)
+        cells[Column("Carried", "figure")] = lambda link, _: Cell(link.traffic)
+        cells[Column("Used", "figure", "wide")] = lambda link, _: Cell(link.used)
+        note += '"Used" is the busiest direction\'s share of what its rate could have carried.'
+    rows = [[cell(*group) for cell in cells.values()] for group in groups]
+    brief = f"rate, one-way delay{shaped}"
+    return Section("Links", note, brief, tuple(cells), rows, most=MOST_PRINTED, left_out=left_out)
+
+
+def _measured(link: LinkGroup, _: str) -> Cell:
+    return Cell(link.measured, link.problem, "no") if link.problem else Cell(link.measured)
+
+
+def _shaped(run: Run) -> str:
+    """Return the backend of the links and TCP's congestion control, as an addition to a sentence."""
+    fidelity = run.outcome.fidelity
+    if not fidelity.get("backend"):
+        return ""
+    algorithm = fidelity.get("congestion_control", "the host's congestion control")
+    return f"; shaped by {fidelity['backend']}, TCP with {algorithm}"
 
 
 def _across(run: Run) -> str:
