@@ -1,13 +1,10 @@
-"""What a device did and holds, for Prometheus; imported with Flask, without a server of its library."""
+"""What a device did and holds, in the text format of Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from testbed_agent.device import RealDevice
@@ -33,52 +30,49 @@ _LEARNED = {
 
 
 def exposition(runner: Runner, resident: int) -> bytes:
-    """Return what the device did and holds; ``resident`` is the memory of the agent in bytes."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(runner, resident))
-    return generate_latest(registry)
+    """Return what the device did and holds, as text for Prometheus; ``resident`` is the agent's memory in bytes."""
+    states = {f'{{state="{state}"}}': float(state == runner.state) for state in _STATES}
+    lines = [
+        *_family("state", "gauge", "1 for the state the device is in.", states),
+        *_gauge("resident_bytes", "Memory the agent holds.", resident),
+        *_gauge("speed_factor", "Share of its own speed that the processor goes at.", runner.pace.factor),
+        *_counter("events", "Events recorded.", runner.log.count),
+    ]
+    if runner.device is not None:
+        lines += _of_program(runner.device)
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
-class _Metrics(Collector):
-    """Reads the metrics of a device off its programs when they are asked for."""
-
-    def __init__(self, runner: Runner, resident: int) -> None:
-        self._runner = runner
-        self._resident = resident
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield one family after the other."""
-        runner = self._runner
-        states = GaugeMetricFamily("testbed_state", "1 for the state the device is in.", labels=["state"])
-        for state in _STATES:
-            states.add_metric([state], state == runner.state)
-        yield states
-        yield _gauge("resident_bytes", "Memory the agent holds.", self._resident)
-        yield _gauge("speed_factor", "Share of its own speed that the processor goes at.", runner.pace.factor)
-        yield _counter("events", "Events recorded.", runner.log.count)
-        if runner.device is not None:
-            yield from _of_program(runner.device)
-
-
-def _of_program(device: RealDevice) -> Iterator[Metric]:
+def _of_program(device: RealDevice) -> Iterator[str]:
     totals = device.totals
     for name, text in _COUNTED.items():
-        yield _counter(name, text, totals.counts.get(name, 0.0))
+        yield from _counter(name, text, totals.counts.get(name, 0.0))
     for name, value in list(totals.learned.items()):
-        yield _gauge(name, _LEARNED[name], value)
-    yield _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
-    yield _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
-    yield _gauge("compute_queue", "Pieces of work that wait for the processor.", device.processors.waiting)
-    queues = GaugeMetricFamily("testbed_send_queue", "Messages on their way to each peer.", labels=["peer"])
-    for peer, lane in list(device.lanes.items()):
-        queues.add_metric([peer], lane.waiting)
-    yield queues
+        yield from _gauge(name, _LEARNED[name], value)
+    yield from _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
+    yield from _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
+    yield from _gauge("compute_queue", "Pieces of work that wait for the processor.", device.processors.waiting)
+    queues = {f'{{peer="{peer}"}}': float(lane.waiting) for peer, lane in list(device.lanes.items())}
+    yield from _family("send_queue", "gauge", "Messages on their way to each peer.", queues)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"testbed_{name}", text, value=value)
+def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
+    """Return the lines of a family; the labels of samples are names of devices and states, which need no escapes."""
+    full = f"testbed_{name}"
+    lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+    return [*lines, *(f"{full}{labels} {_number(value)}" for labels, value in samples.items())]
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter; its sample is called ``<name>_total``."""
-    return CounterMetricFamily(f"testbed_{name}", text, value=value)
+def _number(value: float) -> str:
+    """Return a number as Prometheus reads it."""
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return "NaN" if math.isnan(value) else repr(float(value))
+
+
+def _gauge(name: str, text: str, value: float) -> list[str]:
+    return _family(name, "gauge", text, {"": value})
+
+
+def _counter(name: str, text: str, value: float) -> list[str]:
+    return _family(f"{name}_total", "counter", text, {"": value})

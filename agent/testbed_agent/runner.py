@@ -18,7 +18,6 @@ from testbed.ml import kernels
 from testbed.ml.lazy import torch
 from testbed.trace.events import Event
 from testbed.wire import arrays, tensors
-from testbed_agent import lean
 from testbed_agent.events import EventLog
 from testbed_agent.http import Refused
 from testbed_agent.pacing import Pace, WaitingTime
@@ -72,12 +71,13 @@ class Runner:
         self._ending: asyncio.Task[None] | None = None
         """Waits for its end; kept here, since a loop forgets tasks that nobody holds."""
         self._begun: Loop | None = None
+        self._beginning = threading.Lock()
         self._over = threading.Event()
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
     def _loop(self) -> Loop:
         """Return the program's loop. It begins when a program or a peer needs it: asyncio takes an idle device 7 MB."""
-        with lean.ALONE:
+        with self._beginning:
             if self._begun is None:
                 from testbed_agent.loop import Loop
 
