@@ -9,10 +9,10 @@ channels is then a range of elements, and a fully connected layer reads a convol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from testbed.ml.models.graph import Graph, GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
@@ -36,12 +36,17 @@ from testbed_stahl.plan import (
 )
 from testbed_stahl.tiles import Overlap, computed, overlaps
 
+T = TypeVar("T")
+
 Way = Literal["direct", "source", "row"]
 """An exchange, or ``row``: every layer is whole and goes from its owner to the next one's; nothing passes the source
 for that."""
 TaskKind = Literal["none", "outputs", "sums", "whole", "channels"]
 """``outputs``: some output channels from all of the input. ``sums``: partial sums of all outputs from a part of the
 input. ``whole``: the layer as it is. ``channels``: a layer that treats each channel by itself, on some of them."""
+
+
+Homes = Mapping[int, tuple[Range, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,11 @@ def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
     return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
 
 
-def tasks_of(
-    graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Mapping[int, tuple[Range, ...]]
-) -> tuple[LayerTask, ...]:
-    """Return what each device does of a layer without tiles; ``homes``: elements made, by value and device."""
-    layer, decided, everyone = graph.layers[index], plan.layers[index], range(len(plan.devices))
-    everything = Range(0, layer.inputs)
+def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes) -> tuple[LayerTask, ...]:
+    """Return the task of each device in a layer without tiles; ``homes``: elements made, by value and device."""
+    layer, decided = graph.layers[index], plan.layers[index]
     if decided.scheme in ("lop", "fuse1"):
+        everything = Range(0, layer.inputs)
         return tuple(LayerTask("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
     if decided.scheme in ("lip", "fuse2"):
         merging = _merging(graph, plan, way, index)
@@ -82,21 +85,31 @@ def tasks_of(
         return tuple(
             LayerTask("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
         )
-    whole = LayerTask("whole", everything, Range(0, layer.output[0]))
-    if is_alias(layer, way):
-        return (IDLE,) * len(everyone)
-    if way == "direct" and layer.division == "moves":
-        # Each device moves the pixels that it has.
-        return (whole,) * len(everyone)
-    (first, *more) = layer.sources
-    if way == "direct" and layer.by_channel and not more and any(home.size for home in homes.get(first, ())):
-        channel = layer.inputs // layer.output[0]
-        return tuple(
-            LayerTask("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
-            for home in homes[first]
-        )
-    owner = plan.source if decided.owner is None else decided.owner
-    return tuple(whole if device == owner else IDLE for device in everyone)
+    if way == "direct" and (local := _without_exchange(layer, len(plan.devices), homes)):
+        return local
+    tasks = [IDLE] * len(plan.devices)
+    tasks[plan.source if decided.owner is None else decided.owner] = _whole(layer)
+    return tuple(tasks)
+
+
+def _without_exchange(layer: GraphLayer, devices: int, homes: Homes) -> tuple[LayerTask, ...]:
+    """Return the tasks in a layer that each device applies to the elements it has; empty for other layers."""
+    if layer.joins:
+        return (IDLE,) * devices
+    if layer.division == "moves":
+        return (_whole(layer),) * devices
+    homes_before = homes.get(layer.sources[0], ())
+    if not layer.by_channel or len(layer.sources) > 1 or not any(home.size for home in homes_before):
+        return ()
+    channel = layer.inputs // layer.output[0]
+    return tuple(
+        LayerTask("channels", home, Range(home.first // channel, home.last // channel)) if home.size else IDLE
+        for home in homes_before
+    )
+
+
+def _whole(layer: GraphLayer) -> LayerTask:
+    return LayerTask("whole", Range(0, layer.inputs), Range(0, layer.output[0]))
 
 
 def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
@@ -105,9 +118,6 @@ def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple
     if way == "direct" and graph.readers[index]:
         return divide(channels, proportional([taken.size for taken in decided.inputs]))
     return tuple(Range(0, channels if device == plan.source else 0) for device in range(len(plan.devices)))
-
-
-Homes = Mapping[int, tuple[Range, ...]]
 
 
 class Origin(NamedTuple):
@@ -277,42 +287,57 @@ class Dataflow:
 
 
 def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
-    """Work out every device's tasks, and what it wants of what the others make."""
+    """Determine the tasks of every device, and the elements that it needs from others."""
     way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
-    homes: dict[int, tuple[Range, ...]] = {}
-    if not plan.tiled:
-        homes[INPUT] = _at_source(plan, graph.layers[0].inputs)
-    tasks: list[tuple[LayerTask, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
-    if plan.tiled:
-        homes[plan.tiled - 1] = _at_source(plan, graph.layers[plan.tiled - 1].outputs)
-    for index in range(plan.tiled, len(graph.layers)):
-        tasks.append(tasks_of(graph, plan, way, index, homes))
-        homes[index] = _made(graph.layers[index], tasks[index])
-
+    tasks, homes = _assigned(graph, plan, way)
     draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
-    wants: dict[int, list[Pieces]] = {value: [()] * len(plan.devices) for value in homes}
-    last = {value: [INPUT - 1] * len(plan.devices) for value in homes}
-
-    def want(origins: Sequence[Origin], device: int, reader: int) -> None:
-        for value, part, _ in origins:
-            wants[value][device] = union(wants[value][device], (part,))
-            last[value][device] = max(last[value][device], reader)
-
-    want(draft.result(), plan.source, len(graph.layers))
+    needs = _Needs(homes, len(plan.devices))
+    needs.add(draft.result(), plan.source, len(graph.layers))
     for index in range(len(graph.layers) - 1, plan.tiled - 1, -1):
         if way == "direct" and graph.layers[index].division == "moves":
             # Only devices that need the moved pixels move them.
-            tasks[index] = tuple(task if wants[index][device] else IDLE for device, task in enumerate(tasks[index]))
+            tasks[index] = needs.without_unread(index, tasks[index])
             homes[index] = _made(graph.layers[index], tasks[index])
         for device, task in enumerate(tasks[index]):
-            want(draft.origins(index, task.takes), device, index)
-    return replace(
-        draft,
-        tasks=tuple(tasks),
-        homes=homes,
-        wants={value: tuple(pieces) for value, pieces in wants.items()},
-        last={value: tuple(readers) for value, readers in last.items()},
-    )
+            needs.add(draft.origins(index, task.takes), device, index)
+    return replace(draft, tasks=tuple(tasks), homes=homes, wants=_frozen(needs.wants), last=_frozen(needs.last))
+
+
+def _assigned(
+    graph: Graph, plan: DistributedPlan, way: Way
+) -> tuple[list[tuple[LayerTask, ...]], dict[int, tuple[Range, ...]]]:
+    """Return the tasks by layer and device, and the elements that each device makes of each value."""
+    tasks: list[tuple[LayerTask, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
+    if plan.tiled:
+        homes = {plan.tiled - 1: _at_source(plan, graph.layers[plan.tiled - 1].outputs)}
+    else:
+        homes = {INPUT: _at_source(plan, graph.layers[0].inputs)}
+    for index in range(plan.tiled, len(graph.layers)):
+        tasks.append(tasks_of(graph, plan, way, index, homes))
+        homes[index] = _made(graph.layers[index], tasks[index])
+    return tasks, homes
+
+
+class _Needs:
+    """The elements of each value that devices read, and their last readers, while both are collected."""
+
+    def __init__(self, values: Iterable[int], devices: int) -> None:
+        self.wants: dict[int, list[Pieces]] = {value: [()] * devices for value in values}
+        self.last = {value: [INPUT - 1] * devices for value in self.wants}
+
+    def add(self, origins: Iterable[Origin], device: int, reader: int) -> None:
+        """Add the elements that a layer reads on a device."""
+        for value, part, _ in origins:
+            self.wants[value][device] = union(self.wants[value][device], (part,))
+            self.last[value][device] = max(self.last[value][device], reader)
+
+    def without_unread(self, index: int, tasks: Sequence[LayerTask]) -> tuple[LayerTask, ...]:
+        """Return the tasks of a layer on those devices that need its output."""
+        return tuple(task if self.wants[index][device] else IDLE for device, task in enumerate(tasks))
+
+
+def _frozen(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
+    return {value: tuple(row) for value, row in rows.items()}
 
 
 def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:

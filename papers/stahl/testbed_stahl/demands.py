@@ -6,7 +6,7 @@ Memory is an upper bound of what a device holds, whichever devices are fast or s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate, islice
 
 from testbed.device import Cost
@@ -104,38 +104,62 @@ def activations(flow: Dataflow, device: int) -> int:
     of the others, from the layer on at which these can have it ready, which is before the device has done that layer
     itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
     """
-    changes = [0] * (len(flow.graph.layers) - INPUT + 2)
-    """How much more is held at each layer, from the image on, than at the one before."""
-
-    def hold(first: int, last: int, elements: int) -> None:
-        if first <= last:
-            changes[first - INPUT] += elements
-            changes[last + 1 - INPUT] -= elements
-
+    held = _Held(len(flow.graph.layers))
     begins = _begins(flow, device)
-    for value, homes in flow.homes.items():
-        made, lacking, last = homes[device].size, size(flow.lacks(value, device)), flow.last[value][device]
-        merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
-        # Chunk by chunk a result takes the place of its sums.
-        hold(value + merges, last, made)
-        if made and last < value and not merges:
-            hold(value, value, max(piece.size for piece in flow.pieces(value, device)))
-        hold(begins[value], last, lacking)
-        if last >= 0 and flow.way == "source" and device == flow.plan.source:
-            # What is only for others stays, too, beside what the source itself needs.
-            collected = flow.collected(value) if made + lacking < flow.graph.outputs_of(value) else lacking
-            hold(begins[value], len(flow.graph.layers), collected - lacking)
+    for value in flow.homes:
+        _hold_value(held, flow, device, value, begins[value])
     for index in range(flow.tiled, len(flow.tasks)):
-        layer, task = flow.graph.layers[index], flow.tasks[index][device]
-        made = task.makes.size * layer.pixels
-        if task.work == "sums" and made:
-            mine = task.takes.size > 0
-            others = sum(each.takes.size > 0 for each in flow.tasks[index]) - mine
-            hold(_earliest(flow, device, index, begins), index, others * made)
-            hold(index, index, mine * made)
-        elif by_chunks(layer, task) and _in_pieces(flow, device, index):
-            hold(index, index, made)
-    return max(*accumulate(changes), _while_tiling(flow, device) if flow.tiled else 0)
+        _hold_sums(held, flow, device, index, begins)
+    return max(held.peak(), _while_tiling(flow, device) if flow.tiled else 0)
+
+
+class _Held:
+    """The elements that a device holds while it works on each layer, from the image on."""
+
+    def __init__(self, layers: int) -> None:
+        self._changes = [0] * (layers - INPUT + 2)
+
+    def hold(self, first: int, last: int, elements: int) -> None:
+        """Hold elements from one layer to another, both included."""
+        if first <= last:
+            self._changes[first - INPUT] += elements
+            self._changes[last + 1 - INPUT] -= elements
+
+    def peak(self) -> int:
+        """Return the most elements that are held at once."""
+        return max(accumulate(self._changes))
+
+
+def _hold_value(held: _Held, flow: Dataflow, device: int, value: int, begins: int) -> None:
+    """Hold the elements of a value that a device makes, receives, or collects for others."""
+    made, lacking, last = flow.homes[value][device].size, size(flow.lacks(value, device)), flow.last[value][device]
+    merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
+    # Chunk by chunk a result takes the place of its sums.
+    held.hold(value + merges, last, made)
+    if made and last < value and not merges:
+        held.hold(value, value, max(piece.size for piece in flow.pieces(value, device)))
+    held.hold(begins, last, lacking)
+    if (
+        last >= 0
+        and flow.way == "source"
+        and device == flow.plan.source
+        and made + lacking < flow.graph.outputs_of(value)
+    ):
+        # The source keeps the elements that only others need, too.
+        held.hold(begins, len(flow.graph.layers), flow.collected(value) - lacking)
+
+
+def _hold_sums(held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> None:
+    """Hold the sums that a device merges or builds up while it works on a layer."""
+    layer, task = flow.graph.layers[index], flow.tasks[index][device]
+    made = task.makes.size * layer.pixels
+    if task.work == "sums" and made:
+        mine = task.takes.size > 0
+        others = sum(each.takes.size > 0 for each in flow.tasks[index]) - mine
+        held.hold(_earliest(flow, device, index, begins), index, others * made)
+        held.hold(index, index, mine * made)
+    elif by_chunks(layer, task) and _in_pieces(flow, device, index):
+        held.hold(index, index, made)
 
 
 def _begins(flow: Dataflow, device: int) -> dict[int, int]:
@@ -157,13 +181,13 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
     return found
 
 
-def _earliest(flow: Dataflow, device: int, index: int, begins: dict[int, int]) -> int:
+def _earliest(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
     """Return at which of its own layers a device may be when the first of the others has done its part of one."""
     taken = {task.takes: None for other, task in enumerate(flow.tasks[index]) if other != device and task.takes.size}
     return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
 
 
-def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: dict[int, int]) -> int:
+def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
     """Return how far a device has to be before there is all that this part of a layer is computed from."""
     found = []
     for value, part, _ in flow.origins(index, takes):
