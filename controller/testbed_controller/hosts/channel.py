@@ -1,4 +1,4 @@
-"""The controller's connection to one host: an exec of the keeper, over the connection that the engine's context has.
+"""The controller's connection to one host: an exec of the keeper, over a connection to the engine of the context.
 
 To everybody else in this process it is a port of this machine's loopback for each container of that host. By exchanges
 of four time stamps over it the clock of the host is known.
@@ -7,99 +7,102 @@ of four time stamps over it the clock of the host is known.
 from __future__ import annotations
 
 import asyncio
-import queue
-import select
-import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import docker
 from docker.errors import APIError
 
 from testbed.common.errors import HostError
 from testbed.wire.ports import CONTROL_PORT
-from testbed_controller.hosts.inside.streams import CLOCK, DATA, HEAD, PIECE, TIMES, Streams
+from testbed_controller.hosts.contexts import Host
+from testbed_controller.hosts.inside.streams import CLOCK, DATA, PIECE, TIMES, Streams
 from testbed_controller.lab.clocks import EXCHANGE_SECONDS, MeasuredClock, Sample
+from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress
 
 RELAY = ["python3", "-m", "testbed_controller.hosts.inside.relay"]
 FIRST_EXCHANGES = 32
 LOST_SECONDS = 4.0
 """Without an answer, after which a host counts as lost."""
+_START = """\
+POST /exec/{}/start HTTP/1.1\r
+Host: engine\r
+Connection: Upgrade\r
+Upgrade: tcp\r
+Content-Type: application/json\r
+Content-Length: 2\r
+\r
+{{}}"""
 _OUTPUT = 1
 """Number of the stream of standard output, in the engine's frames."""
 _HEAD = struct.Struct(">BxxxL")
-_NOW = b"now"
-"""Stands for an exchange of times, whose frame is made only as it leaves."""
+
+_Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def _clock_frame() -> bytes:
-    times = TIMES.pack(time.monotonic(), 0.0, 0.0)
-    return HEAD.pack(CLOCK, 0, len(times)) + times
+async def _connected(engine: EngineAddress) -> _Ends:
+    """Connect to an engine; raises OSError where it does not answer."""
+    parts = urlsplit(engine.url)
+    if parts.scheme == "unix":
+        return await asyncio.open_unix_connection(parts.path)
+    return await asyncio.open_connection(parts.hostname, parts.port, ssl=_tls(engine))
 
 
-class _Encrypted:
-    """A socket with TLS that one thread may read while another writes, which OpenSSL itself does not allow."""
-
-    def __init__(self, inner: ssl.SSLSocket) -> None:
-        inner.setblocking(False)
-        self._inner = inner
-        self._lock = threading.Lock()
-
-    def recv(self, count: int) -> bytes:
-        while True:
-            with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                return self._inner.recv(count)
-            select.select([self._inner], [], [])
-
-    def sendall(self, content: bytes) -> None:
-        left = memoryview(content)
-        while left:
-            with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                left = left[self._inner.send(left) :]
-                continue
-            select.select([], [self._inner], [])
-
-    def shutdown(self, how: int) -> None:
-        self._inner.shutdown(how)
+def _tls(engine: EngineAddress) -> ssl.SSLContext | None:
+    if not engine.certificates:
+        return None
+    ca, certificate, key = (Path(engine.certificates) / name for name in CERTIFICATES)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if engine.verify:
+        context.load_verify_locations(ca)
+    else:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    context.load_cert_chain(certificate, key)
+    return context
 
 
 class Channel(MeasuredClock):
     """Reaches the containers of a host; `close` ends it."""
 
-    def __init__(self, host: str, client: docker.DockerClient, keeper: str) -> None:
+    def __init__(self, host: Host, keeper: str) -> None:
         """``keeper`` is the name of the keeper's container, which has to run. Raises HostError where none answers."""
         super().__init__()
-        self.host = host
-        self._heard = self._arrived = time.monotonic()
+        self._heard = time.monotonic()
         self._over = threading.Event()
         self._ports: dict[int, str] = {}
         self._lock = threading.Lock()
-        self._leaving: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        try:
-            started = client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
-            self._exec: Any = client.api.exec_start(started, socket=True)
-        except APIError as error:
-            raise HostError(f"{host}: its keeper cannot be reached: {error.explanation}") from error
-        # The engine's client sets its own time limit on the connection, which may be silent for as long as it likes.
-        found: Any = getattr(self._exec, "_sock", self._exec)
-        found.settimeout(None)
-        self._socket: Any = _Encrypted(found) if isinstance(found, ssl.SSLSocket) else found
         self._loop = asyncio.new_event_loop()
-        self._streams = Streams(self._leaving.put, self._note_times)
-        self._arriving = asyncio.StreamReader(limit=1 << 30, loop=self._loop)
-        self._loop.create_task(self._streams.take_in(self._arriving))
-        for work in (self._loop.run_forever, self._read, self._write, self._exchange):
-            threading.Thread(target=work, name=f"{host}-{work.__name__}", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name=f"{host.name}-channel", daemon=True).start()
+        try:
+            started = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
+            asyncio.run_coroutine_threadsafe(self._open(host.reached, started), self._loop).result()
+        except (APIError, OSError, EOFError) as error:
+            raise HostError(f"{host.name}: its keeper cannot be reached: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
         while len(self.clock) < FIRST_EXCHANGES:
             if time.monotonic() > deadline or self._over.is_set():
-                raise HostError(f"{host}: its keeper does not answer: see 'docker --context {host} logs {keeper}'")
+                advice = f"see 'docker --context {host.name} logs {keeper}'"
+                raise HostError(f"{host.name}: its keeper does not answer: {advice}")
             time.sleep(0.01)
+
+    async def _open(self, engine: EngineAddress, started: str) -> None:
+        """Take over the connection on which the engine starts the relay."""
+        reader, self._writer = await _connected(engine)
+        self._writer.write(_START.format(started).encode())
+        answer = await reader.readuntil(b"\r\n\r\n")
+        if not answer.startswith(b"HTTP/1.1 101"):
+            raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
+        self._streams = Streams(self._writer.write, self._note_times)
+        arriving = asyncio.StreamReader(limit=1 << 30)
+        works = (self._streams.take_in(arriving), self._read(reader, arriving), self._exchange())
+        self._works = [asyncio.ensure_future(work) for work in works]
 
     # To the containers
 
@@ -126,13 +129,17 @@ class Channel(MeasuredClock):
         """Return for how many seconds nothing was heard of the host."""
         return time.monotonic() - self._heard
 
-    def _exchange(self) -> None:
+    async def _exchange(self) -> None:
         # What is sent before the relay has started waits for it, and says little of the clocks.
-        self._leaving.put(_NOW)
-        while not len(self.clock) and not self._over.wait(0.004):
-            pass
-        while not self._over.wait(0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS):
-            self._leaving.put(_NOW)
+        self._send_time()
+        while not len(self.clock):
+            await asyncio.sleep(0.004)
+        while not self._over.is_set():
+            await asyncio.sleep(0.004 if len(self.clock) < FIRST_EXCHANGES else EXCHANGE_SECONDS)
+            self._send_time()
+
+    def _send_time(self) -> None:
+        self._streams.send(CLOCK, 0, TIMES.pack(time.monotonic(), 0.0, 0.0))
 
     def _note_times(self, times: bytes) -> None:
         self._heard = time.monotonic()
@@ -141,50 +148,33 @@ class Channel(MeasuredClock):
 
     def rate(self, count: int) -> float:
         """Measure how many bit/s reach the host over the connection, by so many bytes that go to nobody."""
+        return asyncio.run_coroutine_threadsafe(self._measure_rate(count), self._loop).result()
+
+    async def _measure_rate(self, count: int) -> float:
         began = time.monotonic()
         for _ in range(count // PIECE):
             self._streams.send(DATA, 0, bytes(PIECE))
+            await self._writer.drain()
         asked = time.monotonic()
-        self._leaving.put(_NOW)
+        self._send_time()
         while self.clock.last.sent < asked and self.silent < 4 * LOST_SECONDS:
-            time.sleep(0.001)
+            await asyncio.sleep(0.001)
         return count * 8 / (self.clock.last.back - began)
 
-    # The bytes
-
-    def _read(self) -> None:
+    async def _read(self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader) -> None:
         """Take the relay's output out of the engine's frames."""
-        with suppress(OSError, struct.error, ValueError):
+        with suppress(OSError, EOFError):
             while True:
-                number, length = _HEAD.unpack(self._exactly(_HEAD.size))
-                self._arrived = time.monotonic()
-                content = self._exactly(length)
+                number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+                content = await reader.readexactly(length)
                 if number == _OUTPUT:
-                    self._loop.call_soon_threadsafe(self._arriving.feed_data, content)
+                    arriving.feed_data(content)
                 else:
                     print(content.decode(errors="replace"), end="", flush=True)
         self._over.set()
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._arriving.feed_eof)
-
-    def _exactly(self, count: int) -> bytes:
-        parts = b""
-        while len(parts) < count:
-            piece = self._socket.recv(count - len(parts))
-            if not piece:
-                raise OSError("it has ended")
-            parts += piece
-        return parts
-
-    def _write(self) -> None:
-        with suppress(OSError):
-            while (frame := self._leaving.get()) is not None:
-                self._socket.sendall(_clock_frame() if frame is _NOW else frame)
+        arriving.feed_eof()
 
     def close(self) -> None:
         """End all connections."""
         self._over.set()
-        self._leaving.put(None)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-            self._exec.close()
+        self._loop.call_soon_threadsafe(self._writer.close)

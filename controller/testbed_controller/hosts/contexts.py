@@ -18,7 +18,7 @@ from docker.errors import DockerException
 
 from testbed.common.errors import HostError, InputError
 from testbed_controller.lab.engine import ANSWER_SECONDS, connect_to
-from testbed_controller.lab.engineaddress import SOCKET, find_context
+from testbed_controller.lab.engineaddress import SOCKET, EngineAddress, find_context
 
 OLDEST = 19
 """Version of an engine; older ones were never tried on one network with these."""
@@ -31,6 +31,8 @@ class Host:
     name: str
     """Name of its docker context."""
     client: docker.DockerClient
+    reached: EngineAddress
+    """The address at which the engine is reached from here."""
     socket: str
     """Where the engine listens on its own host."""
     engine: str
@@ -75,6 +77,7 @@ def reach(name: str) -> Host:
     return Host(
         name=name,
         client=client,
+        reached=engine,
         socket=where,
         engine=str(swarm.get("NodeID") or info["ID"]),
         node=str(info["Name"]),

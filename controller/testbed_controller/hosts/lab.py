@@ -65,7 +65,7 @@ class HostsLab(RunLab):
         keeper = container_name(state.run, KEEPER)
         try:
             for name, host in hosts.items():
-                channel = self._channels[name] = Channel(name, host.client, keeper)
+                channel = self._channels[name] = Channel(host, keeper)
                 self.parts[name] = Lab(
                     host.client,
                     state,

@@ -115,7 +115,7 @@ def _measured(host: Host, image: str) -> dict[str, float]:
     """Return clock, round trip and rate over the connection of a context, by a keeper that is removed at once."""
     state = RunState(new_id("hosts"), "", lease=1.0)
     try:
-        channel = Channel(host.name, host.client, make_keeper(host, state, image))
+        channel = Channel(host, make_keeper(host, state, image))
         try:
             return {**channel.clock.facts(), "rate": channel.rate(_RATE_BYTES)}
         finally:

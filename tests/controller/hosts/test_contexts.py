@@ -15,6 +15,7 @@ import pytest
 from testbed.common.errors import HostError, InputError
 from testbed_controller.hosts import contexts
 from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
+from testbed_controller.lab.engineaddress import EngineAddress
 from tests.helpers.dockercontexts import context
 
 
@@ -22,6 +23,7 @@ def host(name: str, **changes: Any) -> Host:
     found = Host(
         name=name,
         client=None,  # type: ignore[arg-type]
+        reached=EngineAddress(),
         socket="/var/run/docker.sock",
         engine=f"id-{name}",
         node=name,
