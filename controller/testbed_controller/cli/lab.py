@@ -88,23 +88,23 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
         raise InputError("name a run or say --all, not both")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
     engines, removable = _removable(pattern)
-    matches = fnmatch.filter(sorted({*engines, *runstate.runs()}), pattern)
-    others = [each for each in matches if each not in removable]
-    chosen = matches if everyone else [each for each in matches if each in removable]
-    if everyone and others:
-        click.echo(f"ending the runs of other users: {', '.join(others)}")
-    elif others and not chosen and pattern != "*":
-        raise InputError(f"other users have the runs {', '.join(others)}: write one in full, or add --everyone")
+    known = sorted({*engines, *runstate.runs()})
+    matches = fnmatch.filter(known, pattern)
     if not matches and pattern != "*":
-        known = ", ".join(sorted({*engines, *runstate.runs()})) or "none"
-        raise InputError(f"there is no run '{pattern}' (runs: {known})")
+        raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
+    others = ", ".join(each for each in matches if each not in removable)
+    chosen = [each for each in matches if everyone or each in removable]
+    if others and everyone:
+        click.echo(f"ending the runs of other users: {others}")
+    elif others and not chosen and pattern != "*":
+        raise InputError(f"other users have the runs {others}: write one in full, or add --everyone")
     for each in chosen:
         count = remove(each, engines.get(each))
         click.echo(f"{each}: removed {count} containers and networks")
     if not chosen:
         click.echo("nothing to remove")
     if others and not everyone:
-        click.echo(f"kept, as other users have them: {', '.join(others)} (--everyone ends them, too)")
+        click.echo(f"kept, as other users have them: {others} (--everyone ends them, too)")
 
 
 def _removable(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:

@@ -117,27 +117,24 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         dump([asdict(each) for each in found])
         return
-    rows = [
-        [
-            each.context,
-            each.node + (" (manager)" if each.manager else ""),
-            each.address,
-            "" if each.cores is None else str(each.cores),
-            "" if each.memory is None else formats.size(each.memory),
-            each.engine,
-            ", ".join(each.images),
-            "" if each.offset is None else f"{each.offset * 1e3:+.2f} ms",
-            "" if each.uncertainty is None else f"{each.uncertainty * 1e3:.2f} ms",
-            "" if each.round_trip is None else f"{each.round_trip * 1e3:.2f} ms",
-            "" if each.rate is None else formats.rate(each.rate),
-        ]
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        node = f"{each.node} (manager)" if each.manager else each.node
+        clock = _written(each.offset, "{:+.2f} ms", 1e3), _written(each.uncertainty, "{:.2f} ms", 1e3)
+        memory = "" if each.memory is None else formats.size(each.memory)
+        rate = "" if each.rate is None else formats.rate(each.rate)
+        machine = each.address, _written(each.cores, "{}"), memory, each.engine, ", ".join(each.images)
+        rows.append([each.context, node, *machine, *clock, _written(each.round_trip, "{:.2f} ms", 1e3), rate])
     titles = ["context", "node", "address", "cores", "memory", "engine", "images", "clock", "+-", "round trip", "rate"]
     print_table(titles, rows)
     for each in found:
         for text in each.missing:
-            click.echo(f"{each.context}: {text}" if not text.startswith(f"{each.context}:") else text)
+            click.echo(text if text.startswith(f"{each.context}:") else f"{each.context}: {text}")
+
+
+def _written(value: float | None, form: str, factor: int | float = 1) -> str:
+    """Return a value in that form, nothing if it is unknown."""
+    return "" if value is None else form.format(value * factor)
 
 
 @setup.command()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -119,39 +121,47 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
     )
 
 
+COURSES = (
+    ("Loss over time", "loss", Axis("training loss")),
+    # Disturbed steps would flatten the rest; their time is the recovery time above.
+    ("Time per undisturbed step", "steps", Axis("time per step", "seconds")),
+    ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
+    ("Latency over time", "latency", Axis("latency", "seconds")),
+)
+"""Titles of plots over time, each with the name of its curve and its y axis."""
+
+
 def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
-    """Yield (title, note, plot) of what runs went through, the first of them where there are more than styles."""
-    styled = list(zip(grouped.items(), STYLES, strict=False))
-    everyone = [run for runs in grouped.values() for run in runs]
-
-    def lines(what: str, **options: Any) -> list[Line]:
-        found = [
-            mean_line(label, [curve(run, what, **options) for run in runs], *style) for (label, runs), style in styled
-        ]
-        return [line for line in found if line.points]
-
-    notes = [BAND] if any(len(runs) > 1 for runs in grouped.values()) else []
-    if left_out := list(grouped)[len(STYLES) :]:
-        notes.append(f"{len(left_out)} more are not drawn: choose with --series.")
+    """Yield the plots of runs over time, each as its title, note and plot; of many runs, the first are drawn."""
+    everyone = list(chain.from_iterable(grouped.values()))
+    notes = [BAND] if len(everyone) > len(grouped) else []
+    left_out = len(grouped) - len(STYLES)
+    if left_out > 0:
+        notes.append(f"{left_out} more are not drawn: choose with --series.")
     note = " ".join(notes)
     end = max(run.metrics["duration"] for run in everyone)
-    for title, what, y in (
-        ("Loss over time", "loss", Axis("training loss")),
-        # Disturbed steps would flatten the rest; their time is the recovery time above.
-        ("Time per undisturbed step", "steps", Axis("time per step", "seconds")),
-        ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
-        ("Latency over time", "latency", Axis("latency", "seconds")),
-    ):
-        drawn = lines(what, over="seconds", steady=what == "steps")
+    for title, what, y in COURSES:
+        lines = _lines(grouped, what, over="seconds", steady=what == "steps")
         # One evaluation at the end is a figure and no curve.
-        if any(len(line.points) > 1 or what != "accuracy" for line in drawn):
-            yield title, note, LinePlot(drawn, range_=(0.0, end), y=y)
-    steps = [item["step"] for run in everyone for item in run.metrics["recovery_list"] if item["step"] is not None]
+        if any(len(line.points) > 1 or what != "accuracy" for line in lines):
+            yield title, note, LinePlot(lines, range_=(0.0, end), y=y)
+    recoveries = chain.from_iterable(run.metrics["recovery_list"] for run in everyone)
+    steps = [item["step"] for item in recoveries if item["step"] is not None]
     if steps:
         # Around the first step that any run had to resume with.
         first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
-        drawn, y = lines("steps", begin=first, end=last), Axis("time per step", "seconds")
-        yield "Time per step around the fault", note, LinePlot(drawn, range_=(first, last), x="step", y=y)
+        lines, y = _lines(grouped, "steps", begin=first, end=last), Axis("time per step", "seconds")
+        yield "Time per step around the fault", note, LinePlot(lines, range_=(first, last), x="step", y=y)
+
+
+def _lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> list[Line]:
+    """Return the mean curve of each group that has one."""
+    lines = []
+    for (label, runs), style in zip(grouped.items(), STYLES, strict=False):
+        line = mean_line(label, [curve(run, what, **options) for run in runs], *style)
+        if line.points:
+            lines.append(line)
+    return lines
 
 
 def curve(
@@ -184,10 +194,11 @@ def mean_line(name: str, curves: Sequence[Points], colour: str, dash: Dash = "so
     if len(some) < 2:
         points = some[0] if some else []
         return Line(name, points, colour, dash, marks=len(points) <= FEW)
-    low, high = max(points[0][0] for points in some), min(points[-1][0] for points in some)
-    places = [x for x, _ in some[0] if low <= x <= high]
-    places = places[:: -(-len(places) // MOST_PLACES) or 1]
-    values = [np.interp(places, [x for x, _ in points], [y for _, y in points]).tolist() for points in some]
-    means = [interval(at) for at in zip(*values, strict=True)]
-    points = [(x, mean) for x, (mean, _) in zip(places, means, strict=True)]
-    return Line(name, points, colour, dash, half_widths=[half for _, half in means])
+    arrays = [np.array(points) for points in some]
+    low, high = max(each[0, 0] for each in arrays), min(each[-1, 0] for each in arrays)
+    places = arrays[0][:, 0]
+    places = places[(places >= low) & (places <= high)]
+    places = places[:: math.ceil(len(places) / MOST_PLACES) or 1]
+    values = np.column_stack([np.interp(places, each[:, 0], each[:, 1]) for each in arrays])
+    means, halves = zip(*map(interval, values.tolist()), strict=True) if len(places) else ((), ())
+    return Line(name, list(zip(places.tolist(), means, strict=True)), colour, dash, half_widths=halves)

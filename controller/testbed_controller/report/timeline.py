@@ -90,32 +90,23 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     """Return the whole run, two steady steps or a few requests, and what surrounds each pause and fault."""
     metrics = run.metrics
     end = metrics["duration"]
-    views = [{"name": "whole run", "start": 0.0, "end": end}]
-    steps = metrics["series"]["steps"]
+    steps, requests = metrics["series"]["steps"], metrics["series"]["requests"]
+    found = [("whole run", 0.0, end)]
     pairs = [(left, right) for left, right in pairwise(steps) if left["steady"] and right["steady"]]
     if pairs:
         left, right = pairs[len(pairs) // 2]
-        views.append({"name": "two steps", "start": left["time"] - left["seconds"], "end": right["time"]})
-    requests = metrics["series"]["requests"]
+        found.append(("two steps", left["time"] - left["seconds"], right["time"]))
     if requests:
         middle = requests[len(requests) // 2]
-        start = middle["time"] - middle["latency"]
-        views.append({"name": "a request", "start": max(0.0, start), "end": middle["time"]})
+        found.append(("a request", middle["time"] - middle["latency"], middle["time"]))
     for pause in run.pauses[:MOST_PAUSES]:
-        begun = max(0.0, pause.start - AROUND)
-        views.append({"name": pause.name, "start": begun, "end": min(end, pause.end + AROUND)})
+        found.append((pause.name, pause.start - AROUND, min(end, pause.end + AROUND)))
     for fault in metrics["fault_list"][:6]:
-        if fault["mends"]:
-            continue
-        known = [fault[key] for key in ("undone", "recovered") if fault[key] is not None]
-        last = max(known, default=fault["struck"])
-        views.append(
-            {
-                "name": f"{fault['action']} {fault['target']}",
-                "start": max(0.0, fault["struck"] - AROUND),
-                "end": min(end, last + AROUND),
-            }
-        )
+        if not fault["mends"]:
+            last = max(fault[key] or fault["struck"] for key in ("struck", "undone", "recovered"))
+            name = f"{fault['action']} {fault['target']}"
+            found.append((name, fault["struck"] - AROUND, min(end, last + AROUND)))
+    views = [{"name": name, "start": max(0.0, start), "end": until} for name, start, until in found]
     return [view for view in views if view["end"] > view["start"]]
 
 
