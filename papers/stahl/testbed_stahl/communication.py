@@ -220,6 +220,12 @@ def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, flo
     return ends[0], max(0.0, ends[1] - ends[0])
 
 
+def _leg(transfer: Transfer, source: int) -> str:
+    if transfer.forwarded:
+        return "forwarding"
+    return "own" if transfer.sender == source else "gathering"
+
+
 def _phase(
     compute: float,
     moved: Sequence[Transfer],
@@ -233,7 +239,7 @@ def _phase(
         sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
         size = 8 * transfer.wire_bytes(flow.settings.samples)
-        leg = "forwarding" if transfer.forwarded else "own" if sender == flow.plan.source else "gathering"
+        leg = _leg(transfer, flow.plan.source)
         delays[leg] = max(delays[leg], link.delay)
         for way in (busy["all"], busy[leg]):
             way["link", sender, receiver] += size / link.rate if link.rate else 0.0

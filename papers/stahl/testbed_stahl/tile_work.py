@@ -32,7 +32,7 @@ def compute_tile(
     (samples, elements). The ledger counts that, and all that is held meanwhile beside ``inputs`` and ``taken``.
     """
     borrowed = _unpacked(flow, number, inputs, taken)
-    lent: dict[int, list[torch.Tensor]] = {borrower: [] for lender, borrower in flow.overlaps if lender == number}
+    lent: dict[int, list[torch.Tensor]] = {borrower: [] for borrower in _borrowers(flow, number)}
     values = inputs
     for index, (layer, made) in enumerate(zip(layers, flow.computed[number], strict=True)):
         parts = borrowed.get(index, [])
@@ -40,20 +40,38 @@ def compute_tile(
             parts = [(made, ledger.hold(layer.tile(values, padding(layer.layer, made)))), *parts]
         if values is not inputs:
             ledger.drop(values)
-        for borrower, pieces in lent.items():
-            for each in flow.overlaps[number, borrower]:
-                if each.layer == index:
-                    pieces.append(ledger.hold(_cut(parts[0], each.region).flatten(1)))
+        _lend(flow, number, index, parts, lent, ledger)
         values = parts[0][1] if len(parts) == 1 and made.pixels else _joined(flow, number, index, inputs, parts, ledger)
         if made.pixels and values is not parts[0][1]:
             ledger.drop(parts[0][1])
     ledger.drop(values)
-    found = {}
+    return values, {borrower: _in_one_piece(pieces, ledger) for borrower, pieces in lent.items()}
+
+
+def _borrowers(flow: Dataflow, number: int) -> list[int]:
+    return [borrower for lender, borrower in flow.overlaps if lender == number]
+
+
+def _lend(
+    flow: Dataflow,
+    number: int,
+    index: int,
+    parts: Sequence[Part],
+    lent: Mapping[int, list[torch.Tensor]],
+    ledger: Ledger,
+) -> None:
+    """Add the regions of a layer that other tiles take of this one, by borrower."""
     for borrower, pieces in lent.items():
-        found[borrower] = ledger.hold(torch.cat(pieces, dim=1))
-        for piece in pieces:
-            ledger.drop(piece)
-    return values, found
+        for each in flow.overlaps[number, borrower]:
+            if each.layer == index:
+                pieces.append(ledger.hold(_cut(parts[0], each.region).flatten(1)))
+
+
+def _in_one_piece(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+    whole = ledger.hold(torch.cat([*pieces], dim=1))
+    for piece in pieces:
+        ledger.drop(piece)
+    return whole
 
 
 def _unpacked(

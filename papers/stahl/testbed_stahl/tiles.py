@@ -314,14 +314,7 @@ def tile(
 
 def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int, reuse: bool = False) -> Tiling:
     """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
-    _, height, width = layers[-1].output
-    count = len(speeds)
-    cuts = {
-        (rows, min(columns, width))
-        for rows in range(1, min(count, height) + 1)
-        for columns in (max(1, count // rows), -(-count // rows), 2 * count // rows)
-    }
-    grids = [_Grid(layers, *each, reuse) for each in sorted(cuts)]
+    grids = [_Grid(layers, *each, reuse) for each in _grid_sizes(layers, len(speeds))]
     best: tuple[float, int, list[int], _Grid] | None = None
     for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
         if best is not None and bound > best[0]:
@@ -331,6 +324,16 @@ def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: i
             best = (time, len(owners), owners, grid)
     assert best is not None
     return best[3].tiling(best[2])
+
+
+def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, int]]:
+    """Return the rows and columns of grids with about one or two tiles for each device."""
+    _, height, width = layers[-1].output
+    sizes = set()
+    for rows in range(1, min(devices, height) + 1):
+        for columns in (max(1, devices // rows), -(-devices // rows), 2 * devices // rows):
+            sizes.add((rows, min(columns, width)))
+    return sorted(sizes)
 
 
 def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:

@@ -129,21 +129,30 @@ class ArrangementController:
         """
         step = None if segment.tests or action is None else action.batch
         self._report(segment, step)
-        if step is not None and self._until is not None and step >= self._until:
-            self._rearranges, self._until = False, None
-            self._maintenance.end()
+        self._end_when_due(step)
         if not self._rearranges:
             return False
         before, me = self._group, self._device.name
         self._handover.carry_out()
         self._forget_arrived()
-        if self._device.leaving and me not in self._leaving and me != self._rules.lead:
-            self._leaving[me] = None
-            self._post(Leave())
+        self._announce_leaving()
         window = None if step is None else self._judge(step)
         if coordinator(self.now, {*self._silent, *self._leaving, *self._joining}) == me:
             self._coordinate(window)
         return self._group != before
+
+    def _end_when_due(self, step: int | None) -> None:
+        """End all maintenance at the step from which the scenario asks for none."""
+        if step is not None and self._until is not None and step >= self._until:
+            self._rearranges, self._until = False, None
+            self._maintenance.end()
+
+    def _announce_leaving(self) -> None:
+        """Tell the others once that this device leaves; the lead cannot."""
+        me = self._device.name
+        if self._device.leaving and me not in self._leaving and me != self._rules.lead:
+            self._leaving[me] = None
+            self._post(Leave())
 
     def _report(self, segment: SlotSegment, step: int | None) -> None:
         """Record what was counted in each window, and at the end of training."""

@@ -71,11 +71,15 @@ class Handover:
             self._arranged.clear()
             layers = tuple({name: as_channels(held) for name, held in layer.items()} for layer in newest.layers)
             self.apply(replace(self._first, layers=layers, version=newest.version))
-        if self.known is not None and self._moved:
-            moved = [each for each in self._moved if each.version <= self.known.version]
-            self._moved[:] = [each for each in self._moved if each.version > self.known.version]
-            for each in moved:
-                self._receive(self.known, each)
+        if self.known is not None:
+            self._receive_until(self.known)
+
+    def _receive_until(self, arrangement: Arrangement) -> None:
+        """Take the neurons that were moved by this arrangement or an earlier one."""
+        moved = [each for each in self._moved if each.version <= arrangement.version]
+        self._moved[:] = [each for each in self._moved if each.version > arrangement.version]
+        for each in moved:
+            self._receive(arrangement, each)
 
     def apply(self, arrangement: Arrangement) -> None:
         """Give and take until the own neurons are those of an arrangement; one that is not newer changes nothing."""

@@ -199,12 +199,19 @@ class Maintenance:
         """Return the sum of the losses that have arrived (equation 2); they are new gradients by the granularity."""
         layer, granularity = arrived.layer - 1, self._update.options.backward
         others = granularity != "layer" or await self._confirm(layer, arrived)
-        lost = (layer, arrived.batch) in self._dropped
-        self._dropped -= {each for each in self._dropped if each[0] == layer and each[1] <= arrived.batch}
         here = sum(part.tensor is not None for part in arrived.parts)
         enough = here > 0 if granularity == "link" else here == len(arrived.parts) and others
-        nothing = not here or (not self._update.options.substitution and not arrived.complete)
-        return Usable(None if nothing else arrived.added(), "nothing" if lost else "new" if enough else "saved")
+        usable = here > 0 and (self._update.options.substitution or arrived.complete)
+        losses = arrived.added() if usable else None
+        if self._was_dropped(layer, arrived.batch):
+            return Usable(losses, "nothing")
+        return Usable(losses, "new" if enough else "saved")
+
+    def _was_dropped(self, layer: int, batch: int) -> bool:
+        """Return whether a batch went no further than a layer, and forget earlier batches of the layer."""
+        dropped = (layer, batch) in self._dropped
+        self._dropped -= {each for each in self._dropped if each[0] == layer and each[1] <= batch}
+        return dropped
 
     def learn(
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable

@@ -59,14 +59,19 @@ def after_window(
             now = without(now, name, averages, rules.seed)
             yield Decision(now, "failure", (name,), frozenset({name}))
     for group in range(len(now.groups)):
-        members = now.members(group)
-        if not all(name in averages for name in members):
-            continue
-        poor = tuple(name for name in members if averages[name] < rules.threshold)
+        poor = _poor_members(now, group, averages, rules.threshold)
         after = rearranged(now, group, averages, rules.seed) if poor else now
         if after.layers != now.layers:
             now = after
             yield Decision(now, "credibility", poor)
+
+
+def _poor_members(now: Arrangement, group: int, averages: Mapping[str, float], threshold: float) -> tuple[str, ...]:
+    """Return the devices of a group with less credibility than the threshold; none while one is unknown."""
+    members = now.members(group)
+    if not all(name in averages for name in members):
+        return ()
+    return tuple(name for name in members if averages[name] < threshold)
 
 
 def without(now: Arrangement, device: str, averages: Mapping[str, float], seed: int) -> Arrangement:
