@@ -22,10 +22,10 @@ from typing import Any
 from testbed.common import formats, yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
-from testbed.scenario.expand import swept
 from testbed.scenario.finding import find, named
 from testbed.scenario.loading import load
 from testbed.scenario.schema import PaperPart, Scenario
+from testbed.scenario.sweeps import swept
 from testbed_controller.cli.main import COMMANDS
 from testbed_controller.cli.printing import options
 from testbed_controller.report import paper

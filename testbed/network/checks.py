@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from ipaddress import IPv4Network
 from typing import NamedTuple
 
@@ -103,33 +104,39 @@ def _correlation(name: str, value: float) -> list[Impossible]:
 
 
 def _combinations(link: Link) -> list[Impossible]:
-    found = []
-    if link.jitter > link.delay:
-        text = f"a jitter of {_ms(link.jitter)} is above the delay of {_ms(link.delay)}: "
-        text += f"use a jitter of at most {_ms(link.delay)} or a delay of at least {_ms(link.jitter)}"
-        found.append(Impossible("jitter", text))
-    if link.jitter == 0:
-        if link.distribution != "normal":
-            found.append(Impossible("distribution", no_jitter(link.distribution)))
-        if link.jitter_correlation > 0:
-            text = "correlates a jitter that is not there: give a jitter, or leave the correlation out"
-            found.append(Impossible("jitter_correlation", text))
-    if link.loss_correlation > 0 and link.bursts is not None:
-        text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
-        found.append(Impossible("loss_correlation", text))
-    elif link.loss_correlation > 0 and link.loss == 0:
-        text = "correlates a loss that is not there: give a loss, or leave the correlation out"
-        found.append(Impossible("loss_correlation", text))
-    if link.bursts is not None:
-        if link.loss > 0:
-            average = f"; these bursts lose {100 * link.bursts.loss:.3g}%" if not _bursts(link.bursts) else ""
-            text = f"a loss beside bursts has no meaning: give one of the two{average}"
-            found.append(Impossible("loss", text))
-        found += _bursts(link.bursts)
+    found = [*_of_jitter(link), *_of_loss(link)]
     if link.reorder > 0 and link.delay == 0:
         text = "reordered packets skip the delay, and there is none: use a delay of at least 1ms"
         found.append(Impossible("reorder", text))
     return found
+
+
+def _of_jitter(link: Link) -> Iterator[Impossible]:
+    if link.jitter > link.delay:
+        text = f"a jitter of {_ms(link.jitter)} is above the delay of {_ms(link.delay)}: "
+        text += f"use a jitter of at most {_ms(link.delay)} or a delay of at least {_ms(link.jitter)}"
+        yield Impossible("jitter", text)
+    if link.jitter == 0 and link.distribution != "normal":
+        yield Impossible("distribution", no_jitter(link.distribution))
+    if link.jitter == 0 and link.jitter_correlation > 0:
+        text = "correlates a jitter that is not there: give a jitter, or leave the correlation out"
+        yield Impossible("jitter_correlation", text)
+
+
+def _of_loss(link: Link) -> Iterator[Impossible]:
+    if link.bursts is None:
+        if link.loss_correlation > 0 and link.loss == 0:
+            text = "correlates a loss that is not there: give a loss, or leave the correlation out"
+            yield Impossible("loss_correlation", text)
+        return
+    if link.loss_correlation > 0:
+        text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
+        yield Impossible("loss_correlation", text)
+    wrong = _bursts(link.bursts)
+    if link.loss > 0:
+        average = "" if wrong else f"; these bursts lose {100 * link.bursts.loss:.3g}%"
+        yield Impossible("loss", f"a loss beside bursts has no meaning: give one of the two{average}")
+    yield from wrong
 
 
 def _bursts(bursts: GilbertElliott) -> list[Impossible]:

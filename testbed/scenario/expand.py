@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +23,8 @@ from testbed.scenario.loading import put, validate
 from testbed.scenario.points import LABEL, plain_value
 from testbed.scenario.radio import radio
 from testbed.scenario.schema import Scenario, Trial
+from testbed.scenario.sweeps import check_points, swept
 from testbed.scenario.trace import changes
-
-MAX_RUNS = 10_000
-"""Runs of one scenario: they are all checked before the first begins."""
 
 
 def trials(scenario: Scenario) -> list[Trial]:
@@ -37,7 +33,7 @@ def trials(scenario: Scenario) -> list[Trial]:
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
-    _check_points(scenario)
+    check_points(scenario)
     # Of a run that was kept neither sweep nor points are left.
     points = [point for _, point in swept(scenario)] if scenario.sweep or scenario.points else None
     wrong = list(paper.problems(scenario.paper, points))
@@ -48,24 +44,6 @@ def trials(scenario: Scenario) -> list[Trial]:
         for point, values in _points(scenario)
         for repetition in range(scenario.repetitions)
     ]
-
-
-def _check_points(scenario: Scenario) -> None:
-    """Refuse points that cannot be, and more runs than anybody waits for, before any of them is made."""
-    problems = [problem for axes in _sweeps(scenario) for problem in _sweep_problems(axes)]
-    problems += [
-        Diagnostic(("points", index), "sets no key")
-        for index, point in enumerate(scenario.points)
-        if not set(point) - {LABEL}
-    ]
-    if problems:
-        raise scenario.source.error(problems)
-    swept_points = sum(math.prod(max(map(len, axis.values())) for _, axis in axes) for axes in _sweeps(scenario))
-    points = len(scenario.points) + (swept_points if scenario.sweep or not scenario.points else 0)
-    if points * scenario.repetitions > MAX_RUNS:
-        key = "repetitions" if scenario.repetitions > points else "sweep" if scenario.sweep else "points"
-        text = f"there would be {points * scenario.repetitions:,} runs, more than {MAX_RUNS:,}: use fewer"
-        raise scenario.source.error([Diagnostic((key,), text)])
 
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
@@ -86,51 +64,6 @@ def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
             put(tree, parse_key(dotted), value, where)
             places[parse_key(dotted)] = f"{where} ({written[dotted][0]}: {value})"
         yield validate(tree, source.override(places)), point
-
-
-def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
-    """Yield where each key is written, and each point: all combinations of the sweep and then the further points."""
-    if scenario.sweep or not scenario.points:
-        for axes in _sweeps(scenario):
-            written = {key: (*place, key) for place, axis in axes for key in axis}
-            steps = [
-                [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)]
-                for _, axis in axes
-            ]
-            for chosen in itertools.product(*steps):
-                yield written, {key: value for step in chosen for key, value in step.items()}
-    for index, point in enumerate(scenario.points):
-        yield {key: ("points", index, key) for key in point}, dict(point)
-
-
-def _sweeps(scenario: Scenario) -> Iterator[list[tuple[Key, Mapping[str, Sequence[Any]]]]]:
-    """Yield the axes of each sweep: keys whose values change together, mostly one, and where they are written."""
-    sweeps = (
-        {("sweep",): scenario.sweep}
-        if isinstance(scenario.sweep, Mapping)
-        else {("sweep", index): sweep for index, sweep in enumerate(scenario.sweep)}
-    )
-    for place, sweep in sweeps.items():
-        yield [
-            ((*place, key), values) if isinstance(values, Mapping) else (place, {key: values})
-            for key, values in sweep.items()
-        ]
-
-
-def _sweep_problems(axes: Sequence[tuple[Key, Mapping[str, Sequence[Any]]]]) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the axes of one sweep."""
-    known: set[str] = set()
-    for place, axis in axes:
-        first = next(iter(axis), "")
-        for key, values in axis.items():
-            if not values:
-                yield Diagnostic((*place, key), "has no values")
-            elif len(values) != len(axis[first]):
-                text = f"needs as many values as '{first}', {len(axis[first])}, and has {len(values)}"
-                yield Diagnostic((*place, key), text)
-            elif key in known:
-                yield Diagnostic((*place, key), "is swept twice: leave one of the two out")
-            known.add(key)
 
 
 def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
@@ -181,10 +114,7 @@ def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair
 
 
 def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None) -> dict[Pair, Link]:
-    """Return the link of each pair, its figures from all levels; every name is known to be right.
-
-    What a radio loses stands between the default of all links and those that differ.
-    """
+    """Return the link of each pair with the figures of all levels: all links', the radio's, and those that differ."""
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     plain = Link(frame=None if network.frame is None else int(network.frame))
@@ -192,11 +122,9 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
     links = {pair: default[pair[0] == first] for pair in pairs}
     if air is not None:
         links = {pair: replace(link, message_loss=1 - air.reception_ratio(pair)) for pair, link in links.items()}
-    problems = [
-        problem
-        for link in dict.fromkeys(default.values())
-        for problem in located_problems(link, network.link, ("network", "link"))
-    ]
+    problems: list[Diagnostic] = []
+    for link in dict.fromkeys(default.values()):
+        problems += located_problems(link, network.link, ("network", "link"))
     differing: dict[Pair, int] = {}
     for index, part in enumerate(network.links):
         for pair in part.directions():

@@ -150,27 +150,31 @@ class Transmission:
             if not self._recovering:
                 self._window.grow(count)
             return
-        first = fates.index(True) if lost else count
+        self._learn(fates, repeated, gone)
+
+    def _learn(self, fates: list[bool], repeated: int, gone: float) -> None:
+        """Let the sender learn the fates of a round of which packets are lost or others follow."""
+        count, lost = len(fates), sum(fates)
         arrived = count - lost
+        first = fates.index(True) if lost else count
         # Lost are the last ones only, so the receiver sees no gap and acknowledges every other packet.
         in_order = first == arrived
         answers = arrived // 2 if in_order and not self._recovering else arrived
         heard = answers >= 4 or not all(self._unheard() for _ in range(answers))
+        ends = not self._left and not self._missing
         self._missing += lost
-        if not heard or (lost and in_order and not more):
+        if not heard or (lost and in_order and ends):
             self._await(gone, count, arrived, heard, in_order)
             return
         self._now = max(self._now + self._round_trip + self._spacing, gone)
-        if not lost:
-            if not self._recovering:
-                self._window.grow(count)
-            self._recover(self._window.size)
-        elif not self._recovering:
+        if lost and not self._recovering:
             self._begin_recovery(first, arrived - first)
-        else:
-            if any(fates[repeated + self._same_recovery :]):
-                self._window.halve()
-            self._recover(self._window.size)
+            return
+        if not self._recovering:
+            self._window.grow(count)
+        elif any(fates[repeated + self._same_recovery :]):
+            self._window.halve()
+        self._recover(self._window.size)
 
     def _begin_recovery(self, first: int, behind: int) -> None:
         """Halve the window once so many packets ``behind`` the ``first`` lost one have arrived."""

@@ -9,7 +9,7 @@ Work on the cores of a machine is shared alike: a second of work stands for a bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from testbed.simulation.calendar import Calendar
@@ -51,6 +51,10 @@ class SharedTransfer:
 
     def __post_init__(self) -> None:
         self.bits = self.whole
+
+    def is_stopped(self, level: float, full: Collection[Shared]) -> bool:
+        """Return whether its link, or something full that it shares, allows no rate above a level."""
+        return self.cap <= level or any(shared in full for shared, _ in self.uses)
 
 
 class Sharing:
@@ -140,8 +144,7 @@ def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[Shar
     rising = dict.fromkeys(flows)
     while rising:
         level, full = _raise(rising, left)
-        stopped = [flow for flow in rising if flow.cap <= level or any(shared in full for shared, _ in flow.uses)]
-        for flow in stopped:
+        for flow in [flow for flow in rising if flow.is_stopped(level, full)]:
             rates[flow] = level
             del rising[flow]
             for shared, share in flow.uses:

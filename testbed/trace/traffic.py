@@ -111,11 +111,11 @@ def links(record: Record) -> list[dict[str, Any]]:
     uses, heard = _uses(record), record.cached(_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
-    order = [pair for pair in known if pair in uses or pair in measured]
-    order += [pair for pair in uses if pair not in known]
     asked = cache(lambda link: link and asdict(link))  # of thousands of links most are asked the same of
     rows = []
-    for pair in order:
+    for pair in dict.fromkeys([*known, *uses]):
+        if pair not in uses and pair not in measured:
+            continue
         use, found = uses.get(pair, LinkUse()), measured.get(pair)
         requested = found.requested if found else known.get(pair)
         rows.append(

@@ -1,0 +1,105 @@
+"""The points of a scenario: combinations of the values that its sweeps give to keys, and further points."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from testbed.common.errors import Diagnostic, Key
+from testbed.scenario.points import LABEL
+from testbed.scenario.schema import Scenario
+
+MAX_RUNS = 10_000
+"""Runs of one scenario: they are all checked before the first begins."""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Keys whose values change together, mostly a single one."""
+
+    place: Key
+    """The place of the keys in the scenario."""
+    values: Mapping[str, Sequence[Any]]
+    """The values of each key, the same number of each."""
+
+    def __len__(self) -> int:
+        return max(map(len, self.values.values()))
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the values of all keys, step by step."""
+        return [dict(zip(self.values, together, strict=True)) for together in zip(*self.values.values(), strict=True)]
+
+
+def check_points(scenario: Scenario) -> None:
+    """Raise `InputError` for impossible points and for too many runs, before any of them is expanded."""
+    sweeps = list(_sweeps(scenario))
+    problems = [problem for axes in sweeps for problem in _problems(axes)]
+    for index, point in enumerate(scenario.points):
+        if not set(point) - {LABEL}:
+            problems.append(Diagnostic(("points", index), "sets no key"))
+    if problems:
+        raise scenario.source.error(problems)
+    points = len(scenario.points)
+    if scenario.sweep or not scenario.points:
+        points += sum(math.prod(map(len, axes)) for axes in sweeps)
+    runs = points * scenario.repetitions
+    if runs > MAX_RUNS:
+        key = "sweep" if scenario.sweep else "points"
+        if scenario.repetitions > points:
+            key = "repetitions"
+        text = f"there would be {runs:,} runs, more than {MAX_RUNS:,}: use fewer"
+        raise scenario.source.error([Diagnostic((key,), text)])
+
+
+def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+    """Yield the points: all combinations of the sweep and then the further points.
+
+    Each comes with the place of each of its keys in the scenario. A scenario without either has one empty point.
+    """
+    if scenario.sweep or not scenario.points:
+        for axes in _sweeps(scenario):
+            yield from _combinations(axes)
+    for index, point in enumerate(scenario.points):
+        yield {key: ("points", index, key) for key in point}, dict(point)
+
+
+def _combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+    places = {key: (*axis.place, key) for axis in axes for key in axis.values}
+    for chosen in itertools.product(*(axis.steps() for axis in axes)):
+        point: dict[str, object] = {}
+        for step in chosen:
+            point |= step
+        yield places, point
+
+
+def _sweeps(scenario: Scenario) -> Iterator[list[_Axis]]:
+    """Yield the axes of each sweep."""
+    if isinstance(scenario.sweep, Mapping):
+        sweeps: dict[Key, Mapping[str, Any]] = {("sweep",): scenario.sweep}
+    else:
+        sweeps = {("sweep", index): sweep for index, sweep in enumerate(scenario.sweep)}
+    for place, sweep in sweeps.items():
+        yield [
+            _Axis((*place, key), values) if isinstance(values, Mapping) else _Axis(place, {key: values})
+            for key, values in sweep.items()
+        ]
+
+
+def _problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the axes of one sweep."""
+    known: set[str] = set()
+    for axis in axes:
+        first = next(iter(axis.values), "")
+        for key, values in axis.values.items():
+            place = (*axis.place, key)
+            if not values:
+                yield Diagnostic(place, "has no values")
+            elif len(values) != len(axis.values[first]):
+                text = f"needs as many values as '{first}', {len(axis.values[first])}, and has {len(values)}"
+                yield Diagnostic(place, text)
+            elif key in known:
+                yield Diagnostic(place, "is swept twice: leave one of the two out")
+            known.add(key)
