@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import cycle, repeat
 from operator import add, mul, sub
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, TypeVar, get_args
 
 from testbed.wire.message import Message
 
@@ -130,6 +130,13 @@ class Device(Protocol):
 
     async def receive(self) -> Message:
         """Return the next message of any peer, in the order of arrival."""
+
+    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
+        """Pass each message to a function as it arrives, instead of `receive`, until cancelled.
+
+        Raises what the function raises. A program either listens or receives. On the virtual clock, no task is woken
+        for a message.
+        """
 
     def receives(self, peer: str) -> bool:
         """Return whether a part of a message from this peer has arrived and the rest is on its way."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.hardware import check_message, largest_message
@@ -250,6 +250,11 @@ class RealDevice:
             return message
         arrays = message.tensors.items()
         return replace(message, tensors={name: library_of(array).without_values(array) for name, array in arrays})
+
+    async def listen(self, take: Callable[[Message], None]) -> NoReturn:
+        """Pass each message to a function as it arrives; raises what that raises."""
+        while True:
+            take(await self.receive())
 
     def receives(self, peer: str) -> bool:
         """Return whether bytes of a message that is not complete have come from this peer lately."""

@@ -222,11 +222,7 @@ class Mailbox:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def _listen(self) -> None:
-        listen = getattr(self.device, "listen", None)
-        if listen is not None:  # the virtual clock's: quicker, since no task is woken for each message
-            await listen(self._take_in)
-        while True:
-            self._take_in(await self.device.receive())
+        await self.device.listen(self._take_in)
 
     def _take_in(self, message: Message) -> None:
         kind = self._kinds.get(message.kind)
