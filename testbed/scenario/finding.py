@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from testbed.common import plugins
@@ -24,7 +25,8 @@ def find(path: str | Path) -> Path:
     if given.exists():
         return given
     file = given if given.suffix in (".yaml", ".yml") else Path(f"{given}.yaml")
-    for candidate in (SCENARIOS / file, file, SHIPPED / file, *_in_packages(file)):
+    # Packages come last and are searched only if they are reached: the scan takes about 20 ms.
+    for candidate in chain((SCENARIOS / file, file, SHIPPED / file), _in_packages(file)):
         if candidate.exists():
             return candidate
     raise InputError(f"{given}: no such scenario: {_suggest(file)}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,40 @@ def test_a_method_travels_as_text_and_is_the_same_there(tmp_path: Path) -> None:
     body = next(iter(bodies(prepare(trials(load(RING))[0])).values()))
     command = [sys.executable, str(tmp_path / "there.py")]
     assert subprocess.run(command, check=True, capture_output=True, input=body).stdout == b"ring 6.0\n"
+
+
+SYSTEMS = {
+    "testbed_stahl": "papers/stahl-example",
+    "testbed_ftpipehd": "papers/ftpipehd-figure-5",
+    "testbed_pipelearn": "papers/pipelearn-table-3",
+    "testbed_edgepipe": "papers/edgepipe-headlines",
+    "testbed_versatilefl": "papers/versatilefl-figure-5",
+}
+
+
+@pytest.mark.parametrize("package", SYSTEMS)
+def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(package: str, tmp_path: Path) -> None:
+    names = {point.name for point in entry_points(group="testbed.methods") if point.module.startswith(package)}
+    trial = next(each for each in trials(load(SYSTEMS[package])) if each.scenario.workload.method.name in names)
+    body = next(iter(bodies(prepare(trial)).values()))
+    (tmp_path / "testbed").symlink_to(ROOT / "testbed")
+    (tmp_path / "there.py").write_text(
+        "import importlib, sys\n"
+        "from importlib.util import find_spec\n"
+        "from testbed.deployment import read\n"
+        f"assert find_spec({package!r}) is None\n"
+        "deployment = read(sys.stdin.buffer.read())\n"
+        "method, problem = deployment.problem()\n"
+        "for name in deployment.method_code.sources:\n"
+        "    assert importlib.import_module(name).__spec__.origin is None, name\n"
+        "print(method.name, type(problem.options) is method.Options)\n"
+    )
+    # Without site no editable installation is found: the folders are what a device image has.
+    path = f"{tmp_path}:{sysconfig.get_path('purelib')}"
+    command = [sys.executable, "-S", str(tmp_path / "there.py")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, input=body)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == f"{trial.scenario.workload.method.name} True\n"
 
 
 def test_methods_of_this_code_need_not_travel() -> None:
