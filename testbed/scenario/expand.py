@@ -121,7 +121,8 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
     default = {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
     links = {pair: default[pair[0] == first] for pair in pairs}
     if air is not None:
-        links = {pair: replace(link, message_loss=1 - air.reception_ratio(pair)) for pair, link in links.items()}
+        for pair, link in links.items():
+            links[pair] = replace(link, message_loss=1 - air.reception_ratio(pair))
     problems: list[Diagnostic] = []
     for link in dict.fromkeys(default.values()):
         problems += located_problems(link, network.link, ("network", "link"))

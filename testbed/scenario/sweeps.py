@@ -42,9 +42,7 @@ def check_points(scenario: Scenario) -> None:
             problems.append(Diagnostic(("points", index), "sets no key"))
     if problems:
         raise scenario.source.error(problems)
-    points = len(scenario.points)
-    if scenario.sweep or not scenario.points:
-        points += sum(math.prod(map(len, axes)) for axes in sweeps)
+    points = len(scenario.points) + sum(math.prod(map(len, axes)) for axes in sweeps)
     runs = points * scenario.repetitions
     if runs > MAX_RUNS:
         key = "sweep" if scenario.sweep else "points"
@@ -59,9 +57,8 @@ def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object
 
     Each comes with the place of each of its keys in the scenario. A scenario without either has one empty point.
     """
-    if scenario.sweep or not scenario.points:
-        for axes in _sweeps(scenario):
-            yield from _combinations(axes)
+    for axes in _sweeps(scenario):
+        yield from _combinations(axes)
     for index, point in enumerate(scenario.points):
         yield {key: ("points", index, key) for key in point}, dict(point)
 
@@ -76,7 +73,9 @@ def _combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[
 
 
 def _sweeps(scenario: Scenario) -> Iterator[list[_Axis]]:
-    """Yield the axes of each sweep."""
+    """Yield the axes of each sweep; a scenario with neither sweep nor points has one without axes."""
+    if scenario.points and not scenario.sweep:
+        return
     if isinstance(scenario.sweep, Mapping):
         sweeps: dict[Key, Mapping[str, Any]] = {("sweep",): scenario.sweep}
     else:

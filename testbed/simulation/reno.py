@@ -159,8 +159,7 @@ class Transmission:
         first = fates.index(True) if lost else count
         # Lost are the last ones only, so the receiver sees no gap and acknowledges every other packet.
         in_order = first == arrived
-        answers = arrived // 2 if in_order and not self._recovering else arrived
-        heard = answers >= 4 or not all(self._unheard() for _ in range(answers))
+        heard = self._is_heard(arrived // 2 if in_order and not self._recovering else arrived)
         ends = not self._left and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
@@ -169,9 +168,17 @@ class Transmission:
         self._now = max(self._now + self._round_trip + self._spacing, gone)
         if lost and not self._recovering:
             self._begin_recovery(first, arrived - first)
-            return
+        else:
+            self._continue(fates, repeated)
+
+    def _is_heard(self, answers: int) -> bool:
+        """Draw whether any of so many acknowledgements arrives."""
+        return answers >= 4 or not all(self._unheard() for _ in range(answers))
+
+    def _continue(self, fates: list[bool], repeated: int) -> None:
+        """Begin the next round of a recovery, or of sending without losses."""
         if not self._recovering:
-            self._window.grow(count)
+            self._window.grow(len(fates))
         elif any(fates[repeated + self._same_recovery :]):
             self._window.halve()
         self._recover(self._window.size)
