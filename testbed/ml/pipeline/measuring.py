@@ -195,7 +195,7 @@ class Survey:
         if again:
             self._tried.clear()
         stages = self._recovery.partition.devices
-        for device in self._recovery.standing_by() - self._tried - {target for _, target in self._awaited}:
+        for device in self._recovery.standby.untested() - self._tried - {target for _, target in self._awaited}:
             self._tried.add(device)
             row = pairwise(self._recovery.ordered({*stages, device}))
             self._measure([(one if other == device else other, device) for one, other in row if device in (one, other)])
@@ -213,7 +213,7 @@ class Survey:
         self._supervisor.device.record("bandwidth", source=source, destination=target, rate=measured.rate)
         self._partitioner.measured((source, target), rate)
         if not any(awaited == target for _, awaited in self._awaited):
-            self._recovery.reached(target)
+            self._recovery.standby.reached(target)
 
     def _start_over(self) -> None:
         self._awaited.clear()

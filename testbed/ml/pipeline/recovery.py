@@ -9,11 +9,12 @@ have, so a failure in between only means another try.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.messaging.membership import Held
+from testbed.messaging.membership import Held, Membership
 from testbed.messaging.supervision import Lost, Supervisor
 from testbed.method import Job
 from testbed.ml.layers.shard import result_of
@@ -111,6 +112,70 @@ class KnownPoints:
         return max((point for point in whole if point in self.lineage), key=lambda point: point.step, default=None)
 
 
+FROM_BEGINNING = RestorePlan(BEGINNING, {})
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The stages and the state that they begin with."""
+
+    partition: StagePartition
+    restore: RestorePlan = FROM_BEGINNING
+    incarnations: Mapping[str, float] = field(default_factory=dict)
+    """The incarnations of the stages that were set up last, which may be those of the configuration before."""
+
+
+class Standby:
+    """Devices without a stage: which of them may become one.
+
+    A device that was lost in silence and has the same incarnation again did not die: it is slow, or was cut off. It
+    is of use once the links of all its neighbours reach it.
+    """
+
+    def __init__(self, members: Membership, admits: bool) -> None:
+        self._members = members
+        self._admits = admits
+        self._silenced: dict[str, float] = {}
+        """Devices that were lost in silence, with their incarnations."""
+        self._reachable: set[str] = set()
+
+    def lose(self, names: Collection[str], known: Mapping[str, float]) -> None:
+        """Note devices that were lost in silence; ``known`` are the incarnations that had stages."""
+        self._silenced.update({name: known[name] for name in names if name in known})
+        self._reachable.difference_update(names)
+
+    def reached(self, device: str) -> None:
+        """Let a device be a stage again, now that all its neighbours would be reached."""
+        self._reachable.add(device)
+        if device in self._members.excluded:
+            self._members.excluded.discard(device)
+            self._members.joiners.add(device)
+
+    def admit_all(self) -> None:
+        """Let all devices be stages again."""
+        self._reachable |= self._silenced.keys()
+
+    def doubted(self, names: Collection[str]) -> set[str]:
+        """Return the devices of which it is not known whether they are of use by now."""
+        return {name for name in names if self._survived(name)} - self._reachable
+
+    def untested(self) -> set[str]:
+        """Return the devices whose links are to be measured: cut off from others, or too slow."""
+        if not self._admits:
+            return set()
+        return self._members.excluded | {name for name in self._members.joiners if self._survived(name)}
+
+    def joiners(self) -> set[str]:
+        """Return the devices that may become stages."""
+        if not self._admits:
+            return set()
+        return self._members.joiners - self.doubted(self._members.joiners)
+
+    def _survived(self, name: str) -> bool:
+        """Return whether a device is the one that was lost in silence."""
+        return name in self._silenced and self._members.present.get(name) == self._silenced[name]
+
+
 class FromReplicas:
     """A `testbed.messaging.supervision.RecoveryPolicy`."""
 
@@ -125,7 +190,8 @@ class FromReplicas:
         """``steps`` are those of the whole training. The device exposes the newest state that it has as a whole."""
         problem, pieces = job.problem, job.plan.pieces
         units = len(problem.model.units)
-        self.partition = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        planned = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
+        self._configuration = Configuration(planned)
         self.points = KnownPoints(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
         self.recovering = False
@@ -142,27 +208,26 @@ class FromReplicas:
         """Whether training begins with the seed's weights."""
         if job.weights is not None:
             store.replicas.put(BEGINNING, job.weights, range(units))
-        self._placement = RestorePlan(BEGINNING, {})
-        """Where the present configuration goes on from."""
-        self._configured: dict[str, float] = {}
-        """The stages' incarnations when they were configured."""
-        self._left: dict[str, float] = {}
-        """Devices that were lost in silence, with their incarnations: one that has the same again did not die."""
-        self._reachable: set[str] = set()
-        """Those to which the links of all their neighbours were measured since."""
         self._waited: Lost | None = None
         """The loss that was recorded, and waited for, last."""
         self._members.refusal = None if partitioner.admits else "its units are another's"
+        self.standby = Standby(self._members, partitioner.admits)
+
+    @property
+    def partition(self) -> StagePartition:
+        """The present stages."""
+        return self._configuration.partition
 
     @property
     def start(self) -> int:
         """The step that the present configuration began with."""
-        return self._placement.point.step
+        return self._configuration.restore.point.step
 
     async def begin(self) -> None:
         """Open the first configuration; after a death of this device, go on where its program was before."""
         remembered = self.points.remember()
-        self.partition = remembered or self.partition
+        if remembered is not None:
+            self._configuration = Configuration(remembered)
         layout = self._partitioner.pieces(self.partition)
         if remembered is None:
             self._supervisor.start(layout)
@@ -177,18 +242,22 @@ class FromReplicas:
 
     async def establish(self) -> None:
         """Have every stage fetch what it lacks; commit once all have it."""
-        supervisor, point, number = self._supervisor, self._placement.point, self._mailbox.configuration
+        supervisor, number = self._supervisor, self._mailbox.configuration
+        restore = self._configuration.restore
+        point = restore.point
         supervisor.begin()
         for part in supervisor.layout:
-            need = self._placement.needs.get(part.device)
-            fetch = {} if need is None else {owner: list(units) for owner, units in need.fetch.items()}
+            fetch: dict[str, list[int]] = {}
+            need = restore.needs.get(part.device)
+            if need is not None:
+                fetch = {owner: list(units) for owner, units in need.fetch.items()}
             prepare = Prepare(
                 number, supervisor.stages, self._steps, point.configuration, point.step, need is None, fetch
             )
             self._mailbox.post(part.device, prepare)
         await self.points.save(self.partition)
         await supervisor.ready()
-        self._configured = self._present(self.partition.devices)
+        self._configuration = replace(self._configuration, incarnations=self._present(self.partition.devices))
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
         for part in supervisor.layout:
@@ -205,9 +274,7 @@ class FromReplicas:
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather(set(self.partition.devices) - gone, supervisor.patience, awaited)
         supervisor.learn_patience(lost, known)
-        silent = gone - self._members.answers.keys()
-        self._left.update({name: known[name] for name in silent if name in known})
-        self._reachable -= silent
+        self.standby.lose(gone - self._members.answers.keys(), known)
         self._resume()
 
     async def returned(self, lost: Lost) -> bool:
@@ -234,37 +301,10 @@ class FromReplicas:
         self._device.record("recovery", phase="resumed", step=step, partition=partition)
         return True
 
-    def standing_by(self) -> set[str]:
-        """Return the devices of which it is to be seen whether they are of use: cut off from others, or too slow."""
-        if not self._partitioner.admits:
-            return set()
-        return self._members.excluded | {name for name in self._members.joiners if self._survived(name)}
-
-    def joiners(self) -> set[str]:
-        """Return the devices that may become stages."""
-        if not self._partitioner.admits:
-            return set()
-        return self._members.joiners - self._doubted(self._members.joiners)
-
-    def reached(self, device: str) -> None:
-        """Let a device that stands by be a stage again, now that all its neighbours would be reached."""
-        self._reachable.add(device)
-        if device in self._members.excluded:
-            self._members.excluded.discard(device)
-            self._members.joiners.add(device)
-
     def _detected(self, lost: Lost) -> None:
         if lost is not self._waited:
             progress = self._supervisor.progress
             self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
-
-    def _survived(self, name: str) -> bool:
-        """Return whether a device is what it was when it was lost: it has not died, so it is slow, or was cut off."""
-        return name in self._left and self._members.present.get(name) == self._left[name]
-
-    def _doubted(self, names: Collection[str]) -> set[str]:
-        """Return those of which it is not known whether they are of use by now."""
-        return {name for name in names if self._survived(name)} - self._reachable
 
     async def _select(self) -> StagePartition:
         """Ask for devices, and return a partition over those that say in time that they are there."""
@@ -283,7 +323,7 @@ class FromReplicas:
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather(names, self._supervisor.patience)
         there = self._there()
-        failure = classify_failure(self._configured, self._present(there))
+        failure = classify_failure(self._configuration.incarnations, self._present(there))
         if failure.lost:
             raise Lost(failure.lost, back=failure.empty)
         return there
@@ -294,12 +334,13 @@ class FromReplicas:
         inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
         for name, answer in members.answers.items():
             inventory[name] = [] if name in members.restarted | members.excluded else list(answer.held)
-        self._placement = place(self.points.lineage, inventory, self.partition, partition, self._seeded, self._steps)
+        before = self.partition
+        restore = place(self.points.lineage, inventory, before, partition, self._seeded, self._steps)
+        self._configuration = replace(self._configuration, partition=partition, restore=restore)
         self.points.branch(self.start)
-        joining = set(partition.devices).difference(self.partition.devices)
+        joining = set(partition.devices).difference(before.devices)
         if joining:
             self._device.record("log", text=f"{', '.join(sorted(joining))} joins at step {self.start}")
-        self.partition = partition
         self._supervisor.watch(self._partitioner.pieces(partition))
         # A device that has not answered is not there: it would be waited for in vain at the next change.
         if self._partitioner.admits:
@@ -310,7 +351,8 @@ class FromReplicas:
         partition, there = self._after_loss()
         present = self._present(there)
         # A device that no configuration has reached yet has nothing to lose: it counts as it is.
-        configured = {name: self._configured.get(name, present.get(name, 0.0)) for name in self.partition.devices}
+        known = present | dict(self._configuration.incarnations)
+        configured = {name: known.get(name, 0.0) for name in self.partition.devices}
         case = classify_failure(configured, present).case
         self.take_up(partition)
         self.recovering = True
@@ -326,7 +368,7 @@ class FromReplicas:
     def _there(self) -> list[str]:
         """Return the devices that can be stages, in the order of the scenario."""
         there = {self._device.name, *self._members.answers} - self._members.excluded
-        there -= self._doubted(there)
+        there -= self.standby.doubted(there)
         if not self._partitioner.admits:
             there &= set(self.partition.devices)
         return self.ordered(there)
@@ -351,9 +393,9 @@ class FromReplicas:
         try:
             return self._fitting(choose, there), there
         except TestbedError:
-            if not self._doubted(self._members.answers):
+            if not self.standby.doubted(self._members.answers):
                 raise
-            self._reachable |= self._left.keys()  # rather too slow than none
+            self.standby.admit_all()  # a slow device is better than none
             there = self._there()
             return self._fitting(choose, there), there
 

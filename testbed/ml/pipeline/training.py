@@ -7,6 +7,7 @@ that contains it can leave that device, so that nothing is gone on from that was
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from testbed.messaging.supervision import Lost, Supervisor
@@ -121,8 +122,38 @@ class SynchronousTrainer:
             self._supervisor.progress += 1
 
 
+@dataclass(frozen=True)
+class Feeding:
+    """The pipeline is filled, from a batch on."""
+
+    first: int
+    draining: float = 0.0
+    """Seconds that the pipeline took to run empty before."""
+
+
+@dataclass(frozen=True)
+class Draining:
+    """The pipeline runs empty: all batches before ``end`` are under way or done."""
+
+    done: int
+    """The first batch that is not done on all stages."""
+    end: int
+    wanted: StagePartition | None
+    """The partition to change to afterwards."""
+    since: float
+
+
+@dataclass(frozen=True)
+class Reconfiguring:
+    """The pipeline is empty and is given another partition."""
+
+    step: int
+    wanted: StagePartition
+    draining: float
+
+
 class AsynchronousTrainer:
-    """A `testbed.messaging.supervision.ResumableWork` in stretches, between which the pipeline is empty."""
+    """A `testbed.messaging.supervision.ResumableWork` with the states `Feeding`, `Draining` and `Reconfiguring`."""
 
     def __init__(
         self,
@@ -138,22 +169,15 @@ class AsynchronousTrainer:
         self._device = supervisor.device
         self._recovery = recovery
         self._partitioner = partitioner
-        self._options = problem.options
         self._problem = problem
         self._training = Training(job.dataset, problem.workload, problem.seed)
-        self._computed = problem.workload.numerics != "none"
-        self._steps = self._training.steps
         points = recovery.points
-        self._evaluations = Evaluations(supervisor, job, self._steps, points.has_all, points.weights)
+        self._evaluations = Evaluations(supervisor, job, self._training.steps, points.has_all, points.weights)
         self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
-        self._due = Due(self._options.evaluate_every, self._device.now())
+        self._due = Due(problem.options.evaluate_every, self._device.now())
         self._done = 0
         """The batch after the last one that is done on all stages."""
         self._evaluated = 0
-        self._ended = 0.0
-        """When the pipeline was last made to run empty."""
-        self._draining = 0.0
-        """Seconds that it then took to be empty."""
         self._mailbox.on(Updated, self._record)
 
     @property
@@ -162,84 +186,126 @@ class AsynchronousTrainer:
         return self._recovery.start
 
     async def run(self) -> None:
-        """Train in stretches to the last batch, evaluate in between and at the end. Raises `Lost`."""
-        step = self.start
-        self._warn()
-        if not step:
+        """Train to the last batch, evaluate in between and at the end. Raises `Lost`."""
+        if not self.start:
+            self._warn()
             self._training.record_left_out(self._device)
-        while step < self._steps:
-            step, wanted = await self._stretch(step)
-            if self._evaluates(step):
-                self._evaluated = step
-                if not await self._evaluations.make(step):
-                    return
-                self._due.made(self._device.now())
-            if step < self._steps and wanted is not None:
-                await self._change(step, wanted)
-                step = self.start
-        await self._evaluations.make(self._steps)
+        state: Feeding | Draining | Reconfiguring | None = Feeding(self.start)
+        while state is not None:
+            if isinstance(state, Feeding):
+                state = await self._feed(state)
+            elif isinstance(state, Draining):
+                state = await self._drain(state)
+            else:
+                state = await self._reconfigure(state)
 
     def _warn(self) -> None:
-        """Record, once, what momentum does to gradients that are some batches old."""
-        for text in momentum_advice(self._problem, self._options.window(len(self._supervisor.layout))):
-            if not self.start:
-                self._device.record("log", text=text)
+        """Record what momentum does to gradients that are some batches old."""
+        for text in momentum_advice(self._problem, self._window):
+            self._device.record("log", text=text)
 
-    async def _stretch(self, first: int) -> tuple[int, StagePartition | None]:
-        """Train from a batch on until all are done or something else is to be done.
+    @property
+    def _window(self) -> int:
+        """Batches in the pipeline at once, at most."""
+        return self._problem.options.window(len(self._supervisor.layout))
 
-        Return the batch to go on with, and the partition to change to, if there is a better one.
-        """
-        supervisor = self._supervisor
-        if self._survey.lacking and not self._recovery.recovering:
-            await self._survey.learn()
-            if (better := self._better()) is not None:
-                return first, better
-        window = self._options.window(len(supervisor.layout))
+    async def _feed(self, state: Feeding) -> Draining | Reconfiguring | Feeding | None:
+        """Feed batches until the training ends, is to be evaluated, or may continue with other stages."""
+        first = state.first
+        if first == self._training.steps:
+            await self._evaluations.make(first)
+            return None
+        wanted = await self._measured_better()
+        if wanted is not None:
+            return await self._after_draining(first, wanted, state.draining)
+        window = self._window
         self._device.record(
             "stretch",
             step=first,
             in_flight=window,
-            partition=supervisor.stages,
+            partition=self._supervisor.stages,
             configuration=self._mailbox.configuration,
         )
         fed = done = self._done = first
-        ending = False
-        wanted: StagePartition | None = None
-        while not ending or done < fed:
-            while not ending and fed - done < window:
-                if fed == self._steps or (fed > first and self._evaluates(fed)):
-                    ending = self._end(fed)
-                else:
-                    self._feed(fed, fed == first)
-                    fed += 1
-            if done < fed:
-                await self._until_done(done)
-                done += 1
-                # Also while the pipeline runs empty for an evaluation: this batch does not come again.
-                due = self._partitioner.due(done)
-                self._survey.look(again=due)
-                if due and fed < self._steps:
-                    wanted = None if self._survey.lacking else self._better()
-                    if self._survey.lacking or wanted is not None:
-                        ending = ending or self._end(fed)
-        for part in supervisor.layout:
-            await supervisor.take(Drained, part.device)
-        self._draining = self._device.now() - self._ended
-        return fed, wanted
+        while True:
+            while fed - done < window:
+                if self._ends(first, fed):
+                    return self._end(done, fed)
+                self._post(fed, first=fed == first)
+                fed += 1
+            await self._until_done(done)
+            done += 1
+            if self._reconsiders(done, fed):
+                wanted = self._known_better()
+                if wanted is not None or self._survey.lacking:
+                    return self._end(done, fed, wanted)
 
-    def _feed(self, batch: int, first: bool) -> None:
+    async def _measured_better(self) -> StagePartition | None:
+        """Measure the times and links that the choice of a partition lacks; return a better partition, if any."""
+        if not self._survey.lacking or self._recovery.recovering:
+            return None
+        await self._survey.learn()
+        return self._better()
+
+    def _ends(self, first: int, batch: int) -> bool:
+        """Return whether the pipeline has to run empty before a batch."""
+        return batch == self._training.steps or (batch > first and self._evaluates(batch))
+
+    def _post(self, batch: int, first: bool) -> None:
+        """Send a batch into the pipeline."""
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
         activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
         self._mailbox.post(layout[0].device, activation)
 
-    def _end(self, batch: int) -> bool:
-        """Let the pipeline run empty before this batch."""
-        self._ended = self._device.now()
-        self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, batch))
-        return True
+    def _end(self, done: int, end: int, wanted: StagePartition | None = None) -> Draining:
+        """Let the pipeline run empty before batch ``end``."""
+        now = self._device.now()
+        self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, end))
+        return Draining(done, end, wanted, now)
+
+    async def _drain(self, state: Draining) -> Reconfiguring | Feeding | None:
+        """Wait for the batches that are under way."""
+        wanted = state.wanted
+        for batch in range(state.done, state.end):
+            await self._until_done(batch)
+            # Here as well: this batch, after which the partition is due, does not come again.
+            if self._reconsiders(batch + 1, state.end):
+                wanted = self._known_better()
+        for part in self._supervisor.layout:
+            await self._supervisor.take(Drained, part.device)
+        return await self._after_draining(state.end, wanted, self._device.now() - state.since)
+
+    async def _after_draining(
+        self, step: int, wanted: StagePartition | None, draining: float
+    ) -> Reconfiguring | Feeding | None:
+        """Evaluate if it is time; return the next state, None where training stops."""
+        if self._evaluates(step):
+            self._evaluated = step
+            if not await self._evaluations.make(step):
+                return None
+            self._due.made(self._device.now())
+        if wanted is None:
+            return Feeding(step, draining)
+        return Reconfiguring(step, wanted, draining)
+
+    async def _reconfigure(self, state: Reconfiguring) -> Feeding:
+        """Change to another partition; raises `Lost` when a stage is not there any more."""
+        recovery = self._recovery
+        before = recovery.partition
+        begun = self._device.now()
+        there = await recovery.regroup({*before.devices, *state.wanted.devices})
+        recovery.take_up(self._partitioner.better(before, there) or before)
+        await recovery.establish()
+        self._device.record(
+            "repartition",
+            step=state.step,
+            partition=self._supervisor.stages,
+            seconds=state.draining + self._device.now() - begun,
+            draining=state.draining,
+        )
+        return Feeding(self.start, state.draining)
 
     def _record(self, updated: Updated) -> None:
         """Record a batch that is done on all stages, the first one's update being the last of all."""
@@ -247,9 +313,8 @@ class AsynchronousTrainer:
         assert updated.loss is not None
         batch = updated.batch
         self._partitioner.observe(self._recovery.partition, updated.times)
-        self._device.record(
-            "step", step=batch, samples=self._training.count(batch), **loss_fields(updated.loss, self._computed)
-        )
+        loss = loss_fields(updated.loss, self._problem.workload.numerics != "none")
+        self._device.record("step", step=batch, samples=self._training.count(batch), **loss)
         self._done = batch + 1
         self._supervisor.progress = max(self._supervisor.progress, self._done)
         if self._recovery.recovering:
@@ -266,26 +331,20 @@ class AsynchronousTrainer:
                     raise
 
     def _evaluates(self, step: int) -> bool:
-        return self._due(step, self._device.now()) and step not in (self._evaluated, self._steps)
+        return self._due(step, self._device.now()) and step not in (self._evaluated, self._training.steps)
+
+    def _reconsiders(self, done: int, fed: int) -> bool:
+        """Have links to standby devices measured; return whether the partition is to be chosen again after a batch."""
+        due = self._partitioner.due(done)
+        self._survey.look(again=due)
+        return due and fed < self._training.steps
 
     def _better(self) -> StagePartition | None:
         """Return the partition that is worth changing to now; None where there is none."""
         partition = self._recovery.partition
-        there = {*partition.devices, *self._recovery.joiners()}
+        there = {*partition.devices, *self._recovery.standby.joiners()}
         return self._partitioner.better(partition, self._recovery.ordered(there))
 
-    async def _change(self, step: int, wanted: StagePartition) -> None:
-        """Change to another partition, the pipeline being empty; raises `Lost` when a stage is not there any more."""
-        recovery = self._recovery
-        before = recovery.partition
-        begun = self._device.now()
-        there = await recovery.regroup({*before.devices, *wanted.devices})
-        recovery.take_up(self._partitioner.better(before, there) or before)
-        await recovery.establish()
-        self._device.record(
-            "repartition",
-            step=step,
-            partition=self._supervisor.stages,
-            seconds=self._draining + self._device.now() - begun,
-            draining=self._draining,
-        )
+    def _known_better(self) -> StagePartition | None:
+        """Return the same; None while something that the choice needs is not known."""
+        return None if self._survey.lacking else self._better()
