@@ -178,6 +178,8 @@ class Job(Generic[ProblemOptions, PlanDetails]):
     """What `weights` returns; for runtimes."""
     on_weights: Callable[[], None] = lambda: None
     """Called when `weights` is first read, so that a run whose program never does is not reported as begun with it."""
+    shared: Any = None
+    """The `Method.simulation_state`, one object for all devices of a simulation; None on containers."""
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:
@@ -270,6 +272,10 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
         """Return how many samples of a batch pass through the model together; pure."""
         return problem.workload.batch_size
+
+    def simulation_state(self, problem: Problem[MethodOptions]) -> Any:
+        """Return an object through which the devices of a simulation compute together; None where each is alone."""
+        return None
 
     def largest_messages(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
         """Return the largest messages of a run without faults; pure.

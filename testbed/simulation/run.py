@@ -59,6 +59,7 @@ def simulate(
     experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
 
     frozen = frozen_part(problem, weights)
+    shared = method.simulation_state(problem)
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
         lead = device.name == plan.lead
@@ -68,7 +69,7 @@ def simulate(
         if lead and weights is not None:
             given = {name: tensor for name, tensor in weights.items() if name not in frozen}
         posed = with_frozen(posed, frozen)
-        return method.program(device, Job(posed, own_plan, own, given, lambda: device.record("weights")))
+        return method.program(device, Job(posed, own_plan, own, given, lambda: device.record("weights"), shared))
 
     recorder = Recorder(on_event, names)
     if on_lines is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -89,6 +89,10 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
             stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
         return planner.whole_plan(self.name, Participants(problem))
 
+    def simulation_state(self, problem: Problem[O]) -> stacked.Stack | None:
+        """Return the trainings that the devices compute together."""
+        return stacked.Stack(problem) if problem.workload.numerics == "stacked" else None
+
     def largest_messages(self, problem: Problem[O], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
         """Return weights and updates, and what crosses a split."""
         return planner.round_messages(problem, plan)
@@ -141,13 +145,12 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     seed = problem.seed if problem.workload.data.shuffle else None
     workload = problem.workload
     share = Share(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
-    stack = stacked.stack_of(problem) if problem.workload.numerics == "stacked" else None
-    layers = Layers(device, problem, 0, mine.split, numbers=stack is None)
+    layers = Layers(device, problem, 0, mine.split, numbers=job.shared is None)
     sent = hooks.sent
     if by := codec(transfer_of(problem.options).updates, problem.codes):
         sent = Changes(sent, by)
     length, devices = Participants(problem).length, len(problem.samples)
-    return LocalTraining(share, length, layers, hooks.train_local, sent, devices, stack)
+    return LocalTraining(share, length, layers, hooks.train_local, sent, devices, job.shared)
 
 
 async def hold_rounds(
@@ -159,26 +162,41 @@ async def hold_rounds(
     """
     problem, clients = job.problem, job.plan.details.portions
     assert job.dataset is not None
-    device, options, depth = mailbox.device, problem.options, len(problem.model.units)
+    device, options = mailbox.device, problem.options
     model = GlobalModel(device, job, hooks.merge, hooks.extra)
     splits = {name: client.split for name, client in clients.items()}
     side = None
     if split:
-        shared = {first: Layers(device, problem, first, depth) for first in splits.values()} if in_turn else {}
-        copies = {name: shared.get(first) or Layers(device, problem, first, depth) for name, first in splits.items()}
+        copies = _server_layers(device, problem, splits, shared=in_turn)
         side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
     planned = {name: client.round_time for name, client in clients.items()}
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
     changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"
-    rounds = Rounds(mailbox, policy, problem.seed)
-    server = Server(device, rounds, model, splits, side, in_turn, changes)
+    server = Server(device, Rounds(mailbox, policy, problem.seed), model, splits, side, in_turn, changes)
+    _record_unused_samples(device, job)
+    await server.run()
+
+
+def _server_layers(device: Device, problem: Problem, splits: Mapping[str, int], shared: bool) -> dict[str, Layers]:
+    """Return the server's layers for each device; ``shared``: the same for all devices with the same split point."""
+    depth = len(problem.model.units)
+    if not shared:
+        return {name: Layers(device, problem, first, depth) for name, first in splits.items()}
+    made = {first: Layers(device, problem, first, depth) for first in splits.values()}
+    return {name: made[first] for name, first in splits.items()}
+
+
+def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
+    """Record which devices have less than a batch, and how many samples no round trains on."""
+    problem = job.problem
     size = problem.workload.batch_size
-    if few := [name for name, there in problem.samples.items() if there < size]:
-        text = f"{', '.join(few)}: fewer samples than a batch of {size}, which is all of them there"
+    small = [name for name, count in problem.samples.items() if count < size]
+    if small:
+        text = f"{', '.join(small)}: fewer samples than a batch of {size}, which is all of them there"
         device.record("log", text=text)
     rest = 0
     for name, count in problem.samples.items():
-        whole = min(size, count) // clients[name].parallel * clients[name].parallel
+        parallel = job.plan.details.portions[name].parallel
+        whole = min(size, count) // parallel * parallel
         rest += left_out(count, whole, problem.workload.drop_last)
     record_left_out(device, rest, sum(problem.samples.values()))
-    await server.run()

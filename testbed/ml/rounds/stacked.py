@@ -1,18 +1,17 @@
 """Local training of many devices in one computation: their weights and samples stacked, by torch's ``vmap``.
 
-On the virtual clock a device's training is charged as ever, but what comes of it is computed when the first device is
-done: then of all that have begun by then and are alike, together. Small networks gain most, of which each operation
-costs more than its numbers. In a container a device is alone, and learns the same by ``numerics: full``.
+On the virtual clock a device's training is charged as usual. The numbers are computed when the first device asks for
+its result: then those of all similar trainings that have begun, in one computation. The gain is largest for small
+networks, where an operation costs more than its numbers. On containers a device is alone and trains by
+``numerics: full``.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from weakref import WeakKeyDictionary
 
 from testbed.common.errors import InputError
 from testbed.method import Problem
@@ -42,11 +41,6 @@ class Training:
             self.stack.compute()
         assert self.result is not None
         return self.result
-
-
-def stack_of(problem: Problem) -> Stack:
-    """Return what the devices of a simulation have in common, which is their event loop."""
-    return _STACKS.setdefault(asyncio.get_running_loop(), Stack(problem))
 
 
 def check(problem: Problem, plain: bool) -> None:
@@ -118,9 +112,6 @@ class Stack:
             return recipe.loss(functional_call(module, weights, (images,)).float(), labels, None)
 
         return vmap(grad_and_value(loss))
-
-
-_STACKS: WeakKeyDictionary[asyncio.AbstractEventLoop, Stack] = WeakKeyDictionary()
 
 
 def _alike(training: Training) -> tuple[int, int, int]:
