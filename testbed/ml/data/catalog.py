@@ -341,20 +341,27 @@ def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
     ``place`` is its folder, or its file. Reads no samples. Raises `InputError` for an unknown name.
     """
     source = describe(part.name)
-    download = f"`testbed setup data {part.name}` downloads them"
-    if source.files and not place.is_dir():
-        yield ("folder",), f"{part.name} is read from files and there is no folder {place}: {download}"
+    if source.files:
+        yield from _folder_problems(source, part.name, place)
     elif source.from_path and part.path is not None and not place.is_file():
         yield ("path",), f"there is no file {place}: name a picture, relative to the scenario file"
-    elif source.files and not any(files.find(place, name) for name in source.files):
-        yield ("folder",), f"{place} holds none of the files of {part.name}: {download}"
-    for images in filter(None, (files.find(place, name) for name in source.files if "-images-" in name)):
-        try:
-            files.check_images(images, source.shape[1:])
-        except InputError as error:
-            yield ("folder",), str(error)
     if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
         yield ("train",), f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer"
+
+
+def _folder_problems(source: DataSource, name: str, folder: Path) -> Iterator[tuple[Key, str]]:
+    present = [file for each in source.files if (file := files.find(folder, each))]
+    download = f"`testbed setup data {name}` downloads them"
+    if not folder.is_dir():
+        yield ("folder",), f"{name} is read from files and there is no folder {folder}: {download}"
+    elif not present:
+        yield ("folder",), f"{folder} holds none of the files of {name}: {download}"
+    for file in present:
+        if "-images-" in file.name:
+            try:
+                files.check_images(file, source.shape[1:])
+            except InputError as error:
+                yield ("folder",), str(error)
 
 
 def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:
@@ -371,19 +378,24 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank)
-    place = folder or Path((part.path if source.from_path else part.folder) or "")
-    if source.files and folder is None and part.folder is None:
-        raise InputError(
-            f"{part.name} is read from files: name the folder that holds them; "
-            f"`testbed setup data {part.name}` downloads them",
-            ("data", "folder"),
-        )
-    if source.files and not place.is_dir():
-        raise InputError(f"there is no folder {place}; `testbed setup data {part.name}` makes one", ("data", "folder"))
-    name, train, test = source.read(source, place)
+    name, train, test = source.read(source, _place(source, part, folder))
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
     found = Dataset(name, source.classes, *chosen)
     return found.blank() if blank else found
+
+
+def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
+    """Return the file or folder to read; raises `InputError` where a folder is missing."""
+    if not source.files:
+        return folder or Path((part.path if source.from_path else None) or "")
+    download = f"`testbed setup data {part.name}`"
+    folder = folder or (Path(part.folder) if part.folder else None)
+    if folder is None:
+        text = f"{part.name} is read from files: name the folder that holds them; {download} downloads them"
+        raise InputError(text, ("data", "folder"))
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}; {download} makes one", ("data", "folder"))
+    return folder
 
 
 def _limited(found: Dataset, part: DataPart) -> Dataset:

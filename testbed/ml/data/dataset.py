@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -143,18 +144,29 @@ def unpack(body: Buffer) -> Dataset:
     """Read what `pack` wrote; the arrays share the memory of ``body``. Raises `TensorError` for anything else."""
     raw, metadata = tensors.read(body)
     arrays = tensors.to_numpy(raw)
-    if set(metadata) != {"name", "classes"} or not metadata["classes"].isdecimal() or len(metadata["classes"]) > 9:
+    if set(metadata) != {"name", "classes"} or not re.fullmatch("[0-9]{1,9}", metadata["classes"]):
         raise TensorError("a data set has a name and a number of classes")
-    if set(arrays) != set(_ARRAYS) or any(array.dtype.name not in _ARRAYS[name] for name, array in arrays.items()):
-        wanted = ", ".join(f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items())
-        raise TensorError(f"a data set has the arrays {wanted}")
+    _check_types(arrays)
     for part in ("train", "test"):
-        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
-        copies = part == "train" and len(labels) > 0 and len(images) % len(labels) == 0  # augmented
-        if images.ndim < 2 or labels.ndim < 1 or not (copies or len(labels) == len(images)):
-            raise TensorError(f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many")
+        _check_lengths(arrays, part)
     train, test = arrays["train_images"], arrays["test_images"]
     if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
         raise TensorError("training and test samples are of one shape and one type")
     given: dict[str, Any] = dict(arrays)
     return Dataset(metadata["name"], int(metadata["classes"]), **given)
+
+
+def _check_types(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    if set(arrays) == set(_ARRAYS) and all(array.dtype.name in _ARRAYS[name] for name, array in arrays.items()):
+        return
+    wanted = ", ".join(f"{name} ({' or '.join(types)})" for name, types in _ARRAYS.items())
+    raise TensorError(f"a data set has the arrays {wanted}")
+
+
+def _check_lengths(arrays: Mapping[str, npt.NDArray[Any]], part: str) -> None:
+    images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+    fits = len(images) == len(labels)
+    if part == "train" and len(labels):
+        fits = len(images) % len(labels) == 0  # augmented samples are there once for each epoch
+    if images.ndim < 2 or labels.ndim < 1 or not fits:
+        raise TensorError(f"{part}_images is (samples, ...), and {part}_labels (samples, ...) with as many")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -28,6 +28,10 @@ from testbed.workload import DataPart, SplitPart
 Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
 """Samples, (samples, ...), or the several inputs that they consist of, by name."""
 Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
+Arrays: TypeAlias = "tuple[npt.NDArray[Any], npt.NDArray[Any]]"
+"""Samples and labels, (samples, ...) both."""
+Groups: TypeAlias = "npt.NDArray[np.int64] | None"
+"""(samples,), which value of the column that splits them each has."""
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
 GROUP = "testbed.data"
@@ -37,15 +41,14 @@ _NAME: Key = ("data", "name")
 _FILE: Key = ("data", "file")
 _PATH: Key = ("data", "path")
 _NAMES = (
-    ("train_images", "train_labels", "test_images", "test_labels"),
-    ("x_train", "y_train", "x_test", "y_test"),
+    (("train_images", "train_labels"), ("test_images", "test_labels")),
+    (("x_train", "y_train"), ("x_test", "y_test")),
 )
+_NEEDED = "train_images and train_labels or x_train and y_train"
 _HUGGING_FACE = ("dataset_dict.json", "dataset_info.json")
 """Files that data sets of Hugging Face have on disk, of several parts or of one."""
 _READ = 1 << 22
 """Values of a file larger than memory that are looked at at once."""
-_PARTS = ("train_", "test_")
-"""How the names of several inputs begin, and those of the labels beside them."""
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
@@ -88,59 +91,84 @@ def _load(text: str, place: Path, changed: int, test_share: float, group: str | 
         read_test = None if read_test is None else _without(read_test, group)[0]
     train, fields = _checked(read, f"{place}: the training samples", key)
     if read_test is None:
-        kept, left = holdout(train[1] if is_class(train[1]) else np.zeros(len(train[1]), np.int64), test_share)
-        train, test = ((large.take(train[0], some), train[1][some]) for some in (kept, left))
-        groups = None if groups is None else groups[kept]
+        train, test, groups = _hold_out(train, groups, test_share)
     else:
         test, others = _checked(read_test, f"{place}: the test samples", key)
         if fields != others:
             shown = [", ".join(f"{each.name} {each.shape} {each.kind}" for each in of) for of in (fields, others)]
             raise InputError(f"{place}: training samples have {shown[0]}, test samples {shown[1]}", key)
-    if train[0].shape[1:] != test[0].shape[1:]:
-        shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
-        text = f"{place}: {shapes}: give both one shape"
-        raise InputError(text, key)
-    if train[0].dtype != test[0].dtype:
-        train, test = ((samples.astype(np.float32), labels) for samples, labels in (train, test))
-    if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
-        raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
-    if train[1].dtype.kind == "f":
-        return Dataset(part.name, math.prod(train[1].shape[1:]), *train, *test, groups, fields)
-    classes = 1 + int(max(train[1].max(initial=0), test[1].max(initial=0)))
-    if is_class(train[1]) and classes > (count := len(train[1]) + len(test[1])):
-        raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
+    train, test = _alike(train, test, place, key)
+    classes = _classes_of(train[1], test[1], place, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
 
 
-def _read(
-    part: DataPart, place: Path, group: str | None
-) -> tuple[Samples, Samples | None, npt.NDArray[np.int64] | None]:
+def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arrays, Groups]:
+    """Set a share of the training samples aside for tests."""
+    samples, labels = train
+    classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
+    kept, left = holdout(classes, share)
+    test = large.take(samples, left), labels[left]
+    train = large.take(samples, kept), labels[kept]
+    return train, test, None if groups is None else groups[kept]
+
+
+def _alike(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, Arrays]:
+    """Return both parts with samples of one type; raises `InputError` where shapes or types of labels differ."""
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
+        raise InputError(f"{place}: {shapes}: give both one shape", key)
+    if train[1].dtype != test[1].dtype or train[1].shape[1:] != test[1].shape[1:]:
+        raise InputError(f"{place}: training and test labels differ in shape or type: give both the same", key)
+    if train[0].dtype != test[0].dtype:
+        train = train[0].astype(np.float32), train[1]
+        test = test[0].astype(np.float32), test[1]
+    return train, test
+
+
+def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key) -> int:
+    """Return the number of classes, or of the values to predict for a sample; raises `InputError` for odd labels."""
+    if train.dtype.kind == "f":
+        return math.prod(train.shape[1:])
+    classes = 1 + int(max(train.max(initial=0), test.max(initial=0)))
+    count = len(train) + len(test)
+    if is_class(train) and classes > count:
+        raise InputError(f"{place}: labels up to {classes - 1} for {count} samples: number the classes from 0", key)
+    return classes
+
+
+def _read(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
     """Return training and test samples as they lie in a file or folder, and which values split the former."""
     if part.size is not None and not place.is_dir():
         raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
-    if part.path is not None and place.suffix in tables.SUFFIXES:
+    if part.path is None:
+        _refuse_columns(part)
+        return *_from_function(part, place), None
+    if place.suffix in tables.SUFFIXES:
         table = tables.read(place, part.label, part.columns, group)
         return (table.samples, table.labels), None, table.groups
-    if part.path is not None and any((place / name).is_file() for name in _HUGGING_FACE):
+    if any((place / name).is_file() for name in _HUGGING_FACE):
         return *_from_hugging_face(part, place), None
+    _refuse_columns(part)
+    if place.is_dir() and not any(place.glob("*.npy")):
+        return *_from_folders(place, part.size), None
+    return *_from_arrays(place), None
+
+
+def _refuse_columns(part: DataPart) -> None:
     if part.label or part.columns:
         raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
-    if part.path is None:
-        return *_from_function(part, place), None
-    pictures_only = place.is_dir() and not [*place.glob("*.npy")]
-    return *(_from_folders(place, part.size) if pictures_only else _from_arrays(place)), None
 
 
-def _without(samples: Samples, group: str) -> tuple[Samples, npt.NDArray[np.int64] | None]:
+def _without(samples: Samples, group: str) -> tuple[Samples, Groups]:
     """Return samples without the input that says how they are split, and which of its values each has."""
     values, labels = samples
     if not isinstance(values, Mapping) or group not in values:
         return samples, None
     inputs = {name: each for name, each in values.items() if name != group}
-    return (inputs if len(inputs) > 1 else next(iter(inputs.values())), labels), tables.numbered(values[group])
+    return (_only_or_all(inputs), labels), tables.numbered(values[group])
 
 
-def _checked(samples: Samples, what: str, key: Key) -> tuple[tuple[npt.NDArray[Any], npt.NDArray[Any]], Fields]:
+def _checked(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     """Return samples and labels, (samples, ...) both, as every data set has them, of float32 or int64; and fields."""
     values, labels = samples
     if isinstance(values, Mapping):
@@ -173,29 +201,34 @@ def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     """Return values of float32, int64 or bool, bytes scaled to [0, 1]."""
     if values.dtype.kind not in "uifb":
         _refuse_type(values, what, key)
-    if values.ndim == 4 and values.shape[-1] in (1, 3, 4) and values.shape[1] == values.shape[2] > 4:
+    if _has_colours_last(values.shape):
         text = f"{what}: {values.shape} has the colours last, and torch has them first: numpy.moveaxis(samples, -1, 1)"
         raise InputError(text, key)
-    if values.dtype.kind == "b" or (values.dtype.kind in "ui" and values.dtype != np.uint8):
-        return values.astype(bool if values.dtype.kind == "b" else np.int64, copy=False)
-    if isinstance(values, np.memmap) and values.dtype in (np.float32, np.uint8):
-        step = max(1, _READ // max(1, values[0].size))
-        if values.dtype != np.uint8 and not all(
-            np.isfinite(values[at : at + step]).all() for at in range(0, len(values), step)
-        ):
-            raise InputError(_unsound(what), key)
+    if values.dtype.kind == "b":
         return values
-    with np.errstate(over="ignore"):
-        scaled = values.astype(np.float32)
+    if values.dtype.kind != "f" and values.dtype != np.uint8:
+        return values.astype(np.int64, copy=False)
+    found = values
+    if not isinstance(values, np.memmap) or values.dtype not in (np.float32, np.uint8):
+        with np.errstate(over="ignore"):
+            found = values.astype(np.float32)
+        if values.dtype == np.uint8:
+            found /= 255
+    if not _is_finite(found):
+        raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
+    return found
+
+
+def _has_colours_last(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 4 and shape[-1] in (1, 3, 4) and shape[1] == shape[2] > 4
+
+
+def _is_finite(values: npt.NDArray[Any]) -> bool:
+    """Return whether an array that may be larger than memory has finite values alone."""
     if values.dtype == np.uint8:
-        scaled /= 255
-    if not np.isfinite(scaled).all():
-        raise InputError(_unsound(what), key)
-    return scaled
-
-
-def _unsound(what: str) -> str:
-    return f"{what}: hold values that are no finite numbers of float32: mend or leave them out"
+        return True
+    step = max(1, _READ // max(1, values[0].size))
+    return all(np.isfinite(values[begin : begin + step]).all() for begin in range(0, len(values), step))
 
 
 def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
@@ -233,18 +266,22 @@ def _pair(part: Any, where: str) -> Samples:
     """
     try:
         if isinstance(part, tuple) and len(part) == 2:
-            samples, labels = part[0], _array(part[1])
-            several = isinstance(samples, tuple) and len(samples) != len(labels)
-            if several and all(len(each) == len(labels) for each in samples):
-                samples = {str(place): each for place, each in enumerate(samples)}
-            if isinstance(samples, Mapping):
-                return {name: _array(each) for name, each in samples.items()}, labels
-            return _array(samples), labels
+            return _inputs(part[0], _array(part[1]))
         pairs = [_sample(part[number]) for number in range(len(part))]
         return _together([sample for sample, _ in pairs], 0), _stacked([label for _, label in pairs], IGNORED)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
+
+
+def _inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
+    """Return samples as an array, or of several inputs an array of each."""
+    several = isinstance(samples, tuple) and len(samples) != len(labels)
+    if several and all(len(each) == len(labels) for each in samples):
+        samples = {str(place): each for place, each in enumerate(samples)}
+    if isinstance(samples, Mapping):
+        return {name: _array(each) for name, each in samples.items()}, labels
+    return _array(samples), labels
 
 
 def _sample(item: Any) -> tuple[Any, Any]:
@@ -263,7 +300,12 @@ def _together(samples: Sequence[Any], filling: int) -> Values:
     if not isinstance(samples[0], Mapping):
         return _stacked(samples, filling)
     found = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
-    return found if len(found) > 1 else next(iter(found.values()))
+    return _only_or_all(found)
+
+
+def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
+    """Return the array of a single input, or several by their names."""
+    return inputs if len(inputs) > 1 else next(iter(inputs.values()))
 
 
 def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
@@ -292,23 +334,28 @@ def _array(values: Any) -> npt.NDArray[Any]:
 
 def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
     arrays = _arrays(place)
-    for train_images, train_labels, test_images, test_labels in _NAMES:
-        if train_images in arrays and train_labels in arrays:
-            train = arrays[train_images], arrays[train_labels]
-            if test_images in arrays and test_labels in arrays:
-                return train, (arrays[test_images], arrays[test_labels])
-            if test_images in arrays or test_labels in arrays:
-                raise InputError(f"{place} holds one of {test_images} and {test_labels}: it needs both or none", _PATH)
-            return train, None
-    parts = {of: {name.removeprefix(of): each for name, each in arrays.items() if name.startswith(of)} for of in _PARTS}
-    inputs, tests = parts.values()
-    labels, wanted = inputs.pop("labels", None), tests.pop("labels", None)
-    if inputs and labels is not None:
-        if bool(tests) != (wanted is not None):
-            raise InputError(f"{place} holds test samples or labels, and not both: it needs both or none", _PATH)
-        return (inputs, labels), None if wanted is None else (tests, wanted)
-    names = " or ".join(f"{each[0]} and {each[1]}" for each in _NAMES)
-    raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {names}", _PATH)
+    for train, test in _NAMES:
+        if all(name in arrays for name in train):
+            return (arrays[train[0]], arrays[train[1]]), _test_part(place, arrays, test)
+    inputs, test_inputs = (_inputs_of(arrays, prefix) for prefix in ("train_", "test_"))
+    labels, test_labels = inputs.pop("labels", None), test_inputs.pop("labels", None)
+    if not inputs or labels is None:
+        raise InputError(f"{place} holds {', '.join(arrays) or 'nothing'}: it needs {_NEEDED}", _PATH)
+    if bool(test_inputs) != (test_labels is not None):
+        raise InputError(f"{place} holds test samples or labels, and not both: it needs both or none", _PATH)
+    return (inputs, labels), None if test_labels is None else (test_inputs, test_labels)
+
+
+def _test_part(place: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple[str, str]) -> Arrays | None:
+    given = [arrays[name] for name in names if name in arrays]
+    if len(given) == 1:
+        raise InputError(f"{place} holds one of {' and '.join(names)}: it needs both or none", _PATH)
+    return (given[0], given[1]) if given else None
+
+
+def _inputs_of(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): each for name, each in arrays.items() if name.startswith(prefix)}
 
 
 def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
@@ -327,19 +374,27 @@ def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | 
 
 def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
     names = list(rows.column_names)
-    label = part.label or next((name for name in ("label", "labels") if name in names), "label")
+    label = part.label or min(["label", "labels"], key=lambda name: name not in names)
     if isinstance(part.columns, Mapping):
         raise InputError("columns of such a data set are inputs by their own names: write a list", ("data", "columns"))
-    chosen = list(part.columns) if part.columns is not None else [name for name in names if name != label]
-    if missing := [name for name in (label, *chosen) if name not in names]:
-        text = f"{place} has no column {', '.join(missing)}: there are {', '.join(names)}"
-        raise InputError(text, ("data", "label" if label in missing else "columns"))
+    chosen = part.columns or [name for name in names if name != label]
+    for name in (label, *chosen):
+        if name not in names:
+            key = "label" if name == label else "columns"
+            raise InputError(f"{place} has no column {name}: there are {', '.join(names)}", ("data", key))
     try:
         inputs = {name: _stacked(rows[name], 0) for name in chosen}
         labels = _stacked(rows[label], IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH) from None
-    return inputs if len(inputs) > 1 else next(iter(inputs.values())), labels
+    return _only_or_all(inputs), labels
+
+
+def _from_npz(place: Path) -> dict[str, npt.NDArray[Any]]:
+    if not zipfile.is_zipfile(place):  # numpy would advise to unpickle it
+        raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
+    with np.load(place, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
 
 
 def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
@@ -347,10 +402,7 @@ def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
         if place.is_dir():  # arrays that may be larger than memory
             return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in place.glob("*.npy")}
         if place.suffix == ".npz":
-            if not zipfile.is_zipfile(place):  # else numpy advises to unpickle it
-                raise InputError(f"{place} is no .npz file: write it by numpy.savez", _PATH)
-            with np.load(place, allow_pickle=False) as file:
-                return {name: file[name] for name in file.files}
+            return _from_npz(place)
         if place.suffix == ".safetensors":
             with safe_open(place, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -390,18 +442,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
-    found = [
-        (file, label)
-        for label, name in enumerate(classes)
-        if (folder / name).is_dir()
-        for file in _files(folder / name)
-    ]
     shape: tuple[int, int, int] | None = None
     if size is not None:
         height, width = (int(each) for each in size.split("x"))
         shape = (3, height, width)
     images = []
-    for file, _ in found:
+    labels = []
+    for file, label in _labelled_files(folder, classes):
         try:
             picture = pictures.read(file)
         except InputError as error:
@@ -411,4 +458,12 @@ def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
             here = f"{picture.height}x{picture.width}, others of {shape[1]}x{shape[2]}"
             raise InputError(f"{file} is of {here}: write `size: HEIGHTxWIDTH`, and all are fitted into it", _PATH)
         images.append(pictures.letterbox(picture, shape))
-    return np.stack(images), np.asarray([label for _, label in found])
+        labels.append(label)
+    return np.stack(images), np.asarray(labels)
+
+
+def _labelled_files(folder: Path, classes: list[str]) -> Iterator[tuple[Path, int]]:
+    for label, name in enumerate(classes):
+        if (folder / name).is_dir():
+            for file in _files(folder / name):
+                yield file, label

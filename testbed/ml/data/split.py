@@ -44,21 +44,29 @@ def split(
         raise InputError(text, _KEY)
     if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
         raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
-    least = (how.min_samples if isinstance(how, SplitPart) else None) or 0
-    most = 0
-    for draw in range(DRAWS if least else 1):
-        found, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
-        smallest = min(map(len, found))
-        most = max(most, smallest)
-        if smallest >= least:
-            break
-    else:
-        text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
-        raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
+    found, remedy = _large_enough(labels, classes, owners, how, seed, groups)
     for name, share in zip(owners, found, strict=True):
         if not len(share):
             raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
     return {name: np.sort(share) for name, share in zip(owners, found, strict=True)}
+
+
+def _large_enough(
+    labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None
+) -> tuple[list[Indices], str]:
+    """Return the first draw that gives each device `min_samples`, and a remedy for a device without samples."""
+    least = how.min_samples if isinstance(how, SplitPart) else None
+    if not least:
+        return _shared(labels, classes, owners, how, seed, groups, 0)
+    most = 0
+    for draw in range(DRAWS):
+        found, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
+        smallest = min(map(len, found))
+        if smallest >= least:
+            return found, remedy
+        most = max(most, smallest)
+    text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
+    raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
 
 
 def _shared(
@@ -147,22 +155,31 @@ def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -
     if each > classes:
         raise InputError(f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards"))
     generator = _generator(seed, "shards")
-    deck: list[int] = []
-    hands: list[list[int]] = []
-    for _ in range(devices):
-        hand: list[int] = []
-        while len(hand) < each:
-            if all(label in hand for label in deck):
-                deck += generator.permutation(classes).tolist()
-            hand.append(deck.pop(next(place for place, label in enumerate(deck) if label not in hand)))
-        hands.append(hand)
+    hands = _deal(classes, devices, each, generator)
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in range(classes):
-        holders = [device for device, hand in enumerate(hands) if label in hand]
+        holders = [share for share, hand in zip(shares, hands, strict=True) if label in hand]
         members = generator.permutation(np.flatnonzero(labels == label))
-        for device, part in zip(holders, np.array_split(members, max(len(holders), 1)), strict=False):
-            shares[device].append(part)
+        if holders:
+            for share, part in zip(holders, np.array_split(members, len(holders)), strict=True):
+                share.append(part)
     return [np.concatenate(share) for share in shares]
+
+
+def _deal(classes: int, devices: int, each: int, generator: np.random.Generator) -> list[list[int]]:
+    """Deal different classes to each device from decks of all classes."""
+    deck: list[int] = []
+    hands: list[list[int]] = [[] for _ in range(devices)]
+    for hand in hands:
+        while len(hand) < each:
+            fitting = [label for label in deck if label not in hand]
+            if not fitting:
+                fitting = generator.permutation(classes).tolist()
+                deck += fitting
+                fitting = [label for label in fitting if label not in hand]
+            hand.append(fitting[0])
+            deck.remove(fitting[0])
+    return hands
 
 
 def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:

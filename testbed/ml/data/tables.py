@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,34 +41,52 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
     of rows at a time, so it may be larger than memory. Raises `InputError` for columns that are not there, cells that
     hold nothing, and a file that is no table.
     """
-    there = _names(place)
-    names = ", ".join(there)
-    if label is None:
-        raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
-    plain = columns if columns is not None else [name for name in there if name not in (label, group)]
-    inputs: Mapping[str, Sequence[str]] = plain if isinstance(plain, Mapping) else {"": plain}
-    chosen = [name for each in inputs.values() for name in each]
-    keys = {label: "label", **dict.fromkeys(chosen, "columns"), **({group: "split"} if group else {})}
-    for name, key in keys.items():
-        if name not in there:
-            raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
-    if not chosen:
-        raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
-    kinds, rows = _kinds(place, list(keys), [label, *chosen])
-    words = _words(place, [name for name in keys if kinds.get(name) is str or name == group])
+    inputs = _inputs(place, label, columns, group)
+    assert label is not None
+    names = list(dict.fromkeys([label, *chain.from_iterable(inputs.values())]))
+    kinds, rows = _kinds(place, names)
+    words = _words(place, [name for name in names if kinds[name] is str])
     samples = {name: large.empty((rows, len(each)), _type(kinds, each)) for name, each in inputs.items()}
     labels = np.empty(rows, _type(kinds, [label]))
-    groups = np.empty(rows, np.int64)
-    at = 0
-    for block in _blocks(place, list(keys)):
-        some = slice(at, at := at + len(block[label]))
+    begin = 0
+    for block in _blocks(place, names):
+        some = slice(begin, begin + len(block[label]))
+        begin = some.stop
         for name, each in inputs.items():
             for number, column in enumerate(each):
                 samples[name][some, number] = _values(block[column], kinds[column], words.get(column))
         labels[some] = _values(block[label], kinds[label], words.get(label))
-        if group is not None:
-            groups[some] = _values(block[group], str, words[group])
-    return Table(samples if isinstance(plain, Mapping) else samples[""], labels, None if group is None else groups)
+    return Table(samples if isinstance(columns, Mapping) else samples[""], labels, _groups(place, group))
+
+
+def _groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
+    """Return a column as whole numbers in the order of the alphabet."""
+    if name is None:
+        return None
+    words = _words(place, [name])[name]
+    parts = [_values(block[name], str, words) for block in _blocks(place, [name])]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _inputs(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Mapping[str, Sequence[str]]:
+    """Return the columns of each input by its name, "" for the only one; raises `InputError` for unknown columns."""
+    existing = _names(place)
+    names = ", ".join(existing)
+    if label is None:
+        raise InputError(f"{place} has the columns {names}: name the one of the labels", ("data", "label"))
+    if columns is None:
+        columns = [name for name in existing if name not in (label, group)]
+    inputs: Mapping[str, Sequence[str]] = columns if isinstance(columns, Mapping) else {"": columns}
+    chosen = [*chain.from_iterable(inputs.values())]
+    keys = {label: "label", **dict.fromkeys(chosen, "columns")}
+    if group:
+        keys[group] = "split"
+    for name, key in keys.items():
+        if name not in existing:
+            raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
+    if not chosen:
+        raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
+    return inputs
 
 
 def _type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
@@ -77,7 +95,7 @@ def _type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
 
 
 def _values(cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    return cells.astype(kind) if kind is not str or words is None else np.searchsorted(words, _texts(cells))
+    return cells.astype(kind) if words is None else np.searchsorted(words, _texts(cells))
 
 
 def _names(place: Path) -> list[str]:
@@ -137,9 +155,9 @@ def _no_parquet(place: Path, error: Exception) -> InputError:
     return InputError(f"{place}: cannot be read as Parquet: {error}", _PATH)
 
 
-def _kinds(place: Path, names: Sequence[str], whole: Sequence[str]) -> tuple[dict[str, Kind], int]:
-    """Return what the ``whole`` columns hold, whole numbers, numbers or words, and how many rows there are."""
-    found, rows = dict.fromkeys(whole, 0), 0
+def _kinds(place: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
+    """Return for each column whether it holds whole numbers, numbers or words, and the number of rows."""
+    found, rows = dict.fromkeys(names, 0), 0
     wider: Sequence[Kind] = (np.int64, np.float32, str)
     for block in _blocks(place, names):
         for name in found:
