@@ -201,21 +201,21 @@ def by_mode(training: bool, first: float, second: float) -> float:
 
 def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
     """Return arguments that follow the mode where numbers differ; None: something else differs."""
-    if ours is True and theirs is False:
-        return mode
-    if isinstance(ours, int | float) and isinstance(theirs, int | float) and ours != theirs:
-        return mode.graph.call_function(by_mode, (mode, ours, theirs))
-    pairs: list[tuple[Any, Any]] = []
-    if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list) and len(ours) == len(theirs):
-        pairs = list(zip(ours, theirs, strict=True))
-    elif isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        pairs = [(ours[key], theirs[key]) for key in ours]
-    if not pairs or repr(ours) == repr(theirs):
-        return ours if repr(ours) == repr(theirs) else None
-    found = [_followed(*pair, mode) for pair in pairs]
-    if any(new is None and old is not None for new, (old, _) in zip(found, pairs, strict=True)):
+    values, structure = pytree.tree_flatten(ours)
+    others, other_structure = pytree.tree_flatten(theirs)
+    if structure != other_structure:
         return None
-    return dict(zip(ours, found, strict=True)) if isinstance(ours, dict) else type(ours)(found)
+    found = []
+    for value, other in zip(values, others, strict=True):
+        if repr(value) == repr(other):
+            found.append(value)
+        elif value is True and other is False:
+            found.append(mode)
+        elif isinstance(value, int | float) and isinstance(other, int | float):
+            found.append(mode.graph.call_function(by_mode, (mode, value, other)))
+        else:
+            return None
+    return pytree.tree_unflatten(found, structure)
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -238,23 +238,29 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = func(*args, **(kwargs or {}))
         flops = self.counter.get_total_flops() - before
         first = found[0] if isinstance(found, tuple | list) and found else found
-        if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
-            given = pytree.tree_leaves((args, kwargs))
-            read = [each for each in given if isinstance(each, torch.Tensor) and each.is_floating_point()]
-            if "batch_norm" in func.name() and any(each is True for each in args) and math.prod(read[0].shape[2:]) == 1:
-                self.least = 2  # one value for each channel has no variance
-            weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
-            values = first.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
-            matrices = sum(each.numel() for each in weights if each.ndim > 1)
-            self.made += first.numel()
-            self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
+        if _has_numbers(first) and not func.is_view:
+            self._count(func, args, kwargs, first, flops)
         return found
+
+    def _count(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float) -> None:
+        read = [each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)]
+        trains = "batch_norm" in func.name() and any(each is True for each in args)
+        if trains and math.prod(read[0].shape[2:]) == 1:
+            self.least = 2  # one value for each channel has no variance
+        weights = [each for each in read if each.untyped_storage()._cdata in self._weights]
+        values = made.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
+        matrices = sum(each.numel() for each in weights if each.ndim > 1)
+        self.made += made.numel()
+        self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
+
+
+def _has_numbers(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _check_types(arguments: Sequence[Any]) -> None:
     """Raise TypeError where a product is of different types, which torch accepts of tensors without values."""
-    tensors = [each for each in arguments if isinstance(each, torch.Tensor) and each.is_floating_point()]
-    types = sorted({str(each.dtype).removeprefix("torch.") for each in tensors})
+    types = sorted({str(each.dtype).removeprefix("torch.") for each in arguments if _has_numbers(each)})
     if len(types) > 1:
         text = "samples are float32: convert them, or the network by .float()"
         raise TypeError(f"multiplies {' by '.join(types)}; {text}")
@@ -519,10 +525,8 @@ class _Tracer(fx.Tracer):
         """Write down a step and run it."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise InputError("`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)")
-        if kind == "call_method" and target in ("item", "tolist"):
-            raise InputError(f".{target}() reads values of a tensor: {_REMEDY}")
-        if kind == "call_method" and target.endswith("_") and not target.endswith("__"):
-            raise InputError(f".{target}() changes a tensor in place: make a new one")
+        if kind == "call_method":
+            _refuse(target)
         target = _IN_PLACE.get(target, target)
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
@@ -531,13 +535,24 @@ class _Tracer(fx.Tracer):
         if kind != "output":
             self._running = True
             try:
-                for size, runs in zip(BATCHES, self.runs, strict=True):
-                    if node.op == "placeholder":
-                        runs[node.name] = Measure(samples_of(self._entering, size).to(self._device))
-                    else:
-                        runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
+                self._run(node)
             except Exception as error:
                 raise InputError(first_line(error)) from error
             finally:
                 self._running = False
         return node
+
+    def _run(self, node: fx.Node) -> None:
+        for size, runs in zip(BATCHES, self.runs, strict=True):
+            if node.op == "placeholder":
+                runs[node.name] = Measure(samples_of(self._entering, size).to(self._device))
+            else:
+                runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
+
+
+def _refuse(method: str) -> None:
+    """Raise `InputError` for a method of a tensor that cannot be traced."""
+    if method in ("item", "tolist"):
+        raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")
+    if method.endswith("_") and not method.endswith("__"):
+        raise InputError(f".{method}() changes a tensor in place: make a new one")

@@ -136,22 +136,29 @@ class _Steps:
 
 
 def _steps(maker: Maker, traced: Traced) -> _Steps:
-    runs = traced.runs
-    entering = next(node for node in traced.graph.nodes if node.op == "placeholder")
-    output = next(node for node in traced.graph.nodes if node.op == "output")
-    depends = {entering}
-    for node in traced.graph.nodes:
-        called = node.op.startswith("call") and depends.intersection(node.all_input_nodes)
-        if called and not plain(runs[0][node.name].value):
-            depends.add(node)
+    entering, output = (
+        next(node for node in traced.graph.nodes if node.op == kind) for kind in ("placeholder", "output")
+    )
+    depends = _depending(traced, entering)
     masks = _masks(traced, entering, depends)
-    nodes = [node for node in traced.graph.nodes if node in depends and node is not entering and node not in masks]
-    if not nodes or output.args[0] is not nodes[-1]:
+    nodes = [node for node in traced.graph.nodes if node in depends - masks - {entering}]
+    result = output.args[0]
+    if not nodes or result is not nodes[-1]:
         where = line(nodes[-1], maker) if nodes else usercode.shown(maker.code.module)
-        given = "several values" if isinstance(output.args[0], tuple | list | dict) else "what is made of no sample"
+        given = "several values" if isinstance(result, tuple | list | dict) else "what is made of no sample"
         text = f"forward returns {given}: it has to return one tensor, one value for each class"
         raise InputError(f"{where}: {text}", KEY)
     return _Steps(traced, nodes, entering, maker)
+
+
+def _depending(traced: Traced, entering: fx.Node) -> set[fx.Node]:
+    """Return the nodes whose tensors depend on the samples."""
+    found = {entering}
+    for node in traced.graph.nodes:
+        called = node.op.startswith("call") and not found.isdisjoint(node.all_input_nodes)
+        if called and not plain(traced.runs[0][node.name].value):
+            found.add(node)
+    return found
 
 
 def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
@@ -162,22 +169,20 @@ def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> s
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         read = [each for each in node.all_input_nodes if each in depends]
-        if node.target is entry:  # one of several inputs
+        one_input = node.target is entry
+        if one_input or (read and found.union([entering]).issuperset(read) and _is_mask(traced, node, read)):
             found.add(node)
-        elif (
-            not read
-            or node.op == "output"
-            or traced.runs[0][node.name].works
-            or not found.union([entering]).issuperset(read)
-        ):
-            continue
-        else:
-            inputs = [each for each in read if each is entering or each.target is entry]
-            whole = all(each not in inputs or not _is_float(traced, each) for each in read)
-            bare = not _parameters(traced.root, [node, *node.all_input_nodes])
-            if bare and (whole or not _is_float(traced, node)):
-                found.add(node)
     return found
+
+
+def _is_mask(traced: Traced, node: fx.Node, read: Sequence[fx.Node]) -> bool:
+    """Return whether what a node makes of samples and masks is a mask as well."""
+    if node.op == "output" or traced.runs[0][node.name].works:
+        return False
+    if _parameters(traced.root, [node, *node.all_input_nodes]):
+        return False
+    entered = [each for each in read if each.op == "placeholder" or each.target is entry]
+    return not _is_float(traced, node) or not any(_is_float(traced, each) for each in entered)
 
 
 def _is_float(traced: Traced, node: fx.Node) -> bool:

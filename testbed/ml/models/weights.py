@@ -138,8 +138,7 @@ def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
     for name, tensor in wanted.items():
         given = found.get(names[name])
         if given is None:
-            result[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
-            continue
+            given = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
         if given.shape != tensor.shape or given.dtype != tensor.dtype:
             is_, should = (f"{each.dtype} of {list(each.shape)}" for each in (given, tensor))
             raise InputError(f"{other}: {names[name]} is {is_} instead of {should}; {help_}")
@@ -160,11 +159,15 @@ def _unvalued(make: Any) -> State:
 def _without_prefixes(found: State, known: Collection[str]) -> State:
     """Return tensors without the prefixes of wrappers."""
     while known and found:
-        prefix = next((each for each in _PREFIXES if all(name.startswith(each) for name in found)), None)
-        if prefix is None or all(name.startswith(prefix) for name in known):
+        prefix = next((each for each in _PREFIXES if _all_begin(found, each)), None)
+        if prefix is None or _all_begin(known, prefix):
             break
         found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     return {name if name in known else name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
+
+
+def _all_begin(names: Collection[str], prefix: str) -> bool:
+    return all(name.startswith(prefix) for name in names)
 
 
 def _without_counters(names: Collection[str]) -> set[str]:
