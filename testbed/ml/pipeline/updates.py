@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from statistics import fmean
@@ -92,35 +93,40 @@ class SynchronousUpdates:
 
         The first stage with such a weight adds up the gradients of all, in their order.
         """
-        stage, position = self._stage, self._stage.position
-        number, mailbox = position.configuration, stage.mailbox
-        names = [device for device, _, _ in position.stages]
-        shared = {
-            index: holders
-            for index, holders in enumerate(position.holders(stage.problem.model))
-            if len(holders) > 1 and position.index in holders
-        }
-        tied = stage.problem.model.tied
-        for index, (first, *_) in shared.items():
-            if first != position.index:
-                own = stage.shard.gradient(tied[index])
-                mailbox.post(names[first], TiedGradient(number, batch, index, own))
-        for index, (first, *others) in shared.items():
-            if first != position.index:
+        model, position = self._stage.problem.model, self._stage.position
+        own: list[tuple[int, list[str]]] = []
+        others: list[tuple[int, str]] = []
+        for index, holders in enumerate(position.holders(model)):
+            first, *rest = [position.stages[stage][0] for stage in holders]
+            if not rest or position.index not in holders:
                 continue
-            total = stage.shard.gradient(tied[index])
-            for other in others:
-                part = (await mailbox.take(TiedGradient, (names[other], batch, index))).tensor
-                total = await stage.compute(
-                    partial(torch.add, total, part), Cost(tied[index].values), Span("update", batch)
-                )
-            stage.shard.put_gradient(tied[index], total)
-            for other in others:
-                mailbox.post(names[other], TiedGradient(number, batch, index, total))
-        for index, (first, *_) in shared.items():
-            if first != position.index:
-                found = await mailbox.take(TiedGradient, (names[first], batch, index))
-                stage.shard.put_gradient(tied[index], found.tensor)
+            if holders[0] == position.index:
+                own.append((index, rest))
+            else:
+                others.append((index, first))
+        # All send before anyone waits: two stages may each be the first one of a weight of the other.
+        for index, first in others:
+            self._send_tied(first, batch, index, self._stage.shard.gradient(model.tied[index]))
+        for index, rest in own:
+            await self._sum_tied(batch, index, rest)
+        for index, first in others:
+            found = await self._stage.mailbox.take(TiedGradient, (first, batch, index))
+            self._stage.shard.put_gradient(model.tied[index], found.tensor)
+
+    def _send_tied(self, device: str, batch: int, index: int, gradient: torch.Tensor) -> None:
+        message = TiedGradient(self._stage.position.configuration, batch, index, gradient)
+        self._stage.mailbox.post(device, message)
+
+    async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
+        """Add the gradients of other stages to the own one, and send them the sum."""
+        stage, tied = self._stage, self._stage.problem.model.tied[index]
+        total = stage.shard.gradient(tied)
+        for other in others:
+            part = (await stage.mailbox.take(TiedGradient, (other, batch, index))).tensor
+            total = await stage.compute(partial(torch.add, total, part), Cost(tied.values), Span("update", batch))
+        stage.shard.put_gradient(tied, total)
+        for other in others:
+            self._send_tied(other, batch, index, total)
 
     async def _norms(self, batch: int) -> torch.Tensor | None:
         """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.

@@ -72,12 +72,14 @@ class Consensus:
                 states[name] = found.state
         mean = average(list(states.values()), [1] * len(states))
         scores = {name: await evaluation(self._layers, state, self._tests, step) for name, state in states.items()}
-        if numbers := not any(tensor.is_meta for tensor in mean.values()):
+        has_numbers = not any(tensor.is_meta for tensor in mean.values())
+        if has_numbers:
             accuracies = {name: score.accuracy for name, score in scores.items() if score.accuracy is not None}
             device.record("consensus", step=step, accuracies=accuracies, distance=distance([*states.values()], mean))
         device.record("evaluate", step=step, **(await evaluation(self._layers, mean, self._tests, step)).fields())
-        if len(states) <= len(self._others) and numbers:
-            device.record("missed", round=step, devices=[name for name in self._others if name not in states])
+        missed = [name for name in self._others if name not in states]
+        if missed and has_numbers:
+            device.record("missed", round=step, devices=missed)
 
 
 def _last(record: Record) -> Mapping[str, float] | None:

@@ -102,7 +102,17 @@ class Participants:
         options, workload = self.problem.options, self.problem.workload
         if not self.devices:
             raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
-        for device in () if self.serverless else self.devices:
+        if self.serverless:
+            self._check_serverless()
+        else:
+            self._check_links()
+        if workload.epochs is not None and options.local_steps is not None:
+            raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
+        if workload.epochs is None and options.local_epochs is not None:
+            raise InputError("goes with a workload in `epochs`, not in `steps`", ("method", "local_epochs"))
+
+    def _check_links(self) -> None:
+        for device in self.devices:
             for pair in ((device.name, self.server.name), (self.server.name, device.name)):
                 if pair not in self.problem.links:
                     raise InputError(
@@ -110,14 +120,12 @@ class Participants:
                         "the topology star",
                         ("network", "topology"),
                     )
-        if self.serverless and isinstance(options.evaluate_every, float):
+
+    def _check_serverless(self) -> None:
+        if isinstance(self.problem.options.evaluate_every, float):
             raise InputError("devices report after the same rounds: give their number", ("method", "evaluate_every"))
-        if self.serverless and workload.training.ema:
+        if self.problem.workload.training.ema:
             raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
-        if workload.epochs is not None and options.local_steps is not None:
-            raise InputError("goes with a workload in `steps`, not in `epochs`", ("method", "local_steps"))
-        if workload.epochs is None and options.local_epochs is not None:
-            raise InputError("goes with a workload in `epochs`, not in `steps`", ("method", "local_epochs"))
 
     def batch(self, device: DeviceSpec) -> int:
         """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
@@ -262,14 +270,11 @@ def plan(
         units = range(portion.split)
         kept = training_bytes(problem.model, units, team.batch(device), state_values, precision=device.precision)
         pieces.append(Piece(device=device.name, first=0, last=portion.split, memory=kept))
-    held: list[tuple[list[str], int, str | None]] = [([name], first, name) for name, first in copies.items()]
-    if in_turn:
-        of = {first: [name for name in copies if copies[name] == first] for first in copies.values()}
-        held = [(names, first, None) for first, names in of.items()]
-    for names, first, copy_for in held:
+    for names, first in _server_copies(copies, in_turn):
         mini_batch = max(team.batch(problem.device(name)) // portions[name].parallel for name in names)
         units = range(first, depth)
         kept = training_bytes(problem.model, units, mini_batch, state_values, precision=server.precision)
+        copy_for = None if in_turn else names[0]
         pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
@@ -283,6 +288,16 @@ def plan(
     for device in problem.devices:
         costs.check_memory(device, found.memory(device.name))
     return found
+
+
+def _server_copies(copies: Mapping[str, int], in_turn: bool) -> list[tuple[list[str], int]]:
+    """Return the devices that use each copy of the server's layers, and the first unit of that copy."""
+    if not in_turn:
+        return [([name], first) for name, first in copies.items()]
+    users: dict[int, list[str]] = {}
+    for name, first in copies.items():
+        users.setdefault(first, []).append(name)
+    return [(names, first) for first, names in users.items()]
 
 
 def round_messages(problem: Problem[RoundOptions], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:

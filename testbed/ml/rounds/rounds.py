@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from testbed.common.seeds import derive
@@ -100,21 +101,32 @@ class Rounds:
             chosen = self._choose(number, await self.present(devices, least))
             await self._open()
             self._began_at = self._device.now()
-            async with Tasks() as tasks:
-                serving: dict[str, asyncio.Task[None]] = {}
-                if serve is not None:
-                    self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})  # noqa: B023
-                for name in chosen:
-                    self._mailbox.post(name, invite(name, self._mailbox.configuration))
-                await self._collect(chosen, least, startup, times)
-                updates = [self._updates[name] for name in chosen if name in self._updates]
-                await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
-                self._serve = lambda begun: None  # one that begins now is too late for this round
-            there = {update.sender for update in updates}
-            self._miss(number, [name for name in chosen if name not in there])
+            updates = await self._train(chosen, invite, serve, partial(self._collect, chosen, least, startup, times))
+            senders = {update.sender for update in updates}
+            self._miss(number, [name for name in chosen if name not in senders])
             if len(updates) >= least:
                 return updates
             times *= 2
+
+    async def _train(
+        self,
+        chosen: Sequence[str],
+        invite: Callable[[str, int], Begin],
+        serve: Serve | None,
+        collect: Callable[[], Awaitable[None]],
+    ) -> list[Update]:
+        """Invite devices, serve those that begin, and return the updates that have been collected."""
+        async with Tasks() as tasks:
+            serving: dict[str, asyncio.Task[None]] = {}
+            if serve is not None:
+                self._serve = lambda begun: serving.update({begun.sender: tasks.start(serve(begun))})
+            for name in chosen:
+                self._mailbox.post(name, invite(name, self._mailbox.configuration))
+            await collect()
+            updates = [self._updates[name] for name in chosen if name in self._updates]
+            await asyncio.gather(*(serving[update.sender] for update in updates if update.sender in serving))
+            self._serve = lambda begun: None  # one that begins now is too late for this round
+        return updates
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
         """Return the devices that are there as far as is known, as soon as there are at least this many."""

@@ -44,23 +44,23 @@ def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
     """
     if states and all(tensor.is_meta for tensor in states[0].values()):
         return dict(states[0])  # no numbers, no mean
-    names = list(states[0]) if states else []
-    if any(list(state) != names for state in states):
-        raise ValueError("states of different layers have no mean")
     if sum(samples) <= 0 or len(samples) != len(states):
         raise ValueError(f"no weights in {list(samples)} samples for {len(states)} states")
+    names = list(states[0])
+    if any(list(state) != names for state in states):
+        raise ValueError("states of different layers have no mean")
     shares = [count / sum(samples) for count in samples]
-    found = {}
-    for name in names:
-        tensors = [state[name] for state in states]
-        if tensors[0].is_floating_point():
-            mean = tensors[0] * shares[0]
-            for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-                mean = mean.add(tensor, alpha=share)
-        else:
-            mean = torch.stack(tensors).amax(0)
-        found[name] = mean
-    return found
+    return {name: _weighted([state[name] for state in states], shares) for name in names}
+
+
+def _weighted(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+    if not tensors[0].is_floating_point():
+        return torch.stack(list(tensors)).amax(0)
+    mean = tensors[0] * shares[0]
+    # One after the other: the order decides how sums are rounded.
+    for tensor, share in zip(tensors[1:], shares[1:], strict=True):
+        mean = mean.add(tensor, alpha=share)
+    return mean
 
 
 GLOBAL = "global"

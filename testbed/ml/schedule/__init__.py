@@ -166,6 +166,10 @@ def _free(stage: int, action: Action) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+def _needs_nothing(stage: int, action: Action) -> bool:
+    return action.kind == "update" or (action.kind == "forward" and stage == 0)
+
+
 def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free) -> list[Slot]:
     """Return every action's slot, in the order of starts; raises `ScheduleError` naming what waits in a deadlock."""
     slots: list[Slot] = []
@@ -190,8 +194,7 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
         for stage, actions in enumerate(stages):
             while done[stage] < len(actions):
                 action = actions[done[stage]]
-                independent = action.kind == "update" or (action.kind == "forward" and stage == 0)
-                ready = 0.0 if independent else arrived.get((stage, action))
+                ready = 0.0 if _needs_nothing(stage, action) else arrived.get((stage, action))
                 if ready is None:
                     break
                 start = max(clock[stage], ready)

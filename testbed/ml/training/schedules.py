@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -32,25 +33,21 @@ class Schedule:
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         """``steps``: of the workload, None where they are not known. Raises `InputError`."""
-        if missing := [part.title for part in parts[:-1] if part.steps is None]:
-            raise InputError(f"{missing[0]}: write with 'steps' how long it lasts until the next one takes over", _KEY)
-        self._every = parts[0].every
-        for part in parts:
-            if "every" in part.model_fields_set and part.every != self._every:
-                raise InputError(f"{part.title}: 'every' is that of the first one for all: write it there alone", _KEY)
-            if part.steps is not None and part.steps < self._every:
-                text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {self._every}"
-                raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
-        self._last = None if steps is None else (steps - 1) // self._every
+        _check(parts)
+        self._every = every = parts[0].every
+        self._last = None if steps is None else (steps - 1) // every
         self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
-        ends = [*accumulate((part.steps or 0) // self._every for part in parts[:-1])]
-        total = None if steps is None else -(-steps // self._every) - (ends[-1] if ends else 0)
-        made = [
-            _scheduler(part, codes, (part.steps and part.steps // self._every) or total, self._optimizer)
-            for part in parts
-        ]
-        sequence = torch.optim.lr_scheduler.SequentialLR
-        self._scheduler = made[0] if len(made) == 1 else sequence(self._optimizer, made, ends)
+        ends = [*accumulate((part.steps or 0) // every for part in parts[:-1])]
+        total = None
+        if steps is not None:
+            total = math.ceil(steps / every) - (ends[-1] if ends else 0)
+        made = []
+        for part in parts:
+            length = total if part.steps is None else part.steps // every
+            made.append(_scheduler(part, codes, length, self._optimizer))
+        self._scheduler = made[0]
+        if len(made) > 1:
+            self._scheduler = torch.optim.lr_scheduler.SequentialLR(self._optimizer, made, ends)
         self._known = [self._now()]
 
     def at(self, step: int) -> Mapping[str, Any]:
@@ -71,6 +68,20 @@ class Schedule:
         return {
             key: float(group[key]) if key == "lr" else group[key] for key in ("lr", "momentum", "betas") if key in group
         }
+
+
+def _check(parts: Sequence[SchedulePart]) -> None:
+    """Raise `InputError` where the lengths of schedules that follow each other do not fit."""
+    every = parts[0].every
+    for part in parts[:-1]:
+        if part.steps is None:
+            raise InputError(f"{part.title}: write with 'steps' how long it lasts until the next one takes over", _KEY)
+    for part in parts:
+        if "every" in part.model_fields_set and part.every != every:
+            raise InputError(f"{part.title}: 'every' is that of the first one for all: write it there alone", _KEY)
+        if part.steps is not None and part.steps < every:
+            text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {every}"
+            raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)
 
 
 def _scheduler(

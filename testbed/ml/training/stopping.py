@@ -40,15 +40,20 @@ class Stopping:
         figures |= {f"metrics.{name}": value for name, value in fields.get("metrics", {}).items()}
         value = figures[self._watched]
         if value is not None:
-            rank = -value if self._lower else value
-            better = self._best is None or rank > self._best[0]
-            self._worse = 0 if better else self._worse + 1
-            if better:
-                self._best = (rank, weights() if self._keeps else None)
+            self._compare(value, weights)
         if self._until and all(condition.holds(figures[name]) for name, condition in self._until.items()):
             self.reason = "what `until` asks for holds"
         elif self._patience is not None and self._worse >= self._patience:
             self.reason = f"{self._worse} evaluations in a row were no better"
+
+    def _compare(self, value: float, weights: Callable[[], State]) -> None:
+        """Note whether a value is the best one so far, and keep its weights if that is asked for."""
+        rank = -value if self._lower else value
+        if self._best is not None and rank <= self._best[0]:
+            self._worse += 1
+            return
+        self._worse = 0
+        self._best = (rank, weights() if self._keeps else None)
 
     def result(self, newest: State) -> State:
         """Return what the run leaves: the best weights where they are kept, else the newest."""
