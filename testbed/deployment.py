@@ -114,7 +114,7 @@ class Deployment(BaseModel):
             samples=self.samples,
             files=self.files,
             codes=self.codes,
-            frozen_placed=method.frozen_placed,
+            frozen_placed="fixed_units" in method.supports,
         )
 
 

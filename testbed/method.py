@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
@@ -116,7 +116,7 @@ class Problem(Generic[ProblemOptions]):
     codes: Mapping[str, Code] = field(default_factory=dict)
     """Text of what ``workload.training`` takes from files, by `testbed.ml.training.schema.NamedPart.title`."""
     frozen_placed: bool = False
-    """`Method.frozen_placed`."""
+    """Whether the method supports ``fixed_units``."""
 
     @cached_property
     def training(self) -> Recipe:
@@ -185,7 +185,7 @@ class Job(Generic[ProblemOptions, PlanDetails]):
     def weights(self) -> Mapping[str, torch.Tensor] | None:
         """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead.
 
-        None where the scenario names no weights. A method that reads this says so by `Method.takes_weights`.
+        None where the scenario names no weights. A method that reads this supports ``initial_weights``.
         """
         if self.given is not None:
             self.on_weights()
@@ -197,6 +197,50 @@ StepsOrTime = Annotated[
     Discriminator(lambda value: "[time]" if isinstance(value, str | float) else "[steps]"),
 ]
 """How often: every so many steps or rounds, or after a time such as 30s."""
+
+
+Capability = Literal[
+    "all_links",
+    "all_samples",
+    "early_stopping",
+    "fixed_units",
+    "initial_weights",
+    "precisions",
+    "retirement",
+    "smaller_batches",
+    "stacked",
+    "tied_weights",
+    "timing_only",
+]
+"""An ability of a method's programs.
+
+all_links: the lead plans again as devices come and go, for which it is given the links of all.
+all_samples: every device of the plan is given all samples, since it reads a part of each; else see `data_owners`.
+early_stopping: it follows ``until``, ``patience`` and ``best`` of the training, by an option ``evaluate_every``.
+fixed_units: devices keep their units for the whole run, so that given weights which are frozen are placed on all before
+it; else messages carry them. Frozen weights of the seed are on every device anyway.
+initial_weights: its program on the lead begins with `Job.weights`.
+precisions: devices compute in the precision that the scenario gives them; else in float32 alone.
+retirement: a device's program hands over what it holds and returns once `Device.leaving` is true.
+smaller_batches: the last batch of an epoch may be smaller, as ``workload.drop_last: false`` asks for.
+stacked: similar devices can be computed together, as ``workload.numerics: stacked`` asks for.
+tied_weights: devices with a copy each of one weight train it as one; else no plan may divide its units.
+timing_only: it can do without numbers, as ``workload.numerics: none`` asks for.
+"""
+_FORMER = {
+    "frozen_placed": "fixed_units",
+    "judges": "early_stopping",
+    "odd_batches": "smaller_batches",
+    "precisions": "precisions",
+    "replans": "all_links",
+    "retires": "retirement",
+    "samples_everywhere": "all_samples",
+    "stacks": "stacked",
+    "sums_tied": "tied_weights",
+    "takes_weights": "initial_weights",
+    "timing_only": "timing_only",
+}
+"""Class attributes of version 1.0 that are capabilities now."""
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
@@ -211,37 +255,22 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     tasks: ClassVar[tuple[str, ...]] = ("train",)
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
-    timing_only: ClassVar[bool] = False
-    """Whether it can do without numbers, as ``workload.numerics: none`` asks for."""
     needs_torch: ClassVar[bool] = True
     """Whether devices import torch before its program starts; without it they are ready sooner, and much smaller."""
-    stacks: ClassVar[bool] = False
-    """Whether devices that are alike can be computed together, as ``workload.numerics: stacked`` asks for."""
-    takes_weights: ClassVar[bool] = False
-    """Whether its program on the lead begins with `Job.weights`; else a scenario that names weights is refused."""
-    frozen_placed: ClassVar[bool] = False
-    """Whether devices keep their units for the whole run, so that given weights which are frozen are placed on all
-    before it; else messages carry them. Frozen weights of the seed are on every device anyway."""
-    odd_batches: ClassVar[bool] = False
-    """Whether the last batch of an epoch may be smaller, as ``workload.drop_last: false`` asks for."""
-    precisions: ClassVar[bool] = False
-    """Whether devices compute in the precision that the scenario gives them; else only float32 is taken."""
-    samples_everywhere: ClassVar[bool] = False
-    """Whether every device of the plan is given all samples, since it reads a part of each; else see `data_owners`."""
-    judges: ClassVar[bool] = False
-    """Whether it follows ``until``, ``patience`` and ``best`` of the training, by an option ``evaluate_every``."""
+    supports: ClassVar[frozenset[Capability]] = frozenset()
+    """What a scenario may ask for, and what devices are given, beyond the least; see `Capability`."""
     refuses: ClassVar[Mapping[str, str]] = {}
     """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
-    replans: ClassVar[bool] = False
-    """Whether the lead's program plans again as devices come and go, for which it needs the links of all."""
-    sums_tied: ClassVar[bool] = False
-    """Whether devices with a copy each of one weight train it as one; else no plan may divide its units."""
-    retires: ClassVar[bool] = False
-    """Whether a device's program hands over what it holds and returns once `Device.leaving` is true."""
     begins: ClassVar[frozenset[str] | None] = None
     """Names of the spans that a device may begin, so that a fault on one that never comes is refused; None: unknown."""
     declared: ClassVar[Reporting] = Reporting()
     """Figures, events, rows and tables of its own."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Refuse attributes that would have no effect."""
+        super().__init_subclass__(**keywords)
+        for name in _FORMER.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead")
 
     @abstractmethod
     def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
@@ -257,9 +286,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         """Return what the program of a device is to know of the problem and of the plan; pure.
 
         On either clock it sees nothing else. Unless a method says otherwise, that is the links from and to the device
-        (see `replans`), and its part of the plan; all of it on the lead.
+        (see `Capability`, all_links), and its part of the plan; all of it on the lead.
         """
-        everything = self.replans and device == plan.lead
+        everything = "all_links" in self.supports and device == plan.lead
         return problem if everything else problem.with_links_of(device), plan.part_of(device)
 
     def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Prepared:
         if self.scenario.workload.task == "program":
             return None
         lead = device == self.plan.lead
-        if self.method.samples_everywhere and device in self.plan.devices:
+        if "all_samples" in self.method.supports and device in self.plan.devices:
             return dataset
         if not self.shares:
             return dataset if lead else None
@@ -179,14 +179,14 @@ def raise_refused(refused: Sequence[str]) -> None:
 
 
 def _check_training(method: Method, problem: Problem) -> None:
-    if problem.workload.model.weights is not None and not method.takes_weights:
+    if problem.workload.model.weights is not None and "initial_weights" not in method.supports:
         text = f"'{method.name}' begins with weights drawn from the seed, and reads none: leave this out"
         raise InputError(text, ("model", "weights"))
     if problem.workload.task != "train":
         return
     problem.training.check()
     part = problem.workload.training
-    if part.judged and not method.judges:
+    if part.judged and "early_stopping" not in method.supports:
         text = f"'{method.name}' trains to its last step: leave 'until', 'patience' and 'best' out"
         raise InputError(text, ("training",))
     if part.judged and getattr(problem.options, "evaluate_every", None) is None:
@@ -204,7 +204,7 @@ def _check_training(method: Method, problem: Problem) -> None:
 
 def _check_tied(method: Method, problem: Problem, plan: Plan) -> None:
     """Refuse a plan that divides units which share a trained weight, unless the method trains its copies as one."""
-    if problem.workload.task != "train" or method.sums_tied:
+    if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
     for tied in problem.model.tied:
         for piece in plan.pieces:
@@ -221,7 +221,7 @@ def _check_precision(method: Method, problem: Problem) -> None:
     for device in problem.devices:
         if device.precision == "f32":
             continue
-        if not method.precisions:
+        if "precisions" not in method.supports:
             text = f"'{method.name}' computes in float32: leave this out of {device.name}"
             raise InputError(text, ("devices", device.name, "precision"))
         if device.precision == "int8" and problem.workload.task == "train":
@@ -245,7 +245,7 @@ def _check_last_batch(method: Method, problem: Problem) -> None:
     workload, key = problem.workload, ("drop_last",)
     if workload.drop_last or workload.task != "train":
         return
-    if not method.odd_batches:
+    if "smaller_batches" not in method.supports:
         raise InputError(f"'{method.name}' takes batches of one size: leave this out", key)
     known = data.known_samples(workload.data)
     counts = [*problem.samples.values()] or ([known] if known else [])
@@ -337,7 +337,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         scenario.seed,
         files=files,
         codes=codes,
-        frozen_placed=method.frozen_placed,
+        frozen_placed="fixed_units" in method.supports,
     )
 
 
@@ -455,7 +455,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         action = fault.action
         if not isinstance(action, Retire):
             continue
-        if not method.retires:
+        if "retirement" not in method.supports:
             text = f"no device of '{method.name}' hands over what it holds: use kill"
             found.append(Diagnostic(("faults", index, "retire"), text))
         elif action.target == plan.lead:

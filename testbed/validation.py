@@ -53,12 +53,12 @@ def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         if workload.task not in method.tasks:
             can = " and ".join(method.tasks)
             yield Diagnostic((*key, "task"), f"the method '{method.name}' cannot {workload.task}: it can {can}")
-        if workload.numerics == "none" and not method.timing_only:
-            can = ", ".join(each.name for each in methods.METHODS.values() if each.timing_only)
+        if workload.numerics == "none" and "timing_only" not in method.supports:
+            can = ", ".join(each.name for each in methods.METHODS.values() if "timing_only" in each.supports)
             text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
             yield Diagnostic((*key, "numerics"), text)
-        if workload.numerics == "stacked" and not method.stacks:
-            can = ", ".join(each.name for each in methods.METHODS.values() if each.stacks)
+        if workload.numerics == "stacked" and "stacked" not in method.supports:
+            can = ", ".join(each.name for each in methods.METHODS.values() if "stacked" in each.supports)
             yield Diagnostic((*key, "numerics"), f"'stacked' is for methods such as {can}: use full")
         try:
             method.Options.model_validate(workload.method.options())

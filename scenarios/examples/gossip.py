@@ -35,7 +35,7 @@ class Gossip(RoundMethod[GossipOptions]):
     summary = "learning without a server: devices average with random neighbours"
     Options = GossipOptions
     declared = CONSENSUS
-    takes_weights = False
+    supports = RoundMethod.supports - {"initial_weights"}
 
     def hooks(self, options):
         """Train as in federated averaging."""

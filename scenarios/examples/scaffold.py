@@ -30,7 +30,7 @@ class Scaffold(RoundMethod):
 
     name = "scaffold"
     summary = "federated averaging with control variates against drift"
-    stacks = False
+    supports = RoundMethod.supports - {"stacked"}
 
     def hooks(self, options: GroupOptions) -> Hooks:
         """Send the server's variate, which is its memory, beside the weights."""

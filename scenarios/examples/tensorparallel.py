@@ -33,7 +33,7 @@ class TensorParallel(Method):
     name = "tensor-parallel"
     summary = "each layer of a perceptron divided over all devices, with an all-reduce after every second one"
     tasks = ("infer",)
-    takes_weights = True
+    supports = frozenset({"initial_weights"})
 
     def plan(self, problem: Problem) -> Plan:
         """Give every device an equal share of each layer. Raises `InputError` for layers of other kinds."""

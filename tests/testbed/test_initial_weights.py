@@ -75,18 +75,18 @@ from testbed.ml.methods.single import Single
 
 class Careless(Single):
     name = "careless"
-    takes_weights = {takes}
+    supports = Method.supports if {without} else Single.supports
 
     async def program(self, device, job):
         {before}
 """
 
 
-def careless(tmp_path: Path, before: str, *, takes: bool = True) -> list[str]:
+def careless(tmp_path: Path, before: str, *, without: bool = False) -> list[str]:
     """Return the command that runs a method of one's own with weights, which a run has left."""
     (tmp_path / "first.yaml").write_text(FIRST)
     left = run(tmp_path / "first.yaml") / "weights.safetensors"
-    (tmp_path / "careless.py").write_text(CARELESS.format(before=before, takes=takes))
+    (tmp_path / "careless.py").write_text(CARELESS.format(before=before, without=without))
     own = FIRST.replace("{name: single}", "{file: careless.py, name: careless}")
     (tmp_path / "own.yaml").write_text(own)
     command = ["run", str(tmp_path / "own.yaml"), "--runtime", "simulate", "--out", str(tmp_path / "own")]
@@ -108,9 +108,14 @@ def test_a_run_goes_well_whose_program_reads_the_weights(tmp_path):
 
 
 def test_a_method_that_does_not_say_that_it_takes_weights_is_not_given_any(tmp_path):
-    done = CliRunner().invoke(command_line, careless(tmp_path, "return", takes=False))
+    done = CliRunner().invoke(command_line, careless(tmp_path, "return", without=True))
     assert "'careless' begins with weights drawn from the seed, and reads none" in str(done.exception)
     assert not (tmp_path / "own").exists()
+
+
+def test_a_former_flag_of_a_method_is_refused_with_its_capability():
+    with pytest.raises(TypeError, match=r"Former.takes_weights has no effect: write 'initial_weights' in `supports`"):
+        type("Former", (METHODS["single"].__class__,), {"takes_weights": True})
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"program"}))
@@ -131,7 +136,7 @@ def test_every_method_begins_with_given_weights_or_refuses_them(name, tmp_path):
     whole = create("mlp", {"hidden": [12, 10, 8]}, (1, 8, 8), 10)
     given = {key: value * 1.5 for key, value in whole.build(0, len(whole.units), 99).state_dict().items()}
     save_file(given, tmp_path / "given.safetensors")
-    if not method.takes_weights:
+    if "initial_weights" not in method.supports:
         with pytest.raises(InputError, match="leave this out"):
             prepare(trials(described)[0])
         return

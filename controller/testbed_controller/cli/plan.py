@@ -173,7 +173,7 @@ def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
         lead=chosen.lead,
         pieces=[_view_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
         data=_view_data(prepared),
-        samples_everywhere=prepared.method.samples_everywhere,
+        samples_everywhere="all_samples" in prepared.method.supports,
         radio=_view_radio(prepared),
         memory={name: chosen.memory(name) for name in chosen.devices},
         idle=[device.name for device in experiment.devices if device.name not in chosen.devices],

@@ -91,7 +91,7 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
     name = "pipelearn"
     summary = "PipeLearn: split-federated learning with several mini-batches of each device under way"
     Options = PipeLearnOptions
-    odd_batches = False
+    supports = SplitMethod.supports - {"smaller_batches"}
 
     def hooks(self, options: PipeLearnOptions) -> Hooks:
         """Average the models of a fraction of the devices."""

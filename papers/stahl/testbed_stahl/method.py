@@ -98,9 +98,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     tasks = ("infer",)
     Options = DistributedOptions
     Details = DistributedDetails
-    replans = True
-    timing_only = True
-    takes_weights = True
+    supports = frozenset({"all_links", "initial_weights", "timing_only"})
     declared = DECLARED
     begins = frozenset({"load", SPAN})
 

@@ -27,7 +27,7 @@ class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
     summary = "EdgePipe that substitutes what is lost, and moves neurons away from devices that fail"
     Options = VersatileOptions
     Details = VersatileDetails
-    retires = True
+    supports = SlotMethod.supports | {"retirement"}
     declared = DECLARED
 
     def plan(self, problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:

@@ -39,7 +39,7 @@ class Exchange(Method[ExchangeOptions]):
     summary = "messages of one size between two devices, or cast to all, to measure links and transport"
     tasks = ("infer",)
     Options = ExchangeOptions
-    timing_only = True  # nothing is computed in any case
+    supports = frozenset({"timing_only"})
     begins = frozenset()
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:

@@ -66,10 +66,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     summary = "sequential layer mapping: inference through the devices in a row, several requests in flight"
     tasks = ("infer",)
     Options = SequentialOptions
-    timing_only = True
-    takes_weights = True
-    precisions = True
-    replans = True
+    supports = frozenset({"all_links", "initial_weights", "precisions", "timing_only"})
     Details = SequentialDetails
     begins = frozenset({"load", "forward"})
 

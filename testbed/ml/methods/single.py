@@ -35,11 +35,7 @@ class Single(Method[SingleOptions]):
     summary = "one device alone; the others idle"
     tasks = ("train", "infer")
     Options = SingleOptions
-    timing_only = True
-    takes_weights = True
-    odd_batches = True
-    precisions = True
-    judges = True
+    supports = frozenset({"early_stopping", "initial_weights", "precisions", "smaller_batches", "timing_only"})
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
         """Give everything to one device. Raises `InputError` where it is unknown or too small."""

@@ -38,13 +38,17 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
 
     tasks = ("train",)
     Options = SynchronousOptions
-    timing_only = True
-    takes_weights = True
-    odd_batches = True
-    precisions = True
-    judges = True
-    replans = True
-    sums_tied = True
+    supports = frozenset(
+        {
+            "all_links",
+            "early_stopping",
+            "initial_weights",
+            "precisions",
+            "smaller_batches",
+            "tied_weights",
+            "timing_only",
+        }
+    )
     Details = PipelineDetails
     begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
 
@@ -95,13 +99,10 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     """Asynchronous 1F1B with weight stashing, vertical sync and replication, and recovery from replicas."""
 
     tasks = ("train",)
-    timing_only = True
-    takes_weights = True
-    odd_batches = True
-    precisions = True
-    judges = True
+    supports = frozenset(
+        {"all_links", "early_stopping", "initial_weights", "precisions", "smaller_batches", "timing_only"}
+    )
     refuses: ClassVar[Mapping[str, str]] = {"clip.norm": "each update would wait for all stages, which value does not"}
-    replans = True
     Details = AsynchronousDetails
     begins = frozenset({"profile", "load", "forward", "backward", "update", "replicate", "keep", "evaluate"})
     declared = DECLARED

@@ -67,13 +67,9 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
     Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of its type
     Details = RoundDetails
     declared = DECLARED
-    timing_only = True
-    frozen_placed = True
-    odd_batches = True
-    stacks = True
-    takes_weights = True
-    precisions = True
-    judges = True
+    supports = frozenset(
+        {"early_stopping", "fixed_units", "initial_weights", "precisions", "smaller_batches", "stacked", "timing_only"}
+    )
 
     @abstractmethod
     def hooks(self, options: O) -> Hooks:
@@ -117,7 +113,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
     """
 
-    stacks = False
+    supports = RoundMethod.supports - {"stacked"}
     in_turn = False
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 

@@ -386,8 +386,7 @@ class SlotMethod(Method[Given, Planned]):
     labels.
     """
 
-    samples_everywhere = True
-    takes_weights = True
+    supports = frozenset({"all_samples", "initial_weights"})
     refuses: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("optimizer", "schedule", "loss", "clip", "ema", "metrics"),
         "its neurons are updated by plain descent on cross-entropy",
