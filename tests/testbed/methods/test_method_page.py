@@ -19,18 +19,18 @@ def lines(text):
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def shown_programs():
-    """Return the page's programs, in their order."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "method.md").read_text(), re.DOTALL)
+def shown_programs(page):
+    """Return the programs of a page, in their order."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 def test_the_page_shows_the_end_of_the_tensor_parallel_example():
-    shown = lines(shown_programs()[-1])
+    shown = lines(shown_programs("layers.md")[-1])
     assert lines((EXAMPLES / "tensorparallel.py").read_text())[-len(shown) :] == shown
 
 
 def test_the_page_shows_the_example():
-    shown, *_ = shown_programs()
+    shown, *_ = shown_programs("method.md")
     begin = shown.index("async def program")
     messages, program = lines(shown[:begin]), lines(shown[begin:])
     example = lines((EXAMPLES / "mean.py").read_text())
