@@ -15,7 +15,7 @@ from testbed.hardware import DeviceSpec, Machine
 from testbed.network import checks
 from testbed.network.checks import rate_problem
 from testbed.network.link import Cell, Link, Pair, directed_pairs
-from testbed.network.parts import LinkPart, overlay
+from testbed.network.parts import LinkPart, NetworkPart, overlay
 from testbed.network.radio import Radio
 from testbed.scenario import paper
 from testbed.scenario.devices import device_names, expand_devices, preset_problems, with_profiles
@@ -117,8 +117,7 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
     """Return the link of each pair with the figures of all levels: all links', the radio's, and those that differ."""
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
-    plain = Link(frame=None if network.frame is None else int(network.frame))
-    default = {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
+    default = _default_links(network)
     links = {pair: default[pair[0] == first] for pair in pairs}
     if air is not None:
         for pair, link in links.items():
@@ -136,6 +135,12 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
     if problems:
         raise scenario.source.error(problems)
     return links
+
+
+def _default_links(network: NetworkPart) -> dict[bool, Link]:
+    """Return the link of all pairs that no part differs for, by whether it leads away from the first device."""
+    plain = Link(frame=None if network.frame is None else int(network.frame))
+    return {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:

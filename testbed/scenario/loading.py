@@ -79,11 +79,7 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
         text = _text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
     except (OSError, ValueError) as error:
         raise InputError(f"{named}: trace: {file} cannot be read: {_reason(error)}") from None
-    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1)}
-    lines = {number: line for number, line in lines.items() if line and not line.startswith("#")}
-    header = next(iter(lines), 0)
-    if header and [cell.strip().lower() for cell in lines[header].split(",")] == ["time", "what", "value"]:
-        del lines[header]
+    lines = _entries(text)
     example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
         raise InputError(f"{file}: holds no entries: write {example}")
@@ -91,6 +87,17 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     if first.count(",") < 2:
         raise InputError(f"{file}:{number}: '{first[:40]}' is not time,what,value: convert the trace to {example}")
     return lines
+
+
+def _entries(text: str) -> dict[int, str]:
+    """Return the lines of a CSV text by their numbers, without empty lines, comments and the header."""
+    entries: dict[int, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.strip()
+        is_header = not entries and [cell.strip().lower() for cell in entry.split(",")] == ["time", "what", "value"]
+        if entry and not entry.startswith("#") and not is_header:
+            entries[number] = entry
+    return entries
 
 
 def parse(model: type[M], given: Mapping[str, Any]) -> M:

@@ -33,8 +33,7 @@ def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
     return Radio(propagation, positions, part.packets, seed)
 
 
-def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    part = scenario.network.radio
+def _position_problems(scenario: Scenario, part: RadioPart | None) -> Iterator[Diagnostic]:
     for name, device in scenario.devices.items():
         if device.position is None:
             continue
@@ -48,6 +47,11 @@ def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
             width, height = part.area
             text = f"[{x:g}, {y:g}] is outside of the area: use [0, 0] to [{width:g}, {height:g}], or widen "
             yield Diagnostic(key, text + "`network.radio.area`")
+
+
+def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
+    part = scenario.network.radio
+    yield from _position_problems(scenario, part)
     if part is None:
         return
     if part.preset not in TRANSCEIVERS:

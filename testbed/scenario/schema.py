@@ -362,15 +362,7 @@ class Scenario(Part):
     @classmethod
     def _lists_of_values(cls, value: object) -> object:
         for sweep in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(sweep, Mapping):
-                raise ValueError(f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}")
-            alone = {key: values for key, values in sweep.items() if key != TOGETHER}
-            together = sweep.get(TOGETHER, {})
-            if not isinstance(together, Mapping) or (TOGETHER in sweep and not together):
-                raise ValueError(f"takes dotted keys with lists of values under '{TOGETHER}', not {together}")
-            for key, values in [*alone.items(), *together.items()]:
-                if not isinstance(values, list | tuple):
-                    raise ValueError(f"gives '{key}' no list of values: write {key}: [ ... ]")
+            _check_sweep(sweep)
         return value
 
     @field_validator("trace", mode="before")
@@ -407,6 +399,18 @@ class Scenario(Part):
         scenario = self.model_copy()
         scenario._source = source
         return scenario
+
+
+def _check_sweep(sweep: object) -> None:
+    """Raise ValueError for a sweep that does not map keys to lists of values."""
+    if not isinstance(sweep, Mapping):
+        raise ValueError(f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}")
+    together = sweep.get(TOGETHER, {})
+    if not isinstance(together, Mapping) or (TOGETHER in sweep and not together):
+        raise ValueError(f"takes dotted keys with lists of values under '{TOGETHER}', not {together}")
+    for key, values in [*sweep.items(), *together.items()]:
+        if key != TOGETHER and not isinstance(values, list | tuple):
+            raise ValueError(f"gives '{key}' no list of values: write {key}: [ ... ]")
 
 
 @dataclass(frozen=True)
