@@ -54,7 +54,7 @@ bench: $(READY) ## what the testbed costs: start-up, links, memory, simulator
 corpus: $(READY) ## trace and cut 87 public architectures, in parts against whole; needs torchvision and transformers in .venv
 	@$(VENV)/bin/python -m tests.corpus.architectures $(ARGS)
 
-papers: $(READY) ## figures of publications that are missing or stale, into docs/papers.md; ARGS="'stahl-*' --jobs 2"
+papers: $(READY) ## figures of publications that are missing or stale, into papers/ and docs/papers.md; ARGS="stahl --jobs 2"
 	@$(TESTBED) papers $(ARGS)
 
 lint: $(READY) ## ruff and mypy

@@ -6,7 +6,6 @@ them with mkdocs-material.
 
 from __future__ import annotations
 
-import html
 import inspect
 import json
 import os
@@ -15,23 +14,19 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from testbed.common import formats, yamltext
+from testbed.common import yamltext
 from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.finding import find, named
 from testbed.scenario.loading import load
-from testbed.scenario.schema import PaperPart, Scenario
+from testbed.scenario.schema import Scenario
 from testbed.scenario.sweeps import swept
 from testbed_controller.cli.main import COMMANDS
 from testbed_controller.cli.printing import options
-from testbed_controller.report import paper
 from testbed_controller.report.charts import COLOURS
-from testbed_controller.report.drawing import inline
-from testbed_controller.results import papers
 
 ROOT = Path(__file__).parents[1]
 PAPERS = {
@@ -41,9 +36,7 @@ PAPERS = {
     "edgepipe": "EdgePipe",
     "versatilefl": "VersatileFL",
 }
-"""The papers that are reproduced, by the beginning of their scenarios' names."""
-NEVER_RUN: dict[str, Any] = {"rows": []}
-"""What is kept of a scenario that was not run."""
+"""Folder below `papers` -> title of its page."""
 PAPER_OF = {
     "distributed": "stahl",
     "ftpipehd": "ftpipehd",
@@ -54,7 +47,7 @@ PAPER_OF = {
 """By method."""
 SETTINGS: dict[str, Any] = yamltext.values((ROOT / "docs/mkdocs.yml").read_text())
 EXTRA = Path("docs/papers.md")
-"""Divided into the papers' pages."""
+"""The headlines of all papers."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     text = f"# {method.name}\n\n{method.summary[:1].upper()}{method.summary[1:]}. Tasks: {', '.join(method.tasks)}.\n\n"
     text += inspect.cleandoc(type(method).__doc__ or "") + "\n\n"
     if method.name in PAPER_OF:
-        text += f"[What its paper prints, and ours](../docs/papers/{PAPER_OF[method.name]}.md).\n\n"
+        text += f"[What its paper prints, and ours](../papers/{PAPER_OF[method.name]}/README.md).\n\n"
     rows = [(f"`{each['name']}`", _default(each), each["description"]) for each in options(method.Options)]
     text += "## Options\n\nKeys beside `name` in `workload.method`.\n\n" if rows else ""
     text += table(("option", "default", "meaning"), rows)
@@ -130,71 +123,12 @@ def _scenario_table(scenarios: Sequence[Shipped]) -> str:
     return table(("scenario", "what it is", "runs"), rows)
 
 
-def paper_pages(scenarios: Sequence[Shipped]) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each paper's page, and of the one before them."""
-    head, *sections = re.split(r"(?m)^(?=## )", (ROOT / EXTRA).read_text())
-    pages = {family: [part for part in sections if re.search(f"papers(/|: ){family}", part)] for family in PAPERS}
-    if sorted(part for parts in pages.values() for part in parts) != sorted(sections):
-        raise ValueError(f"{EXTRA}: each section has to name scenarios of one paper")
-    listed = "".join(f"- [{title}]({family}.md)\n" for family, title in PAPERS.items())
-    yield "docs/papers.md", head + "\n" + listed.replace("](", "](papers/")
-    for family, title in PAPERS.items():
-        own = [each for each in scenarios if each.name.startswith(f"papers/{family}")]
-        methods = ", ".join(f"[{name}](../../methods/{name}.md)" for name, of in PAPER_OF.items() if of == family)
-        text = f"# {title}\n\nMethod: {methods}. How the tables came about: [theirs and ours](../papers.md).\n\n"
-        text += "".join(pages[family]).replace("](../", "](../../")
-        yield f"docs/papers/{family}.md", text + "".join(_printed(each) for each in own)
-
-
-def _printed(each: Shipped) -> str:
-    """Return what a scenario holds against its paper: which figures, what they are there, what is expected here."""
-    part = each.scenario.paper
-    text = f"## Scenario {each.name.partition('/')[2]}\n\n{each.scenario.description}. "
-    text += f"[The file](../../{each.file}), {each.runs} runs:\n\n    testbed run {each.name} --runtime simulate\n\n"
-    if part is None:
-        return text
-    rows = [(row.name, "" if row.value is None else row.value, row.expect or "", row.note) for row in part.rows]
-    rows = [row for row in rows if any(row[1:])]  # the others are drawn, and the paper prints no figure
-    text += f"{part.source}:\n\n" + table(("", "paper", "expected here", "note"), rows)
-    return text + bars(each.scenario.name) + plots(each.scenario.name, part)
-
-
-@cache
-def kept() -> dict[str, Any]:
-    """Return what came of the papers' scenarios, by their names."""
-    return papers.shown(ROOT / "docs")
-
-
-def bars(name: str) -> str:
-    """Return each figure of a paper's scenario that was kept as two bars, the paper's above ours; text without any."""
-    rows = [row for row in papers.rows_of(kept().get(name, NEVER_RUN)) if row.outcome]
-    if not rows:
-        return ""
-    lines = [f'<div><svg viewBox="0 0 800 {34 * len(rows)}" font-size="12" fill="currentColor">']
-    for place, row in enumerate(rows):
-        both = [value or 0.0 for value in (row.paper, row.ours)]
-        longest = max(map(abs, both)) or 1.0
-        lines.append(f'<text x="330" y="{34 * place + 18}" text-anchor="end">{html.escape(row.name)}</text>')
-        for number, value in enumerate(both):
-            top, width = 34 * place + 2 + 13 * number, 380 * abs(value) / longest
-            lines.append(f'<rect x="340" y="{top}" width="{width:.0f}" height="11" opacity="{0.3 + 0.4 * number}"/>')
-            shown = html.escape(formats.of_kind(row.kind, value))
-            lines.append(f'<text x="{344 + width:.0f}" y="{top + 10}">{shown}</text>')
-    return "The paper's (light) and ours (dark):\n\n" + "\n".join([*lines, "</svg></div>"]) + "\n\n"
-
-
-def plots(name: str, part: PaperPart) -> str:
-    """Return the plots of a paper's scenario as SVG elements, of what was kept when it was run; text without any."""
-    found = kept().get(name, NEVER_RUN)
-    drawn = [
-        paper.draw_lines(chart, papers.rows_of(found), paper.kept(found.get("curves", {}).get(chart.title, ())))
-        for chart in part.charts
-        if chart.of_runs or found["rows"]
-    ]
-    shown = [
-        f"{title}. {note}\n\n<div>{inline(plot, title)}</div>\n\n" for title, note, plot in drawn if plot is not None
-    ]
-    return "".join(shown)
+def paper_pages() -> Iterator[tuple[str, str]]:
+    """Yield the page with the headlines of all papers, and the page of each paper."""
+    yield str(EXTRA), (ROOT / EXTRA).read_text()
+    for family in PAPERS:
+        page = f"papers/{family}/README.md"
+        yield page, (ROOT / page).read_text()
 
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
@@ -202,7 +136,7 @@ def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
     found = {place: (ROOT / place).read_text() for place in guide().values()}
     found |= {f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text() for name in COMMANDS}
     found |= {f"methods/{name}.md": method_page(method, scenarios) for name, method in METHODS.items()}
-    return found | dict(paper_pages(scenarios))
+    return found | dict(paper_pages())
 
 
 def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
@@ -230,7 +164,7 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
 
 def navigation() -> list[dict[str, Any]]:
     """Return mkdocs' navigation: titles with their pages, or with a list of such."""
-    families = [{title: f"docs/papers/{family}.md"} for family, title in PAPERS.items()]
+    families = [{title: f"papers/{family}/README.md"} for family, title in PAPERS.items()]
     return [
         *({title: place} for title, place in guide().items()),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},

@@ -19,7 +19,6 @@ from testbed.method import Method
 from testbed.ml.data import catalog as data
 from testbed.ml.models import catalog as models
 from testbed.network.checks import RESERVED_NAMES, has_room, no_room
-from testbed.scenario import paper
 from testbed.scenario.expand import no_such_devices
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
@@ -29,13 +28,12 @@ from testbed.workload import ModelPart, WorkloadPart
 
 
 def problems(trial: Trial) -> Iterator[Diagnostic]:
-    """Yield what is wrong with a trial's method, model, data, names, expectations and paper."""
+    """Yield what is wrong with a trial's method, model, data, names and expectations."""
     scenario, figures = trial.scenario, _figures(trial.scenario)
     yield from _workload_problems(scenario)
     yield from _folder_problems(scenario)
     yield from _name_problems(trial)
     yield from _expect_problems(trial, figures)
-    yield from paper.figure_problems(scenario.paper, trial.point, figures)
 
 
 def find_method(scenario: Scenario) -> Method:

@@ -43,8 +43,7 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
         scenario["sweep"] = {
             key: values[:1] if isinstance(values, list) else values for key, values in scenario["sweep"].items()
         }
-    for key in ("expect", "paper"):
-        scenario.pop(key, None)
+    scenario.pop("expect", None)
     return scenario | {"repetitions": 1}
 
 

@@ -17,7 +17,6 @@ from testbed.network.checks import rate_problem
 from testbed.network.link import Cell, Link, Pair, directed_pairs
 from testbed.network.parts import LinkPart, NetworkPart, overlay
 from testbed.network.radio import Radio
-from testbed.scenario import paper
 from testbed.scenario.devices import device_names, expand_devices, preset_problems, with_profiles
 from testbed.scenario.loading import put, validate
 from testbed.scenario.points import LABEL, plain_value
@@ -34,11 +33,6 @@ def trials(scenario: Scenario) -> list[Trial]:
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
     """
     check_points(scenario)
-    # Of a run that was kept neither sweep nor points are left.
-    points = [point for _, point in swept(scenario)] if scenario.sweep or scenario.points else None
-    wrong = list(paper.problems(scenario.paper, points))
-    if wrong:
-        raise scenario.source.error(wrong)
     return [
         _trial(point, values, repetition)
         for point, values in _points(scenario)
@@ -48,13 +42,12 @@ def trials(scenario: Scenario) -> list[Trial]:
 
 def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
-    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points", "paper"})
+    plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"})
     for written, point in swept(scenario):
         if not point:
             yield scenario, {}
             return
-        # What a paper has is of no point, and may be long: neither copied nor checked again.
-        tree: dict[str, Any] = {**copy.deepcopy(plain), "paper": scenario.paper}
+        tree: dict[str, Any] = copy.deepcopy(plain)
         places = {}
         for dotted, labelled in point.items():
             if dotted == LABEL:

@@ -206,94 +206,6 @@ class MachinePart(Part):
     )
 
 
-class PaperRow(Part):
-    """One figure that a paper prints, and where it comes out here."""
-
-    name: str = Field(description="what the row is called")
-    figure: str = Field(
-        description="a figure of metrics.json, as in `expect`; or `plan.` and a dotted key of plan.json's details"
-    )
-    at: dict[str, Any] = Field(
-        default_factory=dict, description="which points of the sweep: swept key, or one inside it -> value"
-    )
-    least: bool = Field(False, description="of the points that `at` leaves, take the one where the figure is least")
-    over: dict[str, Any] | None = Field(
-        None, description="divide by the same figure at these points, repetition by repetition"
-    )
-    minus: dict[str, Any] | None = Field(
-        None, description="subtract the same figure at these points, repetition by repetition"
-    )
-    over_figure: str | None = Field(None, description="divide by this other figure")
-    value: str | float | None = Field(None, description="the paper's; a time or a size with its unit")
-    expect: str | None = Field(None, description="condition on our mean, as in `expect`; decides the exit status")
-    claim: Literal["figure", "ranking"] = Field(
-        "figure",
-        description="what the paper claims: the figure, or, of one divided by or less another, alone which is larger: "
-        "the first, where no `value` is given",
-    )
-    explains: str = Field(
-        "",
-        description="a row that does not come out, by its name, or as `scenario: row`: this is its figure where one "
-        "thing is changed",
-    )
-    formula: str = Field(
-        "", description="for one that does not come out and that no run explains: the formula by which the two differ"
-    )
-    note: str = Field("", description="why the two differ, what to know")
-
-
-class PaperSeries(Part):
-    """One line or one kind of bars of a chart."""
-
-    label: str = Field(description="what the legend calls it")
-    at: dict[str, Any] = Field(
-        default_factory=dict,
-        description="which run is drawn: a point of the sweep, as in `rows`; its repetitions as their mean with a band",
-    )
-    rows: tuple[str, ...] = Field((), description="of `lines` and `bars`: names of rows, one for each of `x`")
-
-
-class PaperChart(Part):
-    """A chart over the runs, as a publication draws it."""
-
-    title: str = Field(description="stands above it")
-    what: Literal["steps", "loss", "accuracy", "test_loss", "lines", "bars"] = Field(
-        description="of single runs: steps (the time of each), loss, or accuracy and test_loss as they were evaluated; "
-        "of rows, ours and the paper's: lines, bars"
-    )
-    over: Literal["steps", "seconds"] = Field("steps", description="what x is where single runs are drawn")
-
-    @property
-    def of_runs(self) -> bool:
-        """Whether each line is a single run, instead of figures of rows."""
-        return self.what not in ("lines", "bars")
-
-    x: tuple[float | str, ...] = Field(
-        (), description="where the rows stand: rising numbers for `lines`, words below them for `bars`"
-    )
-    axis: str = Field("", description="what x is")
-    range: tuple[float, float] | None = Field(None, description="first and last x, not of `bars`; default: all")
-    series: tuple[PaperSeries, ...] = Field(min_length=1, max_length=6, description="its lines, or its kinds of bars")
-
-    @field_validator("range")
-    @classmethod
-    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and not value[0] < value[1]:
-            raise ValueError(f"ends where it begins or before: write [{value[1]:g}, {value[0]:g}] or a wider one")
-        return value
-
-
-class PaperPart(Part):
-    """A table or a figure of a publication that the scenario reproduces."""
-
-    source: str = Field(description="which one, as one would cite it")
-    reading: str = Field(
-        "", description="how the scenario reads what the paper leaves open; without, nothing is left open that matters"
-    )
-    rows: tuple[PaperRow, ...] = Field(min_length=1, description="its figures")
-    charts: tuple[PaperChart, ...] = Field((), description="its plots, drawn into paper.html")
-
-
 DATA_FOLDER = Path("data")
 """Where `testbed setup data` puts a set, in a folder of its name; looked into when a scenario names no folder."""
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
@@ -349,7 +261,6 @@ class Scenario(Part):
         description="further points beside the sweep's, each with its own dotted keys and values, and a `label` that "
         "names the point in tables and plots",
     )
-    paper: PaperPart | None = Field(None, description="what a publication prints, to stand beside what comes out here")
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )

@@ -12,8 +12,6 @@ from rich.console import Console
 from testbed.common.errors import DivergedError, ExpectationError, StoppedError, TestbedError
 
 if TYPE_CHECKING:
-    from testbed.scenario.schema import PaperPart
-    from testbed_controller.results.reproduction import ReproducedRow
     from testbed_controller.results.run import Run
 
 
@@ -52,25 +50,13 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
     return found
 
 
-def reproduce(folder: Path, part: PaperPart, runs: list[Run], console: Console) -> list[ReproducedRow]:
-    """Write into a folder, and print, a publication's figures beside those of runs; return its rows."""
-    from testbed_controller.report import paper
-    from testbed_controller.results import reproduction
-
-    table = reproduction.reproduce(part, runs)
-    reproduction.write(folder, part, table)
-    paper.write(folder, part, table, runs)
-    paper.show(console, part.source, table, folder)
-    return table
-
-
 def _reason(error: str) -> str:
     """Return the line of an error that names it: the last one of a traceback, else the first."""
     lines = error.strip().splitlines() or ["no reason known"]
     return lines[-1] if "Traceback" in error else lines[0]
 
 
-def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
+def judge(runs: list[Run]) -> None:
     """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
     for finished in runs:
         _check_finished(finished)
@@ -82,7 +68,6 @@ def judge(runs: list[Run], table: list[ReproducedRow]) -> None:
     for finished in runs:
         prefix = f"{finished.path.name}: " if len(runs) > 1 else ""
         missed += (prefix + text for text in _missed(finished))
-    missed += [f"{row.name} is {row.ours}, expected {row.condition}" for row in table if row.holds is False]
     if missed:
         raise ExpectationError("; ".join(missed))
 

@@ -40,7 +40,6 @@ COMMANDS = {
     "report": "testbed_controller.cli.report:report",
     "compare": "testbed_controller.cli.report:compare",
     "export": "testbed_controller.cli.export:export",
-    "papers": "testbed_controller.cli.papers:papers",
     "doctor": "testbed_controller.cli.machine:doctor",
     "setup": "testbed_controller.cli.machine:setup",
 }

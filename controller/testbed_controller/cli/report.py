@@ -34,10 +34,10 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
       testbed report results/quickstart
       testbed report results/quickstart --open yes
     """
-    from testbed_controller.cli.finished import reproduce, summarize
+    from testbed_controller.cli.finished import summarize
     from testbed_controller.report import html
     from testbed_controller.report.terminal import show
-    from testbed_controller.results.files import is_written, load, load_figures, paper_of, places
+    from testbed_controller.results.files import is_written, load, load_figures, places
     from testbed_controller.results.recorder import rebuild
 
     found_in = places(folder)
@@ -55,13 +55,10 @@ def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None
     content = summarize(folder, runs, console) if several else runs[0].metrics
     if not several:
         show(console, runs[0])
-    part = paper_of(folder, runs)
-    if part:
-        reproduce(folder, part, runs, console)
     if as_json:
         dump(content)
     if show_page == "yes":
-        page = folder / ("paper.html" if part and several else "sweep.html" if several else "report.html")
+        page = folder / ("sweep.html" if several else "report.html")
         webbrowser.open(page.absolute().as_uri())
 
 

@@ -21,7 +21,7 @@ from testbed.scenario.loading import load
 from testbed.scenario.schema import Trial
 from testbed_controller.api.execution import RunOptions, Runtime
 from testbed_controller.api.executors import Executor, InTurn, OneRunPerHost, PlannedRun, Processes
-from testbed_controller.cli.finished import explaining, judge, reproduce, show_run, summarize
+from testbed_controller.cli.finished import explaining, judge, show_run, summarize
 from testbed_controller.cli.options import (
     accept_links,
     links,
@@ -34,7 +34,7 @@ from testbed_controller.cli.options import (
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.results.exporters import stream_of
 from testbed_controller.results.files import finished_among
-from testbed_controller.results.recorder import keep_paper, numbered
+from testbed_controller.results.recorder import numbered
 from testbed_controller.results.run import Run, run_name
 
 WEIGHTS = "weights.safetensors"
@@ -85,20 +85,18 @@ class RunRequest:
         if self.resume is not None:
             kept = finished_among(folders, planned)
             console.print(f"{len(kept)} of {len(folders)} runs are there already")
-        already, several = len(kept), len(planned) > 1
+        several = len(planned) > 1
         runs = {number: PlannedRun(each, folders[number]) for number, each in prepared.items() if number not in kept}
 
         def done(number: int, finished: Run) -> None:
             kept[number] = finished.alone() if several else finished
-            if len(kept) == already + 1:
-                _keep_paper(loaded, finished, several=several)
             if not self.as_json:
                 show_run(console, finished, brief=several)
 
         if runs:
             with explaining(console):
                 self.executor(self._open_lab(planned[0])).execute(runs, console, done)
-        _show_all([kept[number] for number in sorted(kept)], loaded, console, as_json=self.as_json)
+        _show_all([kept[number] for number in sorted(kept)], console, as_json=self.as_json)
         raise_refused(refused)
 
     def check(self) -> None:
@@ -314,22 +312,15 @@ def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
         kernels.fix_or_restart()
 
 
-def _keep_paper(loaded: Scenario, finished: Run, *, several: bool) -> None:
-    """Write what a publication has beside the runs, where the run of a point leaves it out."""
-    if loaded.paper and finished.trial.point:
-        keep_paper(finished.path.parent if several else finished.path, loaded.paper)
-
-
-def _show_all(runs: list[Run], loaded: Scenario, console: Console, *, as_json: bool) -> None:
+def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
     """Print what came of all runs together; end with 1 where one failed or missed what was expected."""
     folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     if len(runs) > 1:
         summarize(folder, runs, console)
-    table = reproduce(folder, loaded.paper, runs, console) if loaded.paper else []
     if as_json:
         shown = [{"run": str(each.path), "metrics": each.metrics} for each in runs]
         dump(shown[0] if len(runs) == 1 else shown)
-    judge(runs, table)
+    judge(runs)
 
 
 def _weights_in(given: Path) -> Path:

@@ -56,8 +56,6 @@ class Line:
     """Draw a dot at every point, for few of them."""
     joined: bool = True
     """Join the points."""
-    printed: bool = False
-    """The line of a publication: drawn paler and dashed, without an entry in the legend."""
     half_widths: Sequence[float | None] = ()
     """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
 
@@ -78,8 +76,6 @@ class Bars:
     """Half widths of the intervals around the values."""
     dash: Dash = "solid"
     """The hatching, by the dash of lines of the same series."""
-    printed: bool = False
-    """The bars of a publication: drawn paler, without an entry in the legend."""
 
 
 @dataclass(frozen=True)

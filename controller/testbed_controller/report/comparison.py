@@ -14,12 +14,12 @@ from rich.text import Text
 
 from testbed.common import formats
 from testbed.common.formats import Scale
+from testbed.common.intervals import interval
 from testbed_controller.report import html
 from testbed_controller.report.charts import FEW, STYLES, Axis, Chart, Dash, Line, LinePlot
 from testbed_controller.report.tables import BARS, Cell, Column, Section, draw, figures
 from testbed_controller.report.terminal import VERDICTS
 from testbed_controller.results.run import Run
-from testbed_controller.results.summary import interval
 
 BAND = "Mean of the repetitions; pale band: 95% confidence interval."
 MOST_PLACES = 200

@@ -54,8 +54,6 @@ MOST_LABELLED = 10
 """Bars with their figures above them; more are drawn without figures."""
 APART = 3.0
 """Points of type between the marks of two series at the same place, so that their intervals can be distinguished."""
-PRINTED = 0.45
-"""Opacity of what is as a publication has it."""
 STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
@@ -95,7 +93,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
     values = [value for line in drawn for _, value in line.points]
     scale = _scale(axes, plot.y, values, _ends(drawn, plot.y), LOG_FROM)
     _set_range(axes, plot, drawn)
-    several = sum(not (line.printed or line.marked) for line in drawn) > 1
+    several = sum(not line.marked for line in drawn) > 1
     spread = [line for line in drawn if line.marked and line.half_widths]
     for line in drawn:
         _draw_line(axes, line, scale, _beside(axes, line, spread), several)
@@ -150,18 +148,16 @@ def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several:
     elif line.half_widths:
         down, up = scale.intervals(ys, line.half_widths)
         axes.fill_between(xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0)
-    dash = "dashed" if line.printed else line.dash
     axes.plot(
         xs,
         scale(ys),
         transform=place,
         color=colour,
-        alpha=PRINTED if line.printed else 1.0,
-        linestyle=dash if line.joined else "none",
+        linestyle=line.dash if line.joined else "none",
         marker=MARKS[number] if line.marked or several else "",
         markevery=1 if line.marked else (0.04 + 0.04 * number, 0.28),
         markersize=3.5,
-        label=_label(line),
+        label=line.name,
         clip_on=line.joined and not line.marks,
     )
 
@@ -175,11 +171,6 @@ def _whiskers(
     drawn = axes.errorbar(xs, scale(ys), [down, up], fmt="none", elinewidth=1, capthick=1, **looks)
     for artist in drawn.get_children():
         artist.set_clip_on(False)  # at the first and the last x, half of the whisker lies outside the axes
-
-
-def _label(series: Line | Bars) -> str:
-    """Return the entry in the legend; matplotlib leaves out names that begin with an underscore."""
-    return f"_{series.name}" if series.printed else series.name
 
 
 @mpl.rc_context(STYLE)
@@ -240,8 +231,7 @@ def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale
         hatch=HATCHES[kind.dash],
         edgecolor=COLOURS["card"],
         linewidth=0,
-        alpha=PRINTED if kind.printed else 1.0,
-        label=_label(kind),
+        label=kind.name,
     )
     if any(kind.half_widths):
         _whiskers(axes, at, heights, [kind.half_widths[group] for group in groups], scale, ecolor=COLOURS["ink"])

@@ -12,12 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from testbed.common.errors import InputError
+from testbed.common.intervals import interval
 from testbed.ml import kernels
 from testbed.scenario.points import point_parts
 from testbed_controller.results.run import Run
-from testbed_controller.results.summary import all_figures, interval, is_number
+from testbed_controller.results.summary import all_figures, is_number
 
-UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "paper", "network.subnet")
+UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "network.subnet")
 """Keys of a scenario that change no figure."""
 TWO_CLOCKS = 0.10
 """Step times of an emulated and a simulated run of one scenario should agree within this share."""

@@ -4,8 +4,7 @@ One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``
 ``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
 that finds objects ``boxes.json``, of a method of one's own ``declared.json``. `.recorder` writes them,
 `testbed_controller.report` the pages. Reading them executes nothing.
-A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``, and ``paper.yaml`` where
-its scenario has a publication's figures.
+A sweep or repeated run is a folder of such folders with ``summary.json`` and ``summary.csv``.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from testbed.common.errors import InputError
 from testbed.plan import Plan
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
-from testbed.scenario.loading import parse, read_keys
-from testbed.scenario.schema import PaperPart, Scenario, Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.events import LEADING, Event, restore_loss
 from testbed.trace.log import EventLog, Form
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
 from testbed_controller.results.declared import declared_in
-from testbed_controller.results.recorder import PAPER, RUNNING, with_local_sources
+from testbed_controller.results.recorder import RUNNING, with_local_sources
 from testbed_controller.results.run import Run
 
 ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
 """Figures of every run that pages of several runs take for granted; an older run may lack some."""
-UNSHOWN = ("description", "time_limit", "paper")
+UNSHOWN = ("description", "time_limit")
 """Keys of a scenario that change no figure of a run."""
 READ = 1 << 18
 """Bytes at the end of the events that are looked at."""
@@ -127,18 +125,6 @@ def places(folder: Path) -> list[Path]:
     order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
     found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
     return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
-
-
-def paper_of(folder: Path, runs: Sequence[Run]) -> PaperPart | None:
-    """Return what a publication has beside the runs in a folder; raise `InputError` where that cannot be read."""
-    kept = folder / PAPER
-    if not kept.is_file():  # a run of no point has it, and so has each of an older sweep
-        return runs[0].trial.scenario.paper
-    keys = read_keys(kept)
-    try:
-        return parse(PaperPart, keys)
-    except InputError as error:
-        raise InputError(f"{kept}: {error}") from None
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:

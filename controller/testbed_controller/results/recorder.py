@@ -24,7 +24,7 @@ from testbed.common.usercode import Code
 from testbed.common.version import VERSION
 from testbed.common.yamltext import written
 from testbed.plan import Plan
-from testbed.scenario.schema import PaperPart, Scenario, Trial
+from testbed.scenario.schema import Scenario, Trial
 from testbed.trace import perfetto
 from testbed.trace.events import Event, finite
 from testbed.trace.log import EventLog
@@ -37,8 +37,8 @@ from testbed_controller.results.run import Run
 
 RUNNING = "running"
 """Status of a run that is not over, or was cut off."""
-PAPER = "paper.yaml"
-"""What a publication has, in the folder of a sweep."""
+WITHOUT_EFFECT = (":!docs", ":!papers/*.md", ":!papers/*.json", ":!papers/*.svg", ":!papers/*/figures.yaml")
+"""Files that change no run, as git names them."""
 RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
 
 
@@ -92,7 +92,7 @@ def _version(package: str) -> str | None:
 def revision(checkout: Path = ROOT) -> str | None:
     """Return the git revision of the code, with a mark when it was changed since; None outside a checkout.
 
-    What is said in ``docs``, where `testbed papers` writes, changes no run.
+    Files in ``docs`` and the tables and results of ``papers`` change no run.
     """
     if not (checkout / ".git").exists():
         return None
@@ -102,7 +102,7 @@ def revision(checkout: Path = ROOT) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *WITHOUT_EFFECT)
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -273,17 +273,12 @@ def scenario_yaml(scenario: Scenario) -> str:
 
 
 def facts_of(trial: Trial) -> dict[str, Any]:
-    """Return the scenario of a run by its keys: without the publication's figures where these are of a whole sweep."""
-    return _keys(trial.scenario.model_copy(update={"paper": None}) if trial.point else trial.scenario)
+    """Return the scenario of a run by its keys."""
+    return _keys(trial.scenario)
 
 
 def _keys(scenario: Scenario) -> dict[str, Any]:
     return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
-def keep_paper(folder: Path, part: PaperPart) -> None:
-    """Write what a publication has into the folder of runs: once, and not in each of them."""
-    (folder / PAPER).write_text(written(part.model_dump(mode="json", by_alias=True, exclude_none=True)), "utf-8")
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:

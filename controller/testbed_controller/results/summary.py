@@ -3,67 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, TypeGuard
 
+from testbed.common.intervals import CONFIDENCE, interval
 from testbed.scenario.points import value_label
 from testbed.trace.events import finite
 from testbed.trace.figures import Figure
 from testbed_controller.results.rows import Row, write_csv
 from testbed_controller.results.run import Run
-
-CONFIDENCE = 0.95
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and the half width of its confidence interval after Student.
-
-    The half width is None for a single value, which says nothing of its spread. Raises ValueError for none.
-    """
-    if not values:
-        raise ValueError("no values to take a mean of")
-    if len(values) == 1:
-        return values[0], None
-    quantile = student_quantile(len(values) - 1, CONFIDENCE)
-    return fmean(values), quantile * stdev(values) / math.sqrt(len(values))
-
-
-@cache
-def student_quantile(freedom: int, confidence: float) -> float:
-    """Return t such that a share ``confidence`` of Student's distribution lies between -t and t.
-
-    Example: ``student_quantile(9, 0.95)`` is 2.262. The share is a finite sum for whole degrees of freedom
-    (Abramowitz and Stegun, equations 26.7.3 and 26.7.4); t is found by bisection.
-    """
-    low, high = 0.0, 1.0
-    while _student_share(high, freedom) < confidence:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        if _student_share(middle, freedom) < confidence:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _student_share(t: float, freedom: int) -> float:
-    """Return the share of Student's distribution between -t and t."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine = math.cos(angle)
-    odd = freedom % 2 == 1
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for power in range(freedom // 2):
-        total += term
-        divisor = 2 * power + (3 if odd else 2)
-        term *= cosine * cosine * (divisor - 1) / divisor
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
 
 
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ def run(folder: Path, name: str = "run", expect: dict[str, Any] | None = None, *
 
 
 def test_runs_that_came_to_their_end_as_expected_end_in_nothing(tmp_path: Path) -> None:
-    judge([run(tmp_path, expect={"accuracy": ">= 0.9"})], [])
+    judge([run(tmp_path, expect={"accuracy": ">= 0.9"})])
 
 
 def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(ExpectationError) as raised:
-        judge([run(tmp_path, expect={"accuracy": "> 0.99", "steps": ">= 5", "recovery_time": "< 1s"})], [])
+        judge([run(tmp_path, expect={"accuracy": "> 0.99", "steps": ">= 5", "recovery_time": "< 1s"})])
     first, second = str(raised.value).split("; ")
     assert first.startswith("accuracy is 0.95, ")
     assert first.endswith("expected > 0.99")
@@ -37,7 +37,7 @@ def test_an_expectation_that_does_not_hold_is_said_with_what_was_found(tmp_path:
 def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
     several = [run(tmp_path, name, {"accuracy": limit}) for name, limit in (("one", ">= 0.9"), ("two", "> 0.99"))]
     with pytest.raises(ExpectationError, match=r"^two: accuracy is 0.95, "):
-        judge(several, [])
+        judge(several)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_run_that_did_not_come_to_its_end_says_why_before_anything_is_expected
         tmp_path, expect={"accuracy": "> 0.99"}, status=status, error="Traceback\n  of many lines\nit ends here\n"
     )
     with pytest.raises(kind, match=said) as raised:
-        judge([failed], [])
+        judge([failed])
     assert type(raised.value) is kind
 
 
@@ -72,16 +72,16 @@ def diverged(folder: Path, **keys: Any) -> Run:
 def test_a_diverged_run_has_a_status_of_its_own_and_names_device_and_step(tmp_path: Path) -> None:
     found = diverged(tmp_path, expect={"accuracy": "> 0.99"})
     with pytest.raises(DivergedError, match=r"run \(\w+, step 3\)") as raised:
-        judge([found], [])
+        judge([found])
     assert raised.value.exit_code == 4
     for line in (found.path / "events.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
 def test_a_scenario_may_expect_divergence(tmp_path: Path) -> None:
-    judge([diverged(tmp_path, expect={"diverged": "== true"})], [])
+    judge([diverged(tmp_path, expect={"diverged": "== true"})])
 
 
 def test_a_failure_without_a_reason_says_so(tmp_path: Path) -> None:
     with pytest.raises(TestbedError, match="the run failed: no reason known"):
-        judge([run(tmp_path, status="failed", error="")], [])
+        judge([run(tmp_path, status="failed", error="")])

@@ -20,10 +20,6 @@ workload:
   method: {name: single}
   batch_size: 16
   steps: 4
-paper:
-  source: Somebody, Figure 1
-  rows: [{name: accuracy, figure: accuracy}]
-  charts: [{title: Accuracy, what: bars, x: [ours], series: [{label: ours, rows: [accuracy]}]}]
 """
 PROGRAM = """
 import sys
@@ -78,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", ["one/report.html", "several/sweep.html", "several/paper.html", "compared.html"])
+@pytest.mark.parametrize("page", ["one/report.html", "several/sweep.html", "compared.html"])
 def test_pages_name_the_extra_in_place_of_their_charts(folder: Path, page: str) -> None:
     text = unescape((folder / page).read_text())
     assert text.count(HINT) == 1

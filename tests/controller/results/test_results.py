@@ -12,7 +12,7 @@ import pytest
 from testbed.common import yamltext
 from testbed.common.errors import HostError, InputError
 from testbed.scenario.loading import load
-from testbed.scenario.schema import PaperPart, PaperRow, Scenario
+from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.wire import arrays, tensors
 from testbed_controller.results import files, recorder
@@ -62,7 +62,7 @@ def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     assert recorder.revision(tmp_path) is None
-    files_ = [tmp_path / "docs/papers.json", tmp_path / "scenarios/one.yaml"]
+    files_ = [tmp_path / "docs/papers.md", tmp_path / "papers/results.json", tmp_path / "scenarios/one.yaml"]
     for file in files_:
         file.parent.mkdir()
         file.write_text("before\n")
@@ -70,7 +70,7 @@ def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
     git("add", ".")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    for file, found in zip([None, *files_], [commit, commit, f"{commit}-dirty"], strict=True):
+    for file, found in zip([None, *files_], [commit, commit, commit, f"{commit}-dirty"], strict=True):
         if file is not None:
             file.write_text("after\n")
         assert recorder.revision(tmp_path) == found
@@ -175,9 +175,7 @@ def test_finished_runs_are_kept_and_others_made_again(tmp_path: Path) -> None:
     recorded.write(places[1], trial, recorded.plan(), recorded.outcome(status="failed", error="x"))
     assert list(files.finished_among(places, [trial] * 3)) == [0]
     assert not places[1].exists()
-    row = PaperRow(name="a", figure="accuracy", note="of them all")
-    worded = {"description": "other words", "paper": PaperPart(source="somebody", rows=(row,))}
-    noted = replace(trial, scenario=trial.scenario.model_copy(update=worded))
+    noted = replace(trial, scenario=trial.scenario.model_copy(update={"description": "other words"}))
     assert list(files.finished_among(places, [noted] * 3)) == [0], "words change no run"
     other = replace(trial, scenario=trial.scenario.model_copy(update={"seed": 99}))
     with pytest.raises(InputError, match="a run of another scenario"):

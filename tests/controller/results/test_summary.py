@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from testbed.common.intervals import interval, student_quantile
 from testbed.scenario.points import short_keys
 from testbed_controller.results import files
 from testbed_controller.results.run import run_name
-from testbed_controller.results.summary import interval, student_quantile, summarize
+from testbed_controller.results.summary import summarize
 from tests.helpers import recorded
 
 

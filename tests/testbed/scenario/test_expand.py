@@ -219,12 +219,10 @@ def test_a_swept_scenario_differs_in_the_swept_keys_only():
     assert swept.scenario.model_dump() == plain
 
 
-def test_a_paper_and_the_lines_of_its_file_are_not_copied_for_each_point():
-    paper = {"source": "A", "rows": [{"name": "steps", "figure": "steps", "value": 1}]}
-    lines = {("paper",): 1, ("workload",): 5, ("workload", "batch_size"): 6, ("sweep",): 7}
-    written = validate({**BASE, "paper": paper, "sweep": {"workload.batch_size": [8, 9]}}, Source("a.yaml", lines))
+def test_the_lines_of_a_file_are_not_copied_for_each_point():
+    lines = {("workload",): 5, ("workload", "batch_size"): 6, ("sweep",): 7}
+    written = validate({**BASE, "sweep": {"workload.batch_size": [8, 9]}}, Source("a.yaml", lines))
     for trial in trials(written):
-        assert trial.scenario.paper is written.paper
         assert trial.scenario.source.lines is lines
         assert trial.scenario.source.where(("workload", "batch_size")).startswith("a.yaml:7 (sweep: ")
         assert trial.scenario.source.where(("workload", "steps")) == "a.yaml:5"

@@ -1,216 +1,20 @@
-"""A publication's plots over our runs: what is drawn, what is refused, and what a run does not give."""
+"""Drawing of charts: axes, legends, intervals and colours."""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from matplotlib.figure import Figure
 
-from testbed.common.errors import InputError
 from testbed.common.formats import FigureKind
-from testbed.prepare import prepare
-from testbed.scenario.expand import trials
-from testbed.scenario.loading import load
-from testbed.scenario.schema import PaperPart, Scenario
 from testbed_controller.report import drawing, html
 from testbed_controller.report.charts import COLOURS, SERIES, Axis, BarPlot, Bars, Line, LinePlot, Window
-from testbed_controller.report.comparison import curve, mean_line
+from testbed_controller.report.comparison import mean_line
 from testbed_controller.report.drawing import PRINT, inline, save
-from testbed_controller.report.paper import draw, draw_lines, keep, render
-from testbed_controller.report.paper import kept as lines
-from testbed_controller.results import files, reproduction
-from testbed_controller.results.run import Run, run_name
-from tests.helpers import ROOT, recorded
-
-SCHEDULE = "workload.method.schedule"
-SWEEP = {SCHEDULE: ["gpipe", "1f1b"]}
-ROWS = [
-    {"name": "gpipe", "figure": "step_time", "at": {SCHEDULE: "gpipe"}, "value": "2s"},
-    {"name": "1f1b", "figure": "step_time", "at": {SCHEDULE: "1f1b"}},
-    {"name": "sent", "figure": "bytes_sent", "at": {SCHEDULE: "gpipe"}},
-]
-BARS = {
-    "title": "Time",
-    "what": "bars",
-    "x": ["GPipe", "1F1B"],
-    "series": [{"label": "ours", "rows": ["gpipe", "1f1b"]}],
-}
-LINES = {**BARS, "what": "lines", "x": [1, 4], "axis": "schedule"}
-STEPS = {
-    "title": "Steps",
-    "what": "steps",
-    "axis": "batch",
-    "range": [1, 3],
-    "series": [{"label": name, "at": {SCHEDULE: name}} for name in SWEEP[SCHEDULE]],
-}
-
-
-def made(folder: Path) -> list[Run]:
-    """Write runs of both schedules, twice each."""
-    runs = []
-    for schedule, repetition, time in (("gpipe", 0, 1.0), ("gpipe", 1, 3.0), ("1f1b", 0, 1.0), ("1f1b", 1, 1.0)):
-        trial = replace(recorded.trial(), point={SCHEDULE: schedule}, repetition=repetition)
-        path = folder / run_name(trial)
-        run = files.load(recorded.write(path, trial, recorded.plan(), recorded.outcome()))
-        runs.append(replace(run, metrics=run.metrics | {"step_time": time}))
-    return runs
-
-
-def part(*charts: dict[str, Any]) -> PaperPart:
-    return PaperPart.model_validate({"source": "Somebody, Figure 1", "rows": ROWS, "charts": charts})
-
-
-def drawn(folder: Path, chart: dict[str, Any]) -> tuple[str, Figure]:
-    """Return the note and the plot of one chart."""
-    runs, whole = made(folder), part(chart)
-    title, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
-    assert title == chart["title"]
-    assert plot is not None
-    return note, drawing.draw(plot)
-
-
-def points(plot: Figure) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of every line of a plot; the names of what is printed begin with an underscore."""
-    return {
-        str(line.get_label()): [(x, y) for x, y in line.get_xydata()]
-        for line in plot.axes[0].lines
-        if str(line.get_label()).removeprefix("_").startswith(("ours", *SWEEP[SCHEDULE]))
-    }
-
-
-def test_bars_stand_at_the_height_of_the_rows_with_their_intervals(tmp_path: Path) -> None:
-    note, plot = drawn(tmp_path, BARS)
-    heights = {str(bars.get_label()): [bar.get_height() for bar in bars] for bars in plot.axes[0].containers[:1]}
-    assert heights == {"_ours, printed": [2.0]}
-    assert [bar.get_height() for bar in plot.axes[0].patches] == [2.0, 2.0, 1.0]
-    texts = [text.get_text() for text in plot.axes[0].texts]
-    assert texts == ["2", "2", "1"], "a figure above each bar"
-    assert plot.axes[0].get_ylabel() == "step time (s)"
-    assert "Pale" in note
-    assert "Whiskers" in note
-
-
-def test_lines_hold_ours_and_what_is_printed(tmp_path: Path) -> None:
-    note, plot = drawn(tmp_path, LINES)
-    assert "Dashed" in note
-    assert points(plot) == {"ours": [(1.0, 2.0), (4.0, 1.0)], "_ours, printed": [(1.0, 2.0)]}
-    axes = plot.axes[0]
-    assert (axes.get_xlim(), axes.get_xlabel()) == ((1.0, 4.0), "schedule")
-    assert axes.yaxis.get_major_formatter()(2.0) == "2"
-    assert axes.get_ylabel() == "step time (s)"
-    assert len(axes.containers) == 1, "error bars of gpipe's two runs, 1 s and 3 s"
-
-
-def test_what_is_kept_of_single_runs_is_drawn_as_they_are(tmp_path: Path) -> None:
-    _, plot = drawn(tmp_path, STEPS)
-    kept = json.loads(json.dumps(keep(part(STEPS), made(tmp_path / "again"))))
-    _, _, again = draw_lines(part(STEPS).charts[0], [], lines(kept[STEPS["title"]]))
-    assert again is not None
-    for name, expected in points(plot).items():
-        assert points(drawing.draw(again))[name] == [pytest.approx(point, rel=1e-4) for point in expected]
-
-
-def test_steps_are_those_within_the_range(tmp_path: Path) -> None:
-    _, plot = drawn(tmp_path, STEPS)
-    expected = curve(made(tmp_path / "again")[0], "steps", begin=1, end=3)
-    assert [step for step, _ in expected] == [1, 2, 3]
-    assert all([x for x, _ in line] == [1, 2, 3] for line in points(plot).values())
-    runs, whole = made(tmp_path / "late"), part(STEPS | {"range": [190, 220]})
-    nothing = "Nothing from step 190 on: the runs ended with step 4."
-    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (nothing, None)
-
-
-@pytest.mark.parametrize("over", ["steps", "seconds"])
-def test_loss_is_drawn_over_steps_or_over_time(tmp_path: Path, over: str) -> None:
-    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "loss", "over": over}
-    _, plot = drawn(tmp_path, chart)
-    last = {row["step"]: row for row in made(tmp_path / "again")[0].metrics["series"]["steps"]}
-    expected = sorted((row["step" if over == "steps" else "time"], row["loss"]) for row in last.values())
-    assert len(expected) > 2
-    for line in points(plot).values():
-        assert line == expected
-
-
-def test_accuracy_is_drawn_as_it_was_evaluated(tmp_path: Path) -> None:
-    chart = {key: value for key, value in STEPS.items() if key != "range"} | {"what": "accuracy"}
-    runs, whole = made(tmp_path), part(chart)
-    evaluations = [{"step": 2, "accuracy": 0.25}, {"step": 4, "accuracy": 0.5}]
-    runs = [
-        replace(run, metrics=run.metrics | {"series": run.metrics["series"] | {"evaluations": evaluations}})
-        for run in runs
-    ]
-    _, note, plot = draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)
-    assert plot is not None
-    assert list(points(drawing.draw(plot)).values()) == [[(2, 25.0), (4, 50.0)]] * 2
-    axes = drawing.draw(plot).axes[0]
-    assert axes.get_ylabel() == "accuracy (%)"
-    assert note == "On the test data. Mean of the repetitions; pale band: 95% confidence interval."
-
-
-def test_the_page_has_all_and_loads_nothing(tmp_path: Path) -> None:
-    runs, whole = made(tmp_path), part(STEPS, BARS, LINES)
-    rows = reproduction.reproduce(whole, runs)
-    page = render(tmp_path, whole, rows, runs)
-    assert page.count('<svg class="chart"') == 3
-    for name in ("Somebody, Figure 1", "2 s", "1.00×"):
-        assert name in page
-    links = re.findall(r'(?<!xlink:)href="([^"]+)"', page)
-    assert len(links) == 4 + 3 * 4
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {
-        f"{name}{width}.{kind}"
-        for name in ("1-steps", "2-time", "3-time")
-        for width in ("", "-wide")
-        for kind in ("svg", "pdf")
-    }
-    assert not any(link.startswith(("http", "/")) for link in links)
-    assert not re.search(r'src="|url\((?!#)', page)
-    evil = "</script><script>alert(1)</script>"
-    assert evil not in render(tmp_path, whole.model_copy(update={"source": evil}), rows, runs)
-
-
-def test_a_chart_without_any_run_says_so(tmp_path: Path) -> None:
-    whole = part(BARS)
-    runs = [replace(run, metrics=run.metrics | {"step_time": None}) for run in made(tmp_path)]
-    assert draw(whole.charts[0], reproduction.reproduce(whole, runs), runs)[1:] == (
-        "None of the runs gave one of its figures.",
-        None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("chart", "told"),
-    [
-        (BARS | {"series": [{"label": "x", "rows": ["gpip", "1f1b"]}]}, "did you mean 'gpipe'"),
-        (BARS | {"series": [{"label": "x", "rows": ["gpipe"]}]}, "names 1 rows for 2 of `x`"),
-        (BARS | {"series": [{"label": "x", "rows": ["gpipe", "sent"]}]}, "cannot show bytes and seconds"),
-        (BARS | {"x": []}, "says where the rows stand"),
-        (LINES | {"x": [4, 1]}, "rising numbers"),
-        (LINES | {"x": ["few", "many"]}, "rising numbers"),
-        (STEPS | {"series": [{"label": "x", "at": {}}]}, "2 points of the sweep have no value"),
-        (STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "pipe"}}]}, "0 points of the sweep have"),
-        (
-            STEPS | {"series": [{"label": "x", "at": {SCHEDULE: "gpipe"}, "rows": ["gpipe"]}]},
-            "belongs to lines and bars",
-        ),
-    ],
-)
-def test_charts_that_cannot_come_out_are_refused_before_anything_runs(chart: dict[str, Any], told: str) -> None:
-    paper = {"source": "x", "rows": ROWS, "charts": [chart]}
-    with pytest.raises(InputError, match=told):
-        prepare(trials(Scenario.model_validate(recorded.SCENARIO | {"sweep": SWEEP, "paper": paper}))[0])
-
-
-def test_a_range_has_to_rise() -> None:
-    with pytest.raises(ValueError, match=r"write \[190, 220\]"):
-        part(STEPS | {"range": [220, 190]})
 
 
 def test_figures_above_bars_stand_above_all_or_none() -> None:
@@ -363,18 +167,6 @@ def _lab(colour: str, seen: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     xyz = to_xyz @ np.clip(linear, 0, 1) / np.array([0.9505, 1.0, 1.089])
     x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-def test_the_scenarios_of_papers_name_rows_and_points_that_are_there() -> None:
-    for path in sorted((ROOT / "papers").glob("*/scenarios/*.yaml")):
-        assert trials(load(path)), path
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "papers").glob("*/scenarios/*-figure-*.yaml")))
-def test_a_scenario_of_a_figure_draws_it(file: Path) -> None:
-    part = load(file).paper
-    assert part is not None
-    assert part.charts
 
 
 @pytest.mark.parametrize("width", PRINT.values())
