@@ -14,11 +14,10 @@ FOLDERS = {
 }
 """Where each package lies in a checkout. Their names cannot clash with a user's `agent.py` or `controller.py`."""
 
-for paper in sorted(Path("papers").glob("*/testbed_*")):
+for scenarios in sorted(Path("papers").glob("*/scenarios")):
+    [paper] = scenarios.parent.glob("testbed_*")
     FOLDERS[paper.name] = str(paper)
-    scenarios = paper.parent / "scenarios"
-    if scenarios.is_dir():
-        BESIDE[f"{paper.name}.scenarios"] = str(scenarios)
+    BESIDE[f"{paper.name}.scenarios"] = str(scenarios)
 
 packages = [*BESIDE]
 for name, folder in FOLDERS.items():

@@ -1,0 +1,101 @@
+"""`testbed papers`: run what is missing of the papers' figures and write their tables."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from testbed import InputError
+
+if TYPE_CHECKING:
+    from testbed_comparison.tables import System
+
+PAPERS = Path(__file__).resolve().parents[2]
+"""The folder with one folder for each system."""
+PAGE = PAPERS.parent / "docs" / "papers.md"
+
+
+@click.command()
+@click.argument("systems", nargs=-1)
+@click.option("--only", default="*", help="Run only scenarios with names of this pattern, such as 'stahl-table-*'.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Simulate this many runs at a time.")
+@click.option("--again", is_flag=True, help="Also run scenarios whose results are up to date.")
+@click.option("--list", "listing", is_flag=True, help="Print the commands of missing and stale scenarios.")
+@click.option("--tables", is_flag=True, help="Run nothing; write the tables from the kept results.")
+def papers(systems: tuple[str, ...], only: str, jobs: int, again: bool, listing: bool, tables: bool) -> None:
+    """Compare the testbed's metrics with the figures of published papers.
+
+    SYSTEMS are folders of papers/, by default all of them. Scenarios that are missing in results.json of a folder, or
+    whose file has changed since, are simulated. The tables of its README.md and of docs/papers.md are written from
+    the results. A change of the code makes no result stale; use --again. After Ctrl-C the same command resumes the
+    runs, which are kept in results/papers.
+
+    \b
+    Examples:
+      testbed papers --list
+      testbed papers stahl ftpipehd --jobs 2
+      testbed papers edgepipe --only 'edgepipe-figure-9*'
+    """
+    from testbed_comparison.tables import fill, headline_page
+
+    everything = {folder.name: folder for folder in folders()}
+    unknown = sorted(set(systems) - everything.keys())
+    if unknown:
+        raise InputError(f"unknown system '{unknown[0]}'; available: {', '.join(everything)}")
+    for name in systems or everything:
+        _compare(everything[name], only=only, jobs=jobs, again=again, listing=listing, tables=tables)
+    if not listing:
+        found = {name: open_system(folder) for name, folder in everything.items()}
+        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), headline_page(found)), encoding="utf-8")
+
+
+def folders() -> Iterable[Path]:
+    """Return the folders of all systems, in the order of their names."""
+    found = sorted(file.parent for file in PAPERS.glob("*/figures.yaml"))
+    if not found:
+        raise InputError(f"{PAPERS}: contains no figures.yaml; papers are compared in a checkout of the testbed")
+    return found
+
+
+def open_system(folder: Path) -> System:
+    """Return the `System` of a folder."""
+    from testbed_comparison import tables
+    from testbed_comparison.results import Results
+    from testbed_comparison.rows import load
+
+    return tables.System(folder, load(folder), Results(folder))
+
+
+def write_page(folder: Path) -> None:
+    """Write plots and tables of a system from its results."""
+    from testbed_comparison.plots import draw
+    from testbed_comparison.tables import fill, system_page
+
+    system = open_system(folder)
+    page = folder / "README.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else f"# {system.figures.paper}\n"
+    page.write_text(fill(text, system_page(system, draw(system))), encoding="utf-8")
+
+
+def _compare(folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool) -> None:
+    from testbed_comparison.results import run_command
+
+    system = open_system(folder)
+    figures, results = system.figures, system.results
+    names = {scenario for scenario, _ in figures.values()} if again else results.stale(figures)
+    wanted = [name for name in sorted(names) if fnmatch(name, only)]
+    for name in wanted if not tables else ():
+        click.echo(shlex.join(run_command(f"papers/{name}", figures.changes.get(name, {}))))
+        if listing:
+            continue
+        results.run(name, figures, jobs=jobs, again=again)
+        results.save()
+    if not listing:
+        results.prune(figures)
+        results.save()
+        write_page(folder)

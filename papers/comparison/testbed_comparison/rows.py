@@ -1,0 +1,224 @@
+"""The file format: what a paper claims, and by which expression over metrics the testbed computes the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from testbed import InputError
+
+FILE = "figures.yaml"
+UNITS = {
+    "": 1.0,
+    "x": 1.0,
+    "%": 0.01,
+    "points": 0.01,
+    "s": 1.0,
+    "min": 60.0,
+    "MB": 1e6,
+    "MiB": 2.0**20,
+}
+"""Unit of a paper -> its size in the units of metrics: seconds, bytes, shares and plain numbers."""
+REFERENCE = re.compile(r"\b(figures?|tables?|equations?|sections?|algorithms?|phases?)\s*\(?\d+\)?(\([a-z]\))?", re.I)
+PAPERS_NUMBER = re.compile(r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Value(_Part):
+    """A metric of the runs at one point of a sweep."""
+
+    metric: str
+    """A metric as in `expect`, or ``plan.`` and a dotted key of the plan's details."""
+    at: dict[str, Any] = {}
+    """Swept key, or a key inside a swept value -> value."""
+    scenario: str = ""
+    """Default: the scenario of the row."""
+    least: bool = False
+    """Whether to take, of several points, the one where the metric is least."""
+
+
+class Ratio(_Part):
+    """The first value divided by the second."""
+
+    ratio: tuple[Value, Value]
+
+
+class Difference(_Part):
+    """The first value less the second."""
+
+    difference: tuple[Value, Value]
+
+
+class Saving(_Part):
+    """The share by which the first value is below the second."""
+
+    saving: tuple[Value, Value]
+
+
+Expression = Value | Ratio | Difference | Saving
+
+
+def terms(expression: Expression) -> tuple[Value, ...]:
+    """Return the values that an expression combines."""
+    match expression:
+        case Ratio(ratio=pair) | Difference(difference=pair) | Saving(saving=pair):
+            return pair
+        case _:
+            return (expression,)
+
+
+class Row(_Part):
+    """One figure or claim of a paper."""
+
+    item: str
+    """Its figure, table or section."""
+    name: str
+    kind: Literal["arithmetic", "measured", "ranking"]
+    paper: str | tuple[str | None, str | None]
+    """The paper's value with the digits it prints, or the two ends of a range (null: open).
+
+    Of a ranking: ``larger``, if the first value of the expression is the larger one, or ``similar``.
+    """
+    unit: str = ""
+    """A key of `UNITS`."""
+    scenario: str
+    ours: Expression | tuple[Expression, ...]
+    """The expression that gives ours; several give a range from the least to the largest."""
+    fitted: str = ""
+    """The parameter that was set from this figure or a neighbouring one."""
+    data: str = ""
+    """The data of our runs, where they are not the paper's."""
+    note: str = ""
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """All expressions of the row."""
+        return self.ours if isinstance(self.ours, tuple) else (self.ours,)
+
+    @model_validator(mode="after")
+    def _check(self) -> Row:
+        if self.unit not in UNITS:
+            raise ValueError(f"unknown unit '{self.unit}'; available: {', '.join(UNITS)}")
+        if (self.kind == "ranking") != (self.paper in ("larger", "similar")):
+            raise ValueError("the paper's value of a ranking, and of no other row, is 'larger' or 'similar'")
+        if self.kind == "ranking" and any(isinstance(each, Value) for each in self.expressions):
+            raise ValueError("a ranking compares two values by a ratio or a difference")
+        for end in self.paper if isinstance(self.paper, tuple) else (self.paper,):
+            if self.kind != "ranking" and end is not None:
+                float(end)
+        if PAPERS_NUMBER.search(REFERENCE.sub("", self.note)):
+            raise ValueError("a paper's number is graded in a row of its own; remove it from the note")
+        return self
+
+
+class Condition(_Part):
+    """A choice that holds for all rows of a paper, made before the runs."""
+
+    condition: str
+    reason: str = ""
+
+
+class Trial(_Part):
+    """One value of a parameter, and the expression that gives the row's figure there."""
+
+    value: str
+    scenario: str
+    ours: Expression
+
+
+class Sensitivity(_Part):
+    """How a row's figure depends on one parameter."""
+
+    row: str
+    parameter: str
+    values: tuple[Trial, ...]
+
+
+class Headline(_Part):
+    """A claim of an abstract or a conclusion, for the page of all papers."""
+
+    claim: str
+    rows: tuple[str, ...] = Field(min_length=1)
+    differs: str = ""
+    """The condition in which ours differs."""
+
+
+class Series(_Part):
+    """One line of a plot: a row for each place."""
+
+    label: str
+    rows: tuple[str, ...]
+
+
+class Plot(_Part):
+    """Rows of a figure, drawn beside the paper's values."""
+
+    title: str
+    x: tuple[float | str, ...]
+    axis: str = ""
+    series: tuple[Series, ...]
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file."""
+        return re.sub("[^a-z0-9]+", "-", self.title.lower()).strip("-") + ".svg"
+
+
+class Figures(_Part):
+    """All that is compared with one paper."""
+
+    paper: str
+    conditions: tuple[Condition, ...]
+    changes: dict[str, dict[str, Any]] = {}
+    """Scenario -> dotted keys and values that are changed of it."""
+    rows: tuple[Row, ...]
+    sensitivity: tuple[Sensitivity, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    headlines: tuple[Headline, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Figures:
+        names = [row.name for row in self.rows]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"each row needs a name of its own: {', '.join(twice)}")
+        used = [name for headline in self.headlines for name in headline.rows]
+        used += [name for plot in self.plots for series in plot.series for name in series.rows]
+        used += [each.row for each in self.sensitivity]
+        unknown = sorted(set(used) - set(names))
+        if unknown:
+            raise ValueError(f"unknown rows: {', '.join(unknown)}")
+        return self
+
+    def row(self, name: str) -> Row:
+        """Return the row of that name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def values(self) -> Iterator[tuple[str, Value]]:
+        """Yield each value that rows and sensitivity need, with its scenario."""
+        for row in self.rows:
+            for expression in row.expressions:
+                yield from ((term.scenario or row.scenario, term) for term in terms(expression))
+        for each in self.sensitivity:
+            for trial in each.values:
+                yield from ((term.scenario or trial.scenario, term) for term in terms(trial.ours))
+
+
+def load(folder: Path) -> Figures:
+    """Read ``figures.yaml`` of a system's folder; raises `InputError`."""
+    file = folder / FILE
+    try:
+        return Figures.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise InputError(f"{file}: not found; papers are compared in a checkout of the testbed") from None
+    except ValidationError as error:
+        found = [f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise InputError("\n".join(found)) from None

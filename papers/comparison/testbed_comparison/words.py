@@ -1,0 +1,117 @@
+"""Our value of a row, and the word that compares it with the paper's; papers/README.md defines the words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, Saving, Value
+from testbed_controller.results.summary import interval
+
+WITHIN = 0.1
+"""Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
+ROUNDING = 1e-9
+Word = Literal["exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run"]
+WORDS: tuple[Word, ...] = ("exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run")
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What our runs give for a row, in the paper's unit."""
+
+    low: float
+    """The mean; of a range the least mean."""
+    high: float
+    half_width: float | None
+    """Half width of the 95 % confidence interval; None for a single run and for a range."""
+    runs: int
+    is_timing: bool = True
+    """Whether the runs compute times and sizes alone, so that one run is enough."""
+
+    @property
+    def least(self) -> float:
+        """The lower end of the interval."""
+        return self.low - (self.half_width or 0.0)
+
+    @property
+    def most(self) -> float:
+        """The upper end of the interval."""
+        return self.high + (self.half_width or 0.0)
+
+
+def combine(expression: Expression, values: Callable[[Value], Sequence[float]]) -> list[float]:
+    """Return an expression's value for each repetition.
+
+    Repetitions share their seed, so both values of a pair come from the same one.
+    """
+    match expression:
+        case Ratio(ratio=(first, second)):
+            return [one / other for one, other in zip(values(first), values(second), strict=False) if other]
+        case Difference(difference=(first, second)):
+            return [one - other for one, other in zip(values(first), values(second), strict=False)]
+        case Saving(saving=(first, second)):
+            return [1 - one / other for one, other in zip(values(first), values(second), strict=False) if other]
+        case _:
+            return list(values(expression))
+
+
+def measure(
+    expressions: Sequence[Expression], unit: str, values: Callable[[Value], Sequence[float]], *, is_timing: bool
+) -> Ours | None:
+    """Return our value, or our range of several expressions; None where a run is missing."""
+    found = [[each / UNITS[unit] for each in combine(expression, values)] for expression in expressions]
+    if not all(found):
+        return None
+    runs = min(map(len, found))
+    if len(found) == 1:
+        mean, half_width = interval(found[0])
+        return Ours(mean, mean, half_width, runs, is_timing)
+    means = [interval(each)[0] for each in found]
+    return Ours(min(means), max(means), None, runs, is_timing)
+
+
+def word_for(row: Row, ours: Ours | None) -> Word:
+    """Return the word for a row."""
+    if ours is None:
+        return "not run"
+    if row.data:
+        return "not comparable"
+    if row.kind == "ranking":
+        return "same ranking" if _has_ranking(row, ours) else "differs"
+    low, high = _printed(row)
+    contains = low <= ours.most and ours.least <= high
+    if isinstance(row.paper, tuple):
+        contains = low <= ours.least and ours.most <= high
+    if row.kind == "arithmetic":
+        return "exact" if contains else "differs"
+    if row.fitted:
+        margin = WITHIN * abs(ours.low)
+        return "calibrated" if low - margin <= ours.low and ours.high <= high + margin else "differs"
+    has_interval = ours.is_timing or isinstance(row.paper, tuple) or ours.half_width is not None
+    is_narrow = (ours.half_width or 0.0) <= WITHIN * abs(ours.low)
+    return "agrees" if contains and has_interval and is_narrow else "differs"
+
+
+def _printed(row: Row) -> tuple[float, float]:
+    """Return the least and the largest number that the paper's printed digits stand for."""
+    ends = row.paper if isinstance(row.paper, tuple) else (row.paper, row.paper)
+    low, high = (None if end is None else _rounded(end) for end in ends)
+    return (low[0] if low else -float("inf")), (high[1] if high else float("inf"))
+
+
+def _rounded(text: str) -> tuple[float, float]:
+    value, decimals = float(text), len(text.partition(".")[2])
+    half = 0.5 * 10.0**-decimals + ROUNDING * abs(value)
+    return value - half, value + half
+
+
+def _has_ranking(row: Row, ours: Ours) -> bool:
+    """Return whether our interval lies on the claimed side of equality, or for ``similar`` around and near it."""
+    if not ours.is_timing and ours.runs < 2:
+        return False
+    even = 1.0 if isinstance(row.expressions[0], Ratio) else 0.0
+    even, near = even / UNITS[row.unit], WITHIN / UNITS[row.unit]
+    if row.paper == "similar":
+        return even - near <= ours.least <= even <= ours.most <= even + near
+    return ours.least > even

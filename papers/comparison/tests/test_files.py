@@ -1,0 +1,159 @@
+"""The file format of the papers' figures, and the pages that are written from it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from testbed import InputError
+from testbed_comparison.commands import PAGE, folders, open_system
+from testbed_comparison.results import Results
+from testbed_comparison.rows import load
+from testbed_comparison.tables import System, fill, headline_page, system_page
+
+FIGURES = {
+    "paper": "Somebody (2020), a system",
+    "conditions": [{"condition": "batches of 100", "reason": "Section IV"}],
+    "rows": [
+        {
+            "item": "Table 1",
+            "name": "run time",
+            "kind": "measured",
+            "paper": "1.0",
+            "unit": "min",
+            "scenario": "one",
+            "ours": {"metric": "duration", "at": {"workload.method.name": "fast"}},
+        },
+        {
+            "item": "Table 1",
+            "name": "fast above slow",
+            "kind": "ranking",
+            "paper": "larger",
+            "unit": "points",
+            "scenario": "one",
+            "ours": {
+                "difference": [
+                    {"metric": "accuracy", "at": {"workload.method.name": "fast"}},
+                    {"metric": "accuracy", "at": {"workload.method.name": "slow"}},
+                ]
+            },
+        },
+    ],
+    "headlines": [{"claim": "fast", "rows": ["run time"], "differs": "links"}],
+}
+SCENARIO = """\
+name: one
+seed: 1
+devices: {a: {speed: 1gflops}}
+workload: {task: train, model: {name: mlp}, data: {name: digits}, method: {name: single}, batch_size: 100, epochs: 1}
+sweep: {workload.epochs: [1, 2]}
+expect: {steps: "== 15"}
+"""
+
+
+def with_row(**keys):
+    return FIGURES | {"rows": [FIGURES["rows"][0] | keys, FIGURES["rows"][1]]}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "scenarios").mkdir()
+    (tmp_path / "scenarios" / "one.yaml").write_text(SCENARIO)
+    write(tmp_path, FIGURES)
+    return tmp_path
+
+
+def write(folder, figures):
+    (folder / "figures.yaml").write_text(yaml.safe_dump(figures))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"note": "theirs 1.03 min with other links"}, "remove it from the note"),
+        ({"note": "the paper prints 58 min"}, "remove it from the note"),
+        ({"unit": "hours"}, "unknown unit 'hours'"),
+        ({"paper": "larger"}, "the paper's value of a ranking"),
+        ({"kind": "ranking", "paper": "larger"}, "a ranking compares two values"),
+        ({"name": "fast above slow"}, "each row needs a name of its own: fast above slow"),
+        ({"name": "renamed"}, "unknown rows: run time"),
+    ],
+)
+def test_mistakes_are_refused(folder, keys, reason):
+    write(folder, with_row(**keys))
+    with pytest.raises(InputError, match=reason):
+        load(folder)
+
+
+def test_a_note_may_refer_to_a_figure_of_the_paper(folder):
+    write(folder, with_row(note="the paper's Figure 6(b) and equation (9) leave it out"))
+    assert load(folder).rows[0].note
+
+
+def result(folder, **values):
+    at = {name: f'at {{"workload.method.name": "{name}"}}' for name in ("fast", "slow")}
+    keys = {
+        f"duration {at['fast']}": values["duration"],
+        f"accuracy {at['fast']}": values["fast"],
+        f"accuracy {at['slow']}": values["slow"],
+    }
+    computing = [{"processor": "A processor", "instruction_set": "AVX2", "torch": "2.9"}]
+    about = {"date": "2026-11-27", "revision": "abc", "computing": computing, "seeds": [1], "runs": 4, "trains": True}
+    (folder / "results.json").write_text(json.dumps({"one": {**about, "digest": "", "values": keys}}))
+
+
+def test_tables_show_words_intervals_and_provenance(folder):
+    result(folder, duration=[59.0, 61.0, 60.5], fast=[0.9, 0.8], slow=[0.7, 0.61])
+    page = system_page(System(folder, load(folder), Results(folder)), {})
+    assert "- batches of 100 (Section IV)" in page
+    assert "| Table 1 | run time | 1.0 min | 1.003 ± 0.043 min | 1 | 3 | agrees |" in page
+    assert "|  | fast above slow | larger | 19.5 ± 6.4 points |  | 2 | same ranking |" in page
+    assert "A processor (AVX2) | 2.9 |" in page
+
+
+def test_what_was_not_run_is_said(folder):
+    page = system_page(System(folder, load(folder), Results(folder)), {})
+    assert "2 rows: 2 not run." in page
+    assert "Not run yet, or stale: one." in page
+
+
+def test_headlines_are_one_row_each(folder):
+    result(folder, duration=[80.0], fast=[0.9], slow=[0.7])
+    page = headline_page({"system": System(folder, load(folder), Results(folder))})
+    assert page.endswith("(../papers/system/README.md) | fast | 1.0 min | 1.333 min | links | differs |")
+
+
+def test_only_the_text_between_the_marks_is_replaced():
+    page = fill("# Title\n\nText.\n", "one")
+    assert fill(page + "\nEnd.\n", "two") == (
+        "# Title\n\nText.\n\n<!-- comparison -->\ntwo\n<!-- /comparison -->\n\nEnd.\n"
+    )
+
+
+def test_a_changed_scenario_is_stale_and_a_changed_expectation_is_not(folder):
+    figures = load(folder)
+    results = Results(folder)
+    assert results.stale(figures) == ["one"]
+    result(folder, duration=[60.0], fast=[0.9], slow=[0.7])
+    results = Results(folder)
+    file = folder / "scenarios" / "one.yaml"
+    results.scenarios["one"]["digest"] = results.digest("one", {})
+    assert not results.stale(figures)
+    file.write_text(SCENARIO.replace("== 15", "== 16"))
+    assert not results.stale(figures)
+    file.write_text(SCENARIO.replace("batch_size: 100", "batch_size: 50"))
+    assert results.stale(figures) == ["one"]
+
+
+def test_the_pages_of_the_papers_are_those_of_their_results():
+    systems = {folder.name: open_system(folder) for folder in folders()}
+    assert headline_page(systems) in PAGE.read_text(encoding="utf-8")
+    for system in systems.values():
+        plots = {plot.title: f"plots/{plot.file_name}" for plot in system.figures.plots}
+        drawn = {title: place for title, place in plots.items() if (system.folder / place).is_file()}
+        assert system_page(system, drawn) in (system.folder / "README.md").read_text(encoding="utf-8")
+        assert {row.scenario for row in system.figures.rows} <= {
+            file.stem for file in (system.folder / "scenarios").glob("*.yaml")
+        }

@@ -1,0 +1,123 @@
+"""The words that compare our values with those of a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from testbed_comparison.rows import Difference, Ratio, Row, Saving, Value
+from testbed_comparison.words import Ours, combine, measure, word_for
+
+ACCURACY, OTHER = Value(metric="accuracy"), Value(metric="accuracy", at={"method": "other"})
+
+
+def row(paper, kind="measured", ours=ACCURACY, **keys):
+    return Row(item="Table 1", name="a row", kind=kind, paper=paper, scenario="s", ours=ours, **keys)
+
+
+def trained(mean, half_width, runs=5):
+    return Ours(mean, mean, half_width, runs, is_timing=False)
+
+
+def timed(low, high=None):
+    return Ours(low, low if high is None else high, None, 1, is_timing=True)
+
+
+def ours_of(values: Mapping[str, Sequence[float]], *expressions, unit="", is_timing=False):
+    return measure(expressions, unit, lambda value: values[value.at.get("method", "")], is_timing=is_timing)
+
+
+@pytest.mark.parametrize(
+    ("paper", "value", "word"),
+    [
+        ("22", 22, "exact"),
+        ("68", 68.06, "exact"),
+        ("14.8", 14.84, "exact"),
+        ("14.8", 14.86, "differs"),
+        ("0", 0, "exact"),
+    ],
+)
+def test_arithmetic_is_exact_to_the_digits_that_the_paper_prints(paper, value, word):
+    assert word_for(row(paper, "arithmetic"), timed(value)) == word
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "word"),
+    [
+        (80.0, 1.0, "agrees"),
+        (80.0, 0.3, "differs"),  # the paper's value is outside of the interval
+        (80.0, 9.0, "differs"),  # the interval is too wide to confirm anything
+        (82.0, 1.0, "differs"),
+        (80.5, None, "differs"),  # one run of a training has no interval
+    ],
+)
+def test_a_training_agrees_by_its_interval(mean, half_width, word):
+    assert word_for(row("80.5", unit="%"), trained(mean, half_width, 5 if half_width else 1)) == word
+
+
+def test_a_time_agrees_to_the_printed_digits_and_inside_a_printed_range():
+    assert word_for(row("1.12"), timed(1.118)) == "agrees"
+    assert word_for(row("1.15"), timed(1.12)) == "differs"
+    assert word_for(row(("1.5", "2.3")), timed(1.7, 2.25)) == "agrees"
+    assert word_for(row(("1.5", "2.3")), timed(1.4, 2.25)) == "differs"
+    assert word_for(row((None, "1.81")), timed(0.3, 1.8)) == "agrees"
+    assert word_for(row(("80", None)), timed(79)) == "differs"
+
+
+def test_a_fitted_row_is_calibrated_where_it_is_near_and_differs_elsewhere():
+    fitted = row(("19.5", "21.6"), fitted="speed of a device")
+    assert word_for(fitted, timed(7.0, 7.3)) == "differs"
+    assert word_for(fitted, timed(19.0, 21.0)) == "calibrated"
+    assert word_for(row("10.0", fitted="latency"), timed(10.0)) == "calibrated"
+
+
+def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
+    other = row("80.0", data="digits of 8x8")
+    assert word_for(other, trained(80.0, 0.1)) == "not comparable"
+    assert word_for(other, None) == "not run"
+
+
+@pytest.mark.parametrize(
+    ("paper", "mean", "half_width", "word"),
+    [
+        ("larger", 3.0, 2.9, "same ranking"),
+        ("larger", 3.0, 3.1, "differs"),
+        ("larger", -3.0, 1.0, "differs"),
+        ("similar", 1.0, 2.0, "same ranking"),
+        ("similar", 3.0, 2.0, "differs"),
+        ("similar", 1.0, 20.0, "differs"),  # such an interval would contain nearly every difference
+    ],
+)
+def test_a_ranking_needs_a_significant_difference(paper, mean, half_width, word):
+    ranking = row(paper, "ranking", Difference(difference=(ACCURACY, OTHER)), unit="points")
+    assert word_for(ranking, trained(mean, half_width)) == word
+
+
+def test_a_ranking_by_a_ratio_is_about_one_and_one_seed_of_a_training_ranks_nothing():
+    ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
+    assert word_for(ranking, timed(1.2)) == "same ranking"
+    assert word_for(ranking, timed(0.9)) == "differs"
+    assert word_for(ranking, trained(1.2, None, 1)) == "differs"
+
+
+def test_expressions_pair_repetitions_so_that_what_seeds_share_cancels():
+    values = {"": [0.8, 0.6, 0.7], "other": [0.7, 0.5, 0.6]}
+    ours = ours_of(values, Difference(difference=(ACCURACY, OTHER)), unit="points")
+    assert ours.low == pytest.approx(10)
+    assert ours.half_width == pytest.approx(0, abs=1e-9)
+    assert combine(Ratio(ratio=(ACCURACY, OTHER)), lambda value: [1.0] if value.at else [2.0]) == [2.0]
+    assert combine(Saving(saving=(ACCURACY, OTHER)), lambda value: [4.0] if value.at else [3.0]) == [0.25]
+
+
+def test_the_interval_is_students():
+    ours = ours_of({"": [1.0, 2.0, 3.0]}, ACCURACY)
+    assert (ours.low, ours.runs) == (2.0, 3)
+    assert ours.half_width == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+
+
+def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
+    values = {"": [120.0], "other": [60.0]}
+    ours = ours_of(values, ACCURACY, OTHER, unit="min", is_timing=True)
+    assert (ours.low, ours.high, ours.half_width) == (1.0, 2.0, None)
+    assert ours_of({"": [120.0], "other": []}, ACCURACY, OTHER) is None
