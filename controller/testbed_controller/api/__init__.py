@@ -330,13 +330,15 @@ def sweep(
 def open_results(folder: str | Path) -> Results:
     """Return the runs that a folder of results holds, one or those of a sweep.
 
+    Runs with ``--no-events`` have figures, and no tables of events.
+
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
     >>> result = testbed.simulate(scenario, "results/kept")
     >>> testbed.open_results("results/kept")[0].figures["steps"]
     44
     """
-    return Results(Result(files.load(place)) for place in files.places(Path(folder)))
+    return Results(Result(files.load_any(place)) for place in files.places(Path(folder)))
 
 
 def _one(

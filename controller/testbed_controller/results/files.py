@@ -80,6 +80,11 @@ def load_figures(folder: Path) -> Run:
     return _load(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
 
 
+def load_any(folder: Path) -> Run:
+    """Read a run with its events, or without where they were not kept."""
+    return load(folder) if (folder / "events.jsonl").is_file() else load_figures(folder)
+
+
 def is_written(folder: Path) -> bool:
     """Return whether a run was written to its end, with its figures."""
     return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()

@@ -12,14 +12,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import testbed
 from testbed import InputError
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
-from testbed_controller.results.files import load_figures, places
-from testbed_controller.results.run import Run
+
+if TYPE_CHECKING:
+    from testbed_controller.results.run import Run
 
 FILE = "results.json"
 RUNS = Path("results/papers")
@@ -110,7 +111,7 @@ class Results:
         if status not in (0, UNMET):
             raise InputError(f"{name}: 'testbed run' failed with exit status {status}; its output names the reason")
         wanted = [value for scenario, value in figures.values() if scenario == name]
-        self.scenarios[name] = _record([load_figures(place) for place in places(runs)], wanted) | {
+        self.scenarios[name] = _record([result.run for result in testbed.open_results(runs)], wanted) | {
             "command": shlex.join(run_command(f"papers/{name}", changes)),
             "digest": digest,
         }
