@@ -12,15 +12,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import testbed
-from testbed import InputError
+from testbed import InputError, Result
 from testbed_comparison.rows import Expression, Figures, Value, terms
 from testbed_comparison.words import Ours, measure
-
-if TYPE_CHECKING:
-    from testbed_controller.results.run import Run
 
 FILE = "results.json"
 RUNS = Path("results/papers")
@@ -111,7 +108,7 @@ class Results:
         if status not in (0, UNMET):
             raise InputError(f"{name}: 'testbed run' failed with exit status {status}; its output names the reason")
         wanted = [value for scenario, value in figures.values() if scenario == name]
-        self.scenarios[name] = _record([result.run for result in testbed.open_results(runs)], wanted) | {
+        self.scenarios[name] = _record(testbed.open_results(runs), wanted) | {
             "command": shlex.join(run_command(f"papers/{name}", changes)),
             "digest": digest,
         }
@@ -134,8 +131,9 @@ def _key(value: Value) -> str:
     return f"{'least ' if value.least else ''}{value.metric} at {at}"
 
 
-def _record(runs: Sequence[Run], values: Sequence[Value]) -> dict[str, Any]:
+def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
     """Return the values and the provenance of a scenario's runs; raises `InputError` for runs that do not count."""
+    runs = [result.run for result in results]
     for run in runs:
         if run.outcome.status != "finished" or run.metrics["verdict"]["kind"] == "not trusted":
             raise InputError(f"{run.path}: the run did not finish or is not trusted; its report names the reason")
@@ -149,18 +147,18 @@ def _record(runs: Sequence[Run], values: Sequence[Value]) -> dict[str, Any]:
         "runs": len(runs),
         "seconds": round(sum(each["wall_seconds"] for each in manifests)),
         "trains": any(run.metrics.get("accuracy") is not None for run in runs),
-        "values": {_key(value): _values(runs, value) for value in values},
+        "values": {_key(value): _values(results, value) for value in values},
     }
 
 
-def _values(runs: Sequence[Run], value: Value) -> list[float]:
+def _values(results: Sequence[Result], value: Value) -> list[float]:
     """Return a value for each repetition, in their order."""
-    points: dict[str, list[Run]] = {}
-    for run in runs:
-        point = run.trial.point
+    points: dict[str, list[Result]] = {}
+    for result in results:
+        point = result.run.trial.point
         if all(_swept(point, key) == wanted for key, wanted in value.at.items()):
-            points.setdefault(json.dumps(point, sort_keys=True), []).append(run)
-    found = [[_metric(run, value.metric) for run in group] for group in points.values()]
+            points.setdefault(json.dumps(point, sort_keys=True), []).append(result)
+    found = [[_metric(result, value.metric) for result in group] for group in points.values()]
     numbers = [[each for each in group if each is not None] for group in found]
     numbers = [group for group in numbers if group]
     if value.least and numbers:
@@ -182,7 +180,8 @@ def _swept(point: Mapping[str, Any], key: str) -> Any:
     return None
 
 
-def _metric(run: Run, name: str) -> float | None:
+def _metric(result: Result, name: str) -> float | None:
+    run = result.run
     tree: Any = run.plan.details.model_dump(mode="json") if name.startswith(PLAN) else run.metrics
     for key in name.removeprefix(PLAN).split("."):
         if isinstance(tree, Mapping):

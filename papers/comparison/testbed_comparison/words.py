@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from testbed.common.intervals import interval
 from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, Saving, Value
-from testbed_controller.results.summary import interval
 
 WITHIN = 0.1
 """Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
