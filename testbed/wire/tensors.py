@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from testbed.common.lazy import np, npt
 
@@ -139,18 +139,20 @@ def _entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tu
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
-    if not _whole_numbers(shape) or len(shape) > 32:
-        raise TensorError(f"tensor '{name}' has no valid shape")
     if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
         raise TensorError(f"tensor '{name}' lies outside the body")
-    if math.prod(size for size in shape if size) > _LARGEST:
+    if not _is_shape(shape):
         raise TensorError(f"tensor '{name}' has no valid shape")
     if math.prod(shape) * ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
         raise TensorError(f"tensor '{name}' has another size than its shape")
     return name, (dtype, tuple(shape)), offsets[0], offsets[1]
 
 
-def _whole_numbers(value: object) -> bool:
+def _is_shape(value: object) -> bool:
+    return _whole_numbers(value) and len(value) <= 32 and math.prod(size for size in value if size) <= _LARGEST
+
+
+def _whole_numbers(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -172,12 +173,16 @@ class Shapers:
         Raises `NothingPasses` where nothing arrived over one of them, or no full frame.
         """
         found = self._across(samples(self._asked, self._host))
+        limited, rates = [], []
         for each in found:
-            if each.delay is None and expected_loss(each.requested) < 1:
-                raise NothingPasses(self._host[each.source], self._host[each.destination])
+            if each.delay is None:
+                if expected_loss(each.requested) < 1:
+                    raise NothingPasses(self._host[each.source], self._host[each.destination])
+            elif each.requested.rate:
+                limited.append(each)
+                rates.append(each.rate)
         # Of links of one kind one has its rate measured.
-        limited = [each for each in found if each.delay is not None and each.requested.rate]
-        if limited and not any(each.rate for each in limited):
+        if limited and not any(rates):
             raise NothingPasses(self._host[limited[0].source], self._host[limited[0].destination], small=True)
         return [(*way, delay) for way, delay in ways(found, self._host).items()]
 
@@ -189,13 +194,16 @@ class Shapers:
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
         """Measure these links between the devices themselves."""
-        wanted = list(pairs)
-        across = [pair for pair in wanted if self.crosses(pair)]
-        measured = list(self._across(across)) if across else []
-        for host, shaper in self._parts.items():
-            own = [pair for pair in wanted if {self._host[name] for name in pair} == {host}]
-            if own:
-                measured += shaper.probe(own)
+        wanted, across = list(pairs), []
+        within: dict[str, list[Pair]] = defaultdict(list)
+        for pair in wanted:
+            if self.crosses(pair):
+                across.append(pair)
+            else:
+                within[self._host[pair[0]]].append(pair)
+        measured = self._across(across) if across else []
+        for host, own in within.items():
+            measured += self._parts[host].probe(own)
         found = {(each.source, each.destination): each for each in measured}
         return [found[pair] for pair in wanted]
 

@@ -16,6 +16,7 @@ from testbed_controller.lab.images import exists, present_names
 from testbed_controller.lab.removal import remove_from
 from testbed_controller.lab.runstate import RunState, new_id
 
+_KINDS = ("device", "shaper")
 _RATE_BYTES = 32 << 20
 BRINGS = "which the first run brings"
 
@@ -79,15 +80,14 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = present_names(host.client)
-    wanted = {"device": tags.device, "shaper": tags.shaper}
-    there = tuple(kind for kind, tag in wanted.items() if exists(host.client, tag))
+    there = tuple(kind for kind in _KINDS if exists(host.client, tags.by_kind[kind]))
     missing = [f"the same engine as {doubled[name]}: leave one of them away"] if name in doubled else []
     try:
         manager({name: host})
     except TestbedError as error:
         if not host.address:
             missing.append(str(error))
-    missing += [f"the image of the {kind}, {BRINGS}" for kind in wanted if kind not in there]
+    missing += [f"the image of the {kind}, {BRINGS}" for kind in _KINDS if kind not in there]
     facts: dict[str, float] = {}
     if "shaper" in there:
         try:

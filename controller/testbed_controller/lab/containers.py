@@ -89,10 +89,15 @@ def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer
                 urls[run] = f"http://127.0.0.1:{port['PublicPort']}"
     for run, containers in found.items():
         containers.sort(key=lambda container: container.name)
-        for container in containers:
-            if run in urls and container.state == "running":
-                container.control_url = urls[run] if container.name == SHAPER else device_url(urls[run], container.name)
+        if run in urls:
+            _note_urls(containers, urls[run])
     return found
+
+
+def _note_urls(containers: list[RunningContainer], shaper: str) -> None:
+    for each in containers:
+        if each.state == "running":
+            each.control_url = shaper if each.name == SHAPER else device_url(shaper, each.name)
 
 
 def container_logs(client: docker.DockerClient, run: str, name: str, *, follow: bool = False) -> Iterator[bytes]:

@@ -102,12 +102,16 @@ class Health:
         """
         deadline = time.monotonic() + patience
         try:
-            while (status := self._ended(name)) is None:
-                if time.monotonic() >= deadline:
-                    return None
+            status = self._ended(name)
+            while status is None and time.monotonic() < deadline:
                 time.sleep(INTERVAL)
+                status = self._ended(name)
         except NotFound:
             return Ending("was removed from outside")
+        return None if status is None else self._explain(name, status)
+
+    def _explain(self, name: str, status: Mapping[str, Any]) -> Ending:
+        """Return the cause of an ending, given the state of the container."""
         if status.get("OOMKilled"):
             return self._starvation(name)
         code = status["ExitCode"]

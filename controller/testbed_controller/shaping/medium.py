@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair, cell_of, least_rate
 from testbed_controller.shaping.chain import RuleChain
-from testbed_controller.shaping.plan import FRAME, queue_limit
+from testbed_controller.shaping.plan import FRAME, Endpoint, queue_limit
 
 QUEUE = 60_000
 """Number of the netfilter queue in each device's namespace; the delay line's count from 1."""
@@ -29,28 +29,25 @@ T = TypeVar("T")
 
 
 def routes(
-    device: str,
+    device: Endpoint,
     broadcast: str | None,
-    peers: Mapping[str, str],
+    endpoints: Mapping[str, Endpoint],
     links: Mapping[Pair, Link],
     cells: Sequence[Cell],
-    uplink: float | None = None,
-    downlinks: Mapping[str, float | None] | None = None,
 ) -> dict[str, Route]:
-    """Return, by address, what a device sends over a medium: everything within its cells, its casts, and slow links.
+    """Return, by address, the routes of a device over shared media: within its cells, for its casts, and slow links.
 
-    ``peers`` maps every device's name to its address, ``downlinks`` to the rate of its downlink. A cast of a device in
-    several cells takes all of them at once.
+    ``endpoints`` holds every device by name. A cast of a device in several cells takes all of them at once.
     """
-    downlinks = downlinks or {}
-    outgoing = {pair: link for pair, link in links.items() if pair[0] == device}
+    outgoing = {pair: link for pair, link in links.items() if pair[0] == device.name}
     found = {}
     for pair, link in outgoing.items():
-        if pair[1] in peers:
-            route = _unicast_route(pair, link, cell_of(pair, cells), (uplink, downlinks.get(pair[1])))
+        peer = endpoints.get(pair[1])
+        if peer is not None:
+            route = _unicast_route(pair, link, cell_of(pair, cells), (device.uplink, peer.downlink))
             if route is not None:
-                found[peers[pair[1]]] = route
-    cast = _cast_route(device, outgoing, cells, uplink)
+                found[peer.address] = route
+    cast = _cast_route(device.name, outgoing, cells, device.uplink)
     if broadcast and cast is not None:
         found[broadcast] = cast
     return found

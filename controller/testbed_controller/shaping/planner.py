@@ -27,10 +27,7 @@ class Planner:
         """Return the routes of a device over shared media, by address."""
         if not self.gated:
             return {}
-        addresses = {name: each.address for name, each in self.endpoints.items()}
-        downlinks = {name: each.downlink for name, each in self.endpoints.items()}
-        uplink = self.endpoints[name].uplink
-        return routes(name, interface.broadcast, addresses, self.links, self.cells, uplink, downlinks)
+        return routes(self.endpoints[name], interface.broadcast, self.endpoints, self.links, self.cells)
 
     def plan(self, name: str, interface: Interface) -> InterfacePlan:
         """Return the plan of a device's interface."""
@@ -45,11 +42,10 @@ class Planner:
 
     def media(self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]) -> dict[Pair, Route]:
         """Return the routes of these links, as far as they lead over shared media from a device with an interface."""
+        by_source = {name: self.routes(name, interface) for name, interface in interfaces.items()}
         media = {}
-        for source in {pair[0] for pair in pairs} & interfaces.keys():
-            own = self.routes(source, interfaces[source])
-            for pair in pairs:
-                address = self.endpoints[pair[1]].address
-                if pair[0] == source and address in own:
-                    media[pair] = own[address]
+        for source, destination in pairs:
+            route = by_source.get(source, {}).get(self.endpoints[destination].address)
+            if route is not None:
+                media[source, destination] = route
         return media

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.network.link import Cell, Link
-from testbed_controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules, routes
+from testbed.network.link import Cell, Link, Pair
+from testbed_controller.shaping import medium
+from testbed_controller.shaping.medium import GATED_RATE, QUEUE, Media, Route, gate_rules
+from testbed_controller.shaping.plan import Endpoint
 
 CELL = ("cell", 0)
 SECOND = 1000
@@ -104,6 +108,21 @@ def test_no_two_overlap_and_the_channel_never_idles_while_somebody_waits(sends):
 
 
 PEERS = {"a": "10.0.0.2", "b": "10.0.0.3", "c": "10.0.0.4"}
+
+
+def routes(
+    device: str,
+    broadcast: str | None,
+    peers: dict[str, str],
+    links: dict[Pair, Link],
+    cells: Sequence[Cell],
+    uplink: float | None = None,
+    downlinks: dict[str, float] | None = None,
+) -> dict[str, Route]:
+    endpoints = {name: Endpoint(name, 1, each, None, (downlinks or {}).get(name)) for name, each in peers.items()}
+    return medium.routes(replace(endpoints[device], uplink=uplink), broadcast, endpoints, links, cells)
+
+
 BROADCAST = "10.0.0.255"
 
 
