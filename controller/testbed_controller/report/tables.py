@@ -21,6 +21,8 @@ BAR = 16
 """Letters of such a bar."""
 WIDE = 100
 """Columns of a terminal from which a table has room for what is only nice to know."""
+WHOLE = 18
+"""Letters of names that are never wrapped, in favour of figures."""
 TONES = {"": "", "yes": "green", "no": "red"}
 LATEX = str.maketrans(
     {sign: rf"\{sign}" for sign in "&%$#_{}"}
@@ -105,9 +107,9 @@ class VisibleConsole(Console):
 def draw(section: Section, width: int) -> Group:
     """Return a section for a terminal of a width: notes go below their cells, and cells are wrapped, as needed."""
     rows = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
-    table = _table(section, rows, width, " ")
+    table = _table(section, rows, width)
     if _RULER.measure(table).maximum > width:
-        table = _table(section, rows, width, "\n")
+        table = _table(section, rows, width, is_narrow=True)
     parts: list[RenderableType] = [table]
     before = " before them" if section.most < 0 else ""
     more = {"the report": len(section.rows) - len(rows), section.all_in: section.left_out}
@@ -125,18 +127,21 @@ _RULER = Console(width=100_000)
 """Measures how wide tables are without wrapping."""
 
 
-def _table(section: Section, rows: Sequence[Sequence[Cell]], width: int, between: str) -> Table:
-    """Return the rows as a table; ``between`` a figure and its note stands a space or the end of a line."""
+def _table(section: Section, rows: Sequence[Sequence[Cell]], width: int, *, is_narrow: bool = False) -> Table:
+    """Return the rows as a table; in a narrow one, columns stand close and notes below their figures."""
     places = [place for place, column in enumerate(section.columns) if _is_shown(column, width)]
     headed = any(section.columns[place].heading for place in places)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", show_header=headed)
+    apart = (0, 0 if is_narrow else 1)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, header_style="dim", show_header=headed, padding=apart)
     for place in places:
         column = section.columns[place]
         side: Literal["left", "right"] = "right" if column.kind == "figure" else "left"
         style = "bold" if column.kind == "name" else ""
-        table.add_column(column.heading, style=style, justify=side, overflow="fold")
+        longest = max(len(text) for text in (column.heading, *(row[place].text for row in rows)))
+        whole = column.kind == "name" and longest <= WHOLE
+        table.add_column(column.heading, style=style, justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
-        table.add_row(*(_text(row[place], section.columns[place], between) for place in places))
+        table.add_row(*(_text(row[place], section.columns[place], "\n" if is_narrow else " ") for place in places))
     return table
 
 
