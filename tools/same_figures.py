@@ -35,6 +35,11 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
     for key, most in LONGEST.items():
         if isinstance(work.get(key), int):
             work[key] = min(work[key], most)
+    for fault in scenario.get("faults", ()):
+        moment = fault.get("when")
+        # A fault of a batch that the shortened run never reaches would be refused.
+        if isinstance(moment, dict) and "steps" in work and "batch" in moment:
+            moment["batch"] = min(moment["batch"], work["steps"] // 2)
     work.get("method", {}).update({key: most for key, most in LONGEST_METHOD.items() if key in work.get("method", {})})
     for key in ("points", "sweep"):
         if isinstance(scenario.get(key), list):
