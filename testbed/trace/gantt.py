@@ -78,15 +78,11 @@ def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = 
     fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
     for name, starts, stops, columns in _charted(log, *fields):
         kind = _KINDS[name]
-        chosen = None
+        rows: Iterable[tuple[Any, ...]] = zip(starts.tolist(), stops.tolist(), *columns, strict=False)
         if near is not None:
             chosen = np.logical_or.reduce([(starts < to) & (since < stops) for since, to in near])
-            if not chosen.any():
-                continue
-        rows = zip(starts.tolist(), stops.tolist(), *columns, strict=False)
-        for start, stop, device, span, message, peer, peers, batch, micro, size in (
-            rows if chosen is None else compress(rows, chosen)
-        ):
+            rows = compress(rows, chosen) if chosen.any() else ()
+        for start, stop, device, span, message, peer, peers, batch, micro, size in rows:
             if kind == "compute":
                 yield Bar(device, kind, start, stop, span or "", None, batch, micro)
             else:

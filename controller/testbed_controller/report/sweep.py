@@ -160,18 +160,21 @@ def _over(name: str, title: str, kind: FigureKind, points: Sequence[Point], keys
     numbers = [key for key in keys if _places(points, key)]
     chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))
     along = _along(points, keys, chosen)
-    others = [key for key in keys if key != chosen and key not in along]
+    others = [key for key in keys if key not in (chosen, *along)]
     series: dict[str, list[Point]] = {}
     for point in points:
         label = point_text({key: point["point"].get(key) for key in others})
         series.setdefault(label or title, []).append(point)
-    left_out = max(0, len(series) - len(STYLES))
-    note = "Mean; whiskers: 95% confidence interval." if any(len(point["runs"]) > 1 for point in points) else ""
-    note += f" Along with it: {', '.join(map(_short, along))}." if along else ""
-    note += f" {left_out} more lines are in the table." if left_out else ""
+    notes = []
+    if any(len(point["runs"]) > 1 for point in points):
+        notes.append("Mean; whiskers: 95% confidence interval.")
+    if along:
+        notes.append(f"Along with it: {', '.join(map(_short, along))}.")
+    if len(series) > len(STYLES):
+        notes.append(f"{len(series) - len(STYLES)} more lines are in the table.")
     draw = _lines if chosen in numbers else _bars
     axis = Axis(title[0].lower() + title[1:] if title == _heading(name) else title, kind)
-    return title, note.strip(), draw(name, chosen, points, series, axis)
+    return title, " ".join(notes), draw(name, chosen, points, series, axis)
 
 
 def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
