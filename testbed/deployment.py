@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Self
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, SerializeAsAny, TypeAdapter, ValidationError, model_validator
 from pydantic_core import from_json
 
 from testbed import methods
@@ -20,19 +20,12 @@ from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
-from testbed.methods.external import from_code
-from testbed.ml.fields import Entering, Fields
-from testbed.ml.lazy import torch
-from testbed.ml.models import create
-from testbed.ml.models.chain import Model
-from testbed.ml.models.own import create_own
+from testbed.methods.external import code_of, from_code
 from testbed.network.link import Link
 from testbed.plan import Plan
-from testbed.wire import arrays
 from testbed.wire.token import data_token
-from testbed.workload import WorkloadPart
-
-Weights = Mapping[str, "torch.Tensor"]
+from testbed.work import WorkloadPart
+from testbed.workload import Prepared, kind_of
 
 VERSION = 1
 """Version of the schema; another one is refused."""
@@ -57,28 +50,17 @@ class Deployment(BaseModel):
     run: str
     device: str
     seed: int
-    workload: WorkloadPart
-    shape: tuple[int, ...]
-    """Shape of a sample."""
-    classes: int
-    integers: bool
-    """Whether the model takes samples of whole numbers."""
-    fields: Fields = ()
-    """The inputs that a sample consists of, where there are several."""
+    workload: SerializeAsAny[WorkloadPart]
+    facts: dict[str, Any] = {}
+    """What all devices are told of the problem (`testbed.workload.Workload.facts`)."""
+    own_facts: dict[str, Any] = {}
+    """What this device is told of it beside that."""
     specs: tuple[DeviceSpec, ...]
     """The kinds of devices there are, without names."""
     devices: dict[str, int]
     """Every device of the run in the order of the scenario, with the number of its kind."""
-    samples: dict[str, int] = {}
-    """Training samples by device, of those that own data."""
     method_code: Code | None = None
     """Source text of a method that is no part of this code."""
-    model_code: Code | None = None
-    """The same of a model."""
-    codes: dict[str, Code] = {}
-    """The same of what its training takes from files."""
-    files: dict[str, Base64Bytes] = {}
-    """What the device's own program finds in its folder, by the name in the scenario."""
     plan: Plan
     """The part of the plan that the device's program needs."""
     kinds: tuple[Link, ...] = ()
@@ -104,18 +86,14 @@ class Deployment(BaseModel):
         """Return the method, and the problem as the device's program is to see it; raises `InputError`."""
         workload, name = self.workload, self.workload.method.name
         method = methods.get(name) if self.method_code is None else from_code(self.method_code)
-        return method, Problem(
-            model=model_of(workload, self.model_code, self.classes, Entering(self.shape, self.integers, self.fields)),
+        given: Problem = Problem(
             devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
             links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
             workload=workload,
             options=method.Options.model_validate(workload.method.options()),
             seed=self.seed,
-            samples=self.samples,
-            files=self.files,
-            codes=self.codes,
-            frozen_placed="fixed_units" in method.supports,
         )
+        return method, kind_of(workload).posed(given, method, {**self.facts, **self.own_facts})
 
 
 def read(body: bytes | bytearray) -> Deployment:
@@ -155,7 +133,6 @@ class Deployments:
     """Address of each device on the data network."""
     broadcast: str | None = None
     method_code: Code | None = None
-    model_code: Code | None = None
 
     def of(self, device: str) -> bytes:
         """Return what a device is given, as JSON."""
@@ -174,7 +151,7 @@ class Deployments:
             "kinds": [link.to_json() for link in numbers],
             "links": links,
             "peers": {name: self._peer(device, name) for name in peers},
-            "files": _adapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json"),
+            "own_facts": kind_of(problem.workload).own_facts(problem),
         }
         plan_text = self._plan if plan is self.plan else plan.model_dump_json()
         return f'{self._common[:-1]},"plan":{plan_text},{_json(own)[1:]}'.encode()
@@ -204,17 +181,11 @@ class Deployments:
                 "version": VERSION,
                 "run": self.run,
                 "seed": problem.seed,
-                "workload": _alone(problem.workload).model_dump(mode="json", by_alias=True, exclude_none=True),
-                "shape": problem.model.input,
-                "classes": problem.model.classes,
-                "integers": problem.model.integers,
-                "fields": _adapter(Fields).dump_python(problem.model.fields, mode="json"),
+                "workload": problem.workload.on_containers().model_dump(mode="json", by_alias=True, exclude_none=True),
+                "facts": kind_of(problem.workload).facts(problem),
                 "specs": specs,
                 "devices": devices,
-                "samples": dict(problem.samples),
                 "method_code": self.method_code and self.method_code.model_dump(mode="json"),
-                "model_code": self.model_code and self.model_code.model_dump(mode="json"),
-                "codes": {name: code.model_dump(mode="json") for name, code in problem.codes.items()},
                 "broadcast": self.broadcast,
             }
         )
@@ -226,57 +197,16 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _alone(workload: WorkloadPart) -> WorkloadPart:
-    """Return the workload of a device in a container, where there is no other device to compute together with."""
-    return workload.model_copy(update={"numerics": "full"}) if workload.numerics == "stacked" else workload
-
-
 def _json(document: object) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
-    """Return the given weights that are placed on every device before the run; empty where messages carry them all."""
-    model = problem.model
-    if weights is None or problem.training.frozen_travels or not model.frozen:
-        return {}
-    from testbed.ml.models.modules import frozen_names
+def deployments(
+    prepared: Prepared, run: str, token: str, addresses: Mapping[str, str], broadcast: str | None
+) -> Deployments:
+    """Return what each device is given to know; raises `InputError` where a file of the user's is no text.
 
-    with torch.device("meta"):
-        names = frozen_names(model.build(0, len(model.units), 0))
-    return {name: tensor for name, tensor in weights.items() if name in names}
-
-
-def with_frozen(problem: Problem, frozen: Weights) -> Problem:
-    """Return a problem whose model builds frozen weights with these values instead of the seed's."""
-    return replace(problem, model=replace(problem.model, given=frozen)) if frozen else problem
-
-
-def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
-    """Return the weights that a run leaves with the frozen ones, which no message has carried; both safetensors."""
-    model = problem.model
-    if problem.training.frozen_travels or not model.frozen:
-        return trained
-    from testbed.ml.models.modules import frozen_names
-
-    placed = with_frozen(problem, frozen_part(problem, given)).model
-    module = placed.build(0, len(model.units), problem.seed)
-    whole, frozen = arrays.unpack(bytearray(trained)), frozen_names(module)
-    whole |= {name: tensor for name, tensor in module.state_dict().items() if name in frozen}
-    return arrays.pack(whole)
-
-
-def model_of(workload: WorkloadPart, code: Code | None, classes: int, entering: Entering) -> Model:
-    """Return a workload's model for what the data are; ``code`` is the text of one's own. Raises `InputError`."""
-    part = workload.model
-    if workload.task == "program":
-        return Model("none", (1,), 1, ())
-    if code is None:
-        return create(part.name, part.options(), entering.shape, classes).initialised(
-            workload.initialisation or "lecun"
-        )
-    if workload.initialisation is not None:
-        text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
-        raise InputError(text, ("initialisation",))
-    shape, whole, fields = entering.shape, entering.integers, entering.fields
-    return create_own(code, part.options(), shape, classes, part.units, whole, fields)
+    ``addresses`` are the devices' on the data network.
+    """
+    code = code_of(prepared.method)
+    return Deployments(prepared.method, prepared.problem, prepared.plan, run, token, addresses, broadcast, code)

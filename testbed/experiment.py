@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from testbed.hardware import DeviceSpec, Machine
 from testbed.network.link import Cell, Link, Pair, cell_of, least_rate
 from testbed.network.radio import Radio
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 
 if TYPE_CHECKING:
     from testbed.faults.parts import FaultPart

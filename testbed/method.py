@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Self
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
@@ -15,20 +15,12 @@ from typing_extensions import TypeVar
 from testbed.common.errors import nearest
 from testbed.common.part import Part
 from testbed.common.quantities import Duration
-from testbed.common.usercode import Code
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
-from testbed.ml.lazy import torch
-from testbed.ml.training.recipe import Recipe
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
 from testbed.trace.figures import Reporting
-from testbed.workload import MOST_STEPS, WorkloadPart
-
-if TYPE_CHECKING:
-    from testbed.ml.data.dataset import Dataset
-    from testbed.ml.models.chain import Model
-
+from testbed.work import MOST_STEPS, WorkloadPart
 
 Baselines = Mapping[str, Mapping[str, Any]]
 """Options by the name of a baseline, which stands for them."""
@@ -102,29 +94,12 @@ class Alternative:
 class Problem(Generic[ProblemOptions]):
     """Everything a planner may look at; a device's program knows of it what `Method.facts` says."""
 
-    model: Model
     devices: tuple[DeviceSpec, ...]
     """Devices in the order of the scenario; the first is the source."""
     links: Mapping[Pair, Link]
     workload: WorkloadPart
     options: ProblemOptions
     seed: int
-    samples: Mapping[str, int] = field(default_factory=dict)
-    """Training samples by device, of those that own data; none where all samples are the lead's."""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """What the workload's programs find in their folder, by the name in the scenario."""
-    codes: Mapping[str, Code] = field(default_factory=dict)
-    """Text of what ``workload.training`` takes from files, by `testbed.ml.training.schema.NamedPart.title`."""
-    frozen_placed: bool = False
-    """Whether the method supports ``fixed_units``."""
-
-    @cached_property
-    def training(self) -> Recipe:
-        """How the model is trained."""
-        workload = self.workload
-        given = workload.model.weights is not None and not self.frozen_placed
-        travels = given or workload.training.exchange == "all"
-        return Recipe(workload.training, self.codes, workload.steps, self.model.classes, travels)
 
     def device(self, name: str) -> DeviceSpec:
         """Return the device of that name."""
@@ -170,26 +145,8 @@ class Job(Generic[ProblemOptions, PlanDetails]):
 
     problem: Problem[ProblemOptions]
     plan: Plan[PlanDetails]
-    dataset: Dataset | None
-    """The training samples that this device owns, and on the plan's lead the test samples; None on a device without
-    any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
-    them everywhere."""
-    given: Mapping[str, torch.Tensor] | None = None
-    """What `weights` returns; for runtimes."""
-    on_weights: Callable[[], None] = lambda: None
-    """Called when `weights` is first read, so that a run whose program never does is not reported as begun with it."""
     shared: Any = None
     """The `Method.simulation_state`, one object for all devices of a simulation; None on containers."""
-
-    @cached_property
-    def weights(self) -> Mapping[str, torch.Tensor] | None:
-        """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead.
-
-        None where the scenario names no weights. A method that reads this supports ``initial_weights``.
-        """
-        if self.given is not None:
-            self.on_weights()
-        return self.given
 
 
 StepsOrTime = Annotated[
@@ -246,21 +203,22 @@ _FORMER = {
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """A published system, or a baseline, with options of its own type and details that its plans have.
 
-    Stateless: state lives in the programs.
+    Stateless: state lives in the programs. The types of its problem and its job are those of the workloads that it can
+    do: `Problem` and `Job`, or classes that a kind of work derives from them (`testbed.workload.Workload.problem`).
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line for `testbed show methods`."""
-    tasks: ClassVar[tuple[str, ...]] = ("train",)
+    tasks: ClassVar[tuple[str, ...]]
+    """Workloads that it can do, by the `task` of scenarios."""
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     needs_torch: ClassVar[bool] = True
-    """Whether devices import torch before its program starts; without it they are ready sooner, and much smaller."""
+    """Whether devices import the libraries of the workload, such as torch, before its program starts; without it they
+    are ready sooner, and much smaller."""
     supports: ClassVar[frozenset[Capability]] = frozenset()
     """What a scenario may ask for, and what devices are given, beyond the least; see `Capability`."""
-    refuses: ClassVar[Mapping[str, str]] = {}
-    """Keys of ``workload.training`` that it does not follow, such as ``ema`` or ``clip.norm``, with the reason."""
     begins: ClassVar[frozenset[str] | None] = None
     """Names of the spans that a device may begin, so that a fault on one that never comes is refused; None: unknown."""
     declared: ClassVar[Reporting] = Reporting()
@@ -273,16 +231,14 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
             raise TypeError(f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead")
 
     @abstractmethod
-    def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
+    def plan(self, problem: Any) -> Plan[MethodDetails]:
         """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
 
     @abstractmethod
-    async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
+    async def program(self, device: Device, job: Any) -> None:
         """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
 
-    def facts(
-        self, problem: Problem[MethodOptions], plan: Plan[MethodDetails], device: str
-    ) -> tuple[Problem[MethodOptions], Plan[MethodDetails]]:
+    def facts(self, problem: Any, plan: Plan[MethodDetails], device: str) -> tuple[Any, Plan[MethodDetails]]:
         """Return what the program of a device is to know of the problem and of the plan; pure.
 
         On either clock it sees nothing else. Unless a method says otherwise, that is the links from and to the device
@@ -291,33 +247,22 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         everything = "all_links" in self.supports and device == plan.lead
         return problem if everything else problem.with_links_of(device), plan.part_of(device)
 
-    def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
-        """Return the devices that ``workload.data.split`` shares training samples among; pure.
-
-        None, unless a method says otherwise: all samples are the lead's, and a split is refused.
-        """
-        return ()
-
-    def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
-        """Return how many samples of a batch pass through the model together; pure."""
-        return problem.workload.batch_size
-
-    def simulation_state(self, problem: Problem[MethodOptions]) -> Any:
+    def simulation_state(self, problem: Any) -> Any:
         """Return an object through which the devices of a simulation compute together; None where each is alone."""
         return None
 
-    def largest_messages(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
+    def largest_messages(self, problem: Any, plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
         """Return the largest messages of a run without faults; pure.
 
         A plan is refused whose devices cannot hold one of them. None, unless a method knows some.
         """
         return ()
 
-    def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
+    def alternatives(self, problem: Any) -> tuple[Alternative, ...]:
         """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
         return ()
 
-    def advice(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> tuple[str, ...]:
+    def advice(self, problem: Any, plan: Plan[MethodDetails]) -> tuple[str, ...]:
         """Return what is probably not meant, each with what to do, for `testbed plan` and `validate`; pure."""
         return ()
 

@@ -1,340 +1,182 @@
-"""What a scenario file says about the work: model, data, training, method, and how long."""
+"""The contract of a kind of work: its keys in the scenario, what each device gets and runs, and what reports show.
+
+A kind is a class registered under the entry points `testbed.workloads`; docs/extending.md has a complete example.
+"""
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Mapping, Sequence
-from pathlib import PurePath
-from typing import Annotated, Any, Literal, Self
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from testbed.common.errors import Diagnostic
+from testbed.experiment import Experiment
+from testbed.method import Job, Method, Problem
+from testbed.plan import Plan
+from testbed.trace.figures import NOTHING, Reporting
+from testbed.trace.outcome import Outcome
+from testbed.work import WorkloadPart, kind
 
-from testbed.common.errors import InputError
-from testbed.common.part import Part
-from testbed.ml.training.schema import TrainingPart
-
-MOST_SAMPLES = 2_000_000
-"""Samples of a data set, and of a batch, at most."""
-MOST_STEPS = 10**9
-Initialisation = Literal["lecun", "he", "glorot", "torch"]
-"""How first weights are drawn, see `testbed.ml.models.layers`."""
+if TYPE_CHECKING:
+    from testbed.scenario.schema import Scenario, Trial
 
 
-class ModelPart(Part):
-    """A neural network by name, with its options (see `testbed show models`)."""
+@dataclass(frozen=True)
+class Prepared:
+    """A trial that a runtime can start."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(
-        description="one of `testbed show models`, or a function of `file`; further keys are its options, or its "
-        "arguments"
-    )
-    file: str | None = Field(
-        None,
-        description="Python file with a function that returns a torch.nn.Module, relative to the scenario file; it is "
-        "sent to the devices",
-    )
-    units: tuple[str, ...] | None = Field(
-        None,
-        min_length=1,
-        description="with `file`: the modules, such as layer1.0, that begin a unit; default: where little crosses",
-    )
-    weights: str | None = Field(
-        None,
-        description="file to read them from, relative to the scenario file: a state_dict as safetensors or "
-        "of torch.save, Darknet's for yolov2, or a scenario, which is simulated first; default: random, drawn from "
-        "the seed",
-    )
+    trial: Trial
+    method: Method
+    problem: Problem
+    plan: Plan
+    division: Any = None
+    """What `Workload.divide` has found out for `Workload.inputs`; of the kind's own type."""
 
     @property
-    def title(self) -> str:
-        """What it is called where a run is shown."""
-        return self.name if self.file is None else f"{self.file}:{self.name}"
-
-    def options(self) -> dict[str, Any]:
-        """Return what the model's own options have to validate."""
-        return dict(self.model_extra or {})
-
-
-class SplitPart(Part):
-    """How unevenly training samples are shared among the devices that own data."""
-
-    sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-        None, min_length=1, description="samples of each device that owns data, in their order, drawn at random"
-    )
-    dirichlet: float | None = Field(
-        None,
-        gt=0,
-        description="each class is shared in proportions drawn from a Dirichlet distribution of this concentration: "
-        "0.1 gives a device few classes, 100 nearly its share of each",
-    )
-    shards: int | None = Field(
-        None, ge=1, description="classes a device: each has samples of as many classes, and devices share a class"
-    )
-
-    quantity: float | None = Field(
-        None,
-        gt=0,
-        description="how many samples a device has, of all classes alike, is drawn from a Dirichlet distribution of "
-        "this concentration: 0.5 gives some devices few, 100 nearly as many to each",
-    )
-    noise: float | None = Field(
-        None,
-        gt=0,
-        le=1000,
-        description="feature shift: all alike, but the samples of device i of N have Gaussian noise of this variance "
-        "times i/N",
-    )
-    column: str | None = Field(
-        None,
-        description="of a table: samples with one value in this column, such as a user or a place, stay together; "
-        "values go to devices so that these have about as many samples",
-    )
-
-    min_samples: int | None = Field(
-        None,
-        ge=1,
-        description="with dirichlet or quantity: samples that each device has at least; shares are drawn again, up to "
-        "1,000 times, until all have as many",
-    )
-
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        ways = ("sizes", "dirichlet", "shards", "quantity", "noise", "column")
-        if sum(getattr(self, key) is not None for key in ways) != 1:
-            raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
-        if self.min_samples is not None and self.dirichlet is None and self.quantity is None:
-            raise ValueError("'min_samples' goes with 'dirichlet' or 'quantity', whose shares are drawn")
-        return self
-
-
-Split = Annotated[
-    Annotated[Literal["lead", "iid"], Tag("[name]")] | Annotated[SplitPart, Tag("[keys]")],
-    # Which of the two is meant shows, so that an error is about that one alone.
-    Discriminator(lambda value: "[keys]" if isinstance(value, dict | SplitPart) else "[name]"),
-]
-
-
-_SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
-
-
-class AugmentPart(Part):
-    """How training samples are changed at random, anew in each epoch."""
-
-    transforms: tuple[dict[str, Any], ...] = Field(
-        min_length=1,
-        description="transforms of torchvision.transforms by name with their options, one after the other, such as "
-        "{name: RandomCrop, size: 32, padding: 4}; they need the extra `vision`",
-    )
-    copies: int | None = Field(
-        None,
-        ge=1,
-        le=1000,
-        description="how often each sample is drawn at most, if not anew in each epoch: after so "
-        "many epochs come the same again",
-    )
-
-
-class DataPart(Part):
-    """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
-
-    name: str = Field(
-        "digits", description="one of `testbed show data`, or a function of `file`; default with `path`: what it names"
-    )
-    file: str | None = Field(
-        None,
-        description="Python file with a function that returns (train, test), each a pair of samples and labels as "
-        "arrays or tensors, or a torch data set; relative to the scenario file",
-    )
-    folder: str | None = Field(
-        None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
-    )
-    path: str | None = Field(
-        None,
-        description="your own samples, relative to the scenario file: arrays as .npz or .safetensors, a table as .csv "
-        "or .parquet, or a folder with one of images for each class; for `image`: the picture's file",
-    )
-    label: str | None = Field(None, description="of a table: the column of the labels, classes or numbers to learn")
-    columns: tuple[str, ...] | dict[str, tuple[str, ...]] | None = Field(
-        None,
-        min_length=1,
-        description="of a table: the columns of a sample, or of each of its inputs by their names in `forward`; "
-        "default: all but those of label and split",
-    )
-    size: str | None = Field(
-        None,
-        json_schema_extra={"pattern": _SIZE},
-        description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
-    )
-    train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
-    augment: AugmentPart | None = Field(None, description="of pictures: changes at random, by the seed")
-    shuffle: bool = Field(
-        True, description="whether training samples come in another order in each epoch, by the seed; else in their own"
-    )
-    split: Split = Field(
-        "lead",
-        description="who owns training samples. lead: the lead all of them; iid: each device as many, drawn at random; "
-        "keys: as they say",
-    )
-    test: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N test samples")
+    def scenario(self) -> Scenario:
+        """The scenario of this trial alone."""
+        return self.trial.scenario
 
     @property
-    def title(self) -> str:
-        """What it is called where a run is shown."""
-        return self.name if self.file is None else f"{self.file}:{self.name}"
+    def experiment(self) -> Experiment:
+        """The same as a runtime needs it."""
+        return self.trial.experiment
 
-    @field_validator("size")
-    @classmethod
-    def _height_and_width(cls, size: str | None) -> str | None:
-        if size is not None and not re.match(_SIZE, size):
-            raise ValueError(f"'{size}' is not HEIGHTxWIDTH, such as 32x32")
-        return size
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named_by_its_path(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("path"), str) and "name" not in value:
-            path = PurePath(value["path"])
-            # Unlike any name of the list: those have neither a suffix nor a stroke.
-            return {**value, "name": path.name if path.suffix else f"{path.name}/"}
-        return value
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.file is not None and self.path is not None:
-            raise ValueError("takes one of 'file' and 'path'")
-        if self.file is not None and "name" not in self.model_fields_set:
-            raise ValueError("needs 'name', the function of 'file' that returns the data")
-        return self
+    @property
+    def workload(self) -> Workload:
+        """The kind of work."""
+        return kind_of(self.problem.workload)
 
 
-class MethodPart(Part):
-    """A method by name, with its options (see `testbed show methods`)."""
+class Inputs:
+    """What the devices of a run are given beside the problem and the plan. By default nothing."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed show methods`, or of `file`; further keys are its options")
-    file: str | None = Field(
-        None,
-        description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
-    )
+    begins_with_weights: bool = False
+    """Whether the run begins with weights that the lead's program has to read."""
 
-    def options(self) -> dict[str, Any]:
-        """Return what the method's own options model has to validate."""
-        return dict(self.model_extra or {})
+    def job(self, device: str, problem: Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None) -> Job:
+        """Return what a device's program is started with, in the process of a simulation."""
+        return Job(problem, plan, shared)
 
+    def data(self, device: str) -> bytes | None:
+        """Return the data that are sent to a device; `Workload.job` reads them there."""
+        return None
 
-class ProgramPart(Part):
-    """A command of the user's on a device, or on each device of a role."""
+    def weights(self, device: str) -> bytes | None:
+        """Return the state that is sent to a device as safetensors."""
+        return None
 
-    command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")
-    image: str | None = Field(
-        None,
-        description="an image that the engine has; nothing of ours has to be installed in it. Default: Debian, Python "
-        "with torch, `python3`",
-    )
-    packages: tuple[str, ...] = Field(
-        (), description="Python packages in the default image, as pip names them, such as flwr==1.22.0"
-    )
-    files: tuple[str, ...] = Field(
-        (), description="files that it finds in its working directory, read-only, relative to the scenario file"
-    )
-    environment: dict[str, str] = Field(default_factory=dict, description="variables, beside RANK and the like")
-    background: bool = Field(False, description="the run does not wait for its end: for servers")
-
-    @field_validator("command", mode="before", json_schema_input_type=str | list[str])
-    @classmethod
-    def _words(cls, value: object) -> object:
-        return shlex.split(value) if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_image(self) -> Self:
-        if self.image and self.packages:
-            raise ValueError("takes one of 'image' and 'packages': an image of your own has its packages")
-        return self
+    def complete(self, weights: bytes) -> bytes:
+        """Return the weights that a run leaves with those that no message has carried; both safetensors."""
+        return weights
 
 
-def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
-    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
-    roles = {name: name.rstrip("0123456789") for name in names}
-    for wanted in written:
-        if wanted not in names and wanted not in roles.values():
-            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
-    found = {name: written.get(name) or written.get(roles[name]) for name in names}
-    return {name: part for name, part in found.items() if part is not None}
+class Workload(ABC):
+    """A kind of work. Stateless, as methods are."""
+
+    name: ClassVar[str]
+    """The `task` of a scenario."""
+    Part: ClassVar[type[WorkloadPart]]
+    """Its keys."""
+    arrays: ClassVar[str] = "numpy"
+    """The library whose arrays programs receive in messages (`testbed.wire.arrays`)."""
+    declared: ClassVar[Reporting] = NOTHING
+    """Metrics, events, rows, tables and curves of all runs of this kind, beside those of the method."""
+
+    def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
+        """Yield what is wrong with the keys and the files that they name; no method where there is no such method."""
+        return iter(())
+
+    def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
+        """Return what planners and programs know of the work, from what they know of any; pure.
+
+        Reads code that the scenario names, but no data. Raises `InputError` with keys below `workload`.
+        """
+        return given
+
+    def divide(self, scenario: Scenario, method: Method, problem: Problem) -> tuple[Problem, Any]:
+        """Return the problem as the planner is to see it, and the value of `Prepared.division`.
+
+        May read data, for example to decide who owns which samples. Raises `InputError`.
+        """
+        return problem, None
+
+    def check(self, method: Method, problem: Problem, plan: Plan) -> None:
+        """Raise `InputError` for a plan that this kind of work does not allow."""
+        return
+
+    def total(self, scenario: Scenario) -> int | None:
+        """Return how many units of work a run has; None where it is not known before the run."""
+        return scenario.workload.total
+
+    def facts(self, problem: Problem) -> Mapping[str, Any]:
+        """Return what all devices are told of the problem, as JSON values."""
+        return {}
+
+    def own_facts(self, problem: Problem) -> Mapping[str, Any]:
+        """Return what one device is told of its problem (`Method.facts`), as JSON values."""
+        return {}
+
+    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
+        """Return the problem on a device, from what any problem has and its facts; raises `InputError`."""
+        return given
+
+    def begin(self, workload: WorkloadPart) -> None:
+        """Set what has to be set in a process before code that a scenario names is imported; raises `InputError`."""
+        return
+
+    def load(self, prepared: Prepared) -> Any:
+        """Read the data of a run, for `inputs`; raises `InputError`."""
+        return None
+
+    def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
+        """Return what the devices are given; ``weights`` is a state to begin with."""
+        return Inputs()
+
+    def prepare_device(self, problem: Problem) -> dict[str, Any] | None:
+        """Import libraries before the program of a device starts; return what numerics depend on there."""
+        return None
+
+    def read_data(self, body: bytearray) -> Any:
+        """Return what `Inputs.data` has sent; raises `testbed.wire.tensors.TensorError` for anything else."""
+        return None
+
+    def job(
+        self,
+        device: str,
+        problem: Problem,
+        plan: Plan,
+        data: Any,
+        weights: Mapping[str, Any] | None,
+        on_weights: Callable[[], None],
+    ) -> Job:
+        """Return what a device's program is started with in its container."""
+        return Job(problem, plan)
+
+    def computing(self, problem: Problem) -> AbstractContextManager[None]:
+        """Return a context for a simulation: seeds and settings of libraries that compute."""
+        return nullcontext()
+
+    def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str | None:
+        """Return what the manifest says about the state that the run begins with."""
+        return None
+
+    def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
+        """Return how many samples of which classes each device owns; empty where the work has no such owners."""
+        return {}
+
+    def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
+        """Return the outcome as it is recorded, for example with weights under the names that users know."""
+        return outcome
+
+    def described(self) -> dict[str, Any] | None:
+        """Return what numerics depend on in this process, for the manifest; None: nothing."""
+        return None
 
 
-class WorkloadPart(Part):
-    """What the devices do together, and for how long."""
-
-    # Of the task program neither model nor method is written; that the others need both, the schema does not say.
-    model_config = ConfigDict(json_schema_extra={"required": []})
-    task: Literal["train", "infer", "program"] = Field("train", description="what the devices do together")
-    model: ModelPart = Field(description="the neural network")
-    initialisation: Initialisation | None = Field(
-        None,
-        description="how the first weights of a network of `testbed show models` are drawn, uniformly, for layers of f "
-        "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
-        "biases too, which are zero otherwise; default: lecun",
-    )
-    data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
-    method: MethodPart = Field(description="how the work is split")
-    programs: dict[str, ProgramPart] = Field(
-        default_factory=dict,
-        description="of the task program: what runs on a device, by its name or that of several (worker for worker1, "
-        "worker2, ...); model, data and method are left out then",
-    )
-    training: TrainingPart = Field(default_factory=lambda: TrainingPart(), description="how the model is trained")
-    numerics: Literal["full", "stacked", "none"] = Field(
-        "full",
-        description="none: timing only. The same messages, sizes and faults, but no tensor is computed: there are no "
-        "weights, no loss and no accuracy; stacked: in a simulation, devices that train alike are computed together, "
-        "which is quicker for small networks and equal but for rounding (on containers it is full)",
-    )
-    reproducible: bool = Field(
-        False,
-        description="compute with the kernels that every processor has, so that losses and weights do not depend on "
-        "the instruction set; slower",
-    )
-    batch_size: int = Field(32, ge=1, le=MOST_SAMPLES, description="samples of a training step or of a request")
-    drop_last: bool = Field(
-        True,
-        description="training: samples that make no whole batch sit out an epoch, another order of the next one brings "
-        "them back; false: they make a smaller last batch",
-    )
-    epochs: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: how often every sample is seen")
-    steps: int | None = Field(None, ge=1, le=MOST_STEPS, description="training: number of steps, instead of epochs")
-    requests: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_STEPS,
-        description="inference: number of batches of test samples sent through, round and round; none: one pass",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_programs(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "optimizer" in value:
-            raise ValueError("'optimizer' is a key of 'training' now: write training: {optimizer: {...}}")
-        if isinstance(value, dict) and value.get("task") == "program":
-            stands = {"model": {"name": "none"}, "method": {"name": "program"}}
-            if unused := [key for key in stands if value.get(key, stands[key]) != stands[key]]:
-                raise ValueError(f"of the task program there is no {' nor '.join(unused)}: leave that out")
-            return {**stands, **value}
-        return value
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.task == "program") != bool(self.programs):
-            raise ValueError("'programs' and the task program go together")
-        if self.initialisation is not None and self.model.weights is not None:
-            raise ValueError("weights that are read from a file have no 'initialisation': leave one of the two out")
-        given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
-        if self.task == "infer" and given not in ([], ["requests"]):
-            raise ValueError("an inference workload is as long as its 'requests'")
-        if self.task == "program" and self.reproducible:
-            raise ValueError("the kernels of own programs are fixed by variables in their 'environment', not here")
-        if self.task == "program" and given:
-            raise ValueError(f"programs decide when they are over: leave '{given[0]}' out")
-        if self.task == "train" and (len(given) != 1 or given == ["requests"]):
-            raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
-        return self
+def kind_of(part: WorkloadPart) -> Workload:
+    """Return the kind of work of a scenario's workload."""
+    found: Workload = kind(part.task)
+    return found

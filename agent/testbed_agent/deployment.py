@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from testbed import deployment
 from testbed.common.errors import InputError
 from testbed.method import Method, Problem
-from testbed.ml import kernels
 from testbed.network.link import slowness
 from testbed.plan import Plan
 from testbed.wire.ports import CAST_PORT, DATA_PORT
+from testbed.workload import Workload, kind_of
 from testbed_agent.http import Refused
 from testbed_agent.settings import Address, Settings, address
 
@@ -35,6 +35,7 @@ class Peer:
 class Deployment:
     """What the controller wants this device to be."""
 
+    work: Workload
     method: Method
     problem: Problem
     plan: Plan
@@ -57,8 +58,8 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
             raise Refused(400, text)
         if name not in found.devices:
             raise InputError(f"device: '{name}' is none of its devices")
-        if found.workload.reproducible:
-            kernels.fix()  # before the import of torch, which files of a scenario may begin with
+        work = kind_of(found.workload)
+        work.begin(found.workload)  # before files of a scenario are imported
         method, problem = found.problem()
         peers = {}
         for peer, given in found.peers.items():
@@ -74,4 +75,4 @@ def read(body: bytes | bytearray, settings: Settings) -> Deployment:
         raise Refused(400, f"deployment: {deployment.first_problem(error)}") from error
     except (InputError, ValueError) as error:
         raise Refused(400, f"deployment: {error}") from error
-    return Deployment(method, problem, plan, peers, broadcast, message_loss)
+    return Deployment(work, method, problem, plan, peers, broadcast, message_loss)

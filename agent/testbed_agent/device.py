@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.hardware import check_message, largest_message
-from testbed.ml.lazy import torch
 from testbed.trace.events import Event
 from testbed.wire.arrays import library_of
 from testbed.wire.cast import CastForm
@@ -52,7 +51,7 @@ class RealDevice:
         spec, peers = deployment.problem.device(settings.device), deployment.peers
         self.name = settings.device
         self.leaving = False
-        self.exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]] = {}
+        self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
         """What returns the weights, by whether they are the device's part alone."""
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
@@ -64,7 +63,7 @@ class RealDevice:
         self._spec = spec
         self._peers = peers
         self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(slowness or {})
-        self._computes = deployment.problem.workload.numerics == "full"
+        self._computes = deployment.problem.workload.is_computed
         self._specs = {each.name: each for each in deployment.problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
@@ -114,7 +113,7 @@ class RealDevice:
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
         self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
+    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
         """Keep the callable that returns the weights when they are asked for."""
         self.exposed[part] = weights
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Collection, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import TestbedError
 from testbed.common.lazy import asyncio
-from testbed.ml import kernels
-from testbed.ml.lazy import torch
 from testbed.trace.events import Event
 from testbed.wire import arrays, tensors
 from testbed_agent.events import EventLog
@@ -25,7 +22,6 @@ from testbed_agent.receiving import DataServer
 from testbed_agent.settings import Settings
 
 if TYPE_CHECKING:
-    from testbed.ml.data.dataset import Dataset
     from testbed.wire.message import Message
     from testbed_agent.casting import Hears
     from testbed_agent.deployment import Deployment
@@ -63,8 +59,9 @@ class Runner:
         self._message_loss: dict[str, float] = {}
         self._slowness: dict[str, float] = {}
         """Seconds that a few packets there and back take, by peer, with the links as they are now."""
-        self._dataset: Dataset | None = None
-        self._weights: dict[str, torch.Tensor] | None = None
+        self._input: Any = None
+        """The data of the device, as its kind of work reads them."""
+        self._weights: dict[str, Any] | None = None
         self.computing: dict[str, Any] | None = None
         """The processor and the kernels that programs compute with; None before torch is imported."""
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +89,7 @@ class Runner:
         self._loop()
 
     def deploy(self, body: bytearray) -> None:
-        """Take in a deployment; forgets whatever there was before. Imports torch for methods that need it.
+        """Replace the deployment and forget all data. Imports the libraries of the work for methods that need them.
 
         Raises `Refused` while a program runs, and for what is no deployment.
         """
@@ -102,14 +99,13 @@ class Runner:
             from testbed_agent import deployment
 
             self._deployment = deployment.read(body, self.settings)
+            arrays.choose(self._deployment.work.arrays)
             if self._deployment.method.needs_torch:
-                _import_torch()
-                kernels.switch(self._deployment.problem.workload.reproducible)
-                self.computing = kernels.computing()
+                self.computing = self._deployment.work.prepare_device(self._deployment.problem)
             self._message_loss = dict(self._deployment.message_loss)
             self._slowness = {}
             self._follow_links({name: peer.slowness for name, peer in self._deployment.peers.items()})
-            self._dataset = self._weights = self.error = None
+            self._input = self._weights = self.error = None
             self.device = self._data.inbox = None
             self.log.reopen()
             self.state = "ready"
@@ -117,16 +113,17 @@ class Runner:
 
     def put_data(self, body: bytearray) -> None:
         """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
-        from testbed.ml.data.dataset import unpack
-
+        if self._deployment is None:  # the kind of work, which reads them, is not known
+            self.needs_ready("data")
+        assert self._deployment is not None
         try:
-            dataset = unpack(body)
+            data = self._deployment.work.read_data(body)
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
             self.needs_ready("data")
             _LOG.info("received %d bytes of training and test samples", len(body))
-            self._dataset = dataset
+            self._input = data
 
     def put_shard(self, body: bytearray) -> None:
         """Keep weights for the program to begin with; raises `Refused` for what is none."""
@@ -261,19 +258,14 @@ class Runner:
         self._over.set()
 
     async def _main(self, deployment: Deployment, origin: float) -> None:
-        from testbed.deployment import frozen_part, with_frozen
-        from testbed.method import Job
         from testbed_agent.device import RealDevice
 
         settings, problem = self.settings, deployment.problem
         device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment), self._slowness)
         self._loop().on_timer = device.on_timer
-        frozen, given = frozen_part(problem, self._weights), self._weights
-        if given is not None:
-            leads = deployment.plan.lead == settings.device
-            given = {name: tensor for name, tensor in given.items() if name not in frozen} if leads else None
-        posed = with_frozen(problem, frozen)
-        job = Job(posed, deployment.plan, self._dataset, given, lambda: device.record("weights"))
+        job = deployment.work.job(
+            settings.device, problem, deployment.plan, self._input, self._weights, lambda: device.record("weights")
+        )
         with self._lock:
             self.device = device
         self._record(max(origin, self._booted), origin, "up")
@@ -363,17 +355,3 @@ def _link_changes(body: bytearray, peers: Collection[str]) -> dict[str, dict[str
                 raise Refused(400, f"the {key} of '{peer}' must be a {kind}")
         found[key] = {peer: float(value) for peer, value in given.items()}
     return found
-
-
-@cache
-def _import_torch() -> None:
-    """Import torch and let it set itself up, so that no program's first batch pays for it."""
-    gc.disable()
-    import torch
-
-    torch.set_num_threads(1)
-    image = torch.zeros(1, 1, 4, 4)
-    kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
-    torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
-    gc.freeze()  # what modules consist of stays: nobody has to look through it again
-    gc.enable()

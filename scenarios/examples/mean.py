@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Job, Method, Options, Problem
+from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.figures import Figure, Reporting, Row

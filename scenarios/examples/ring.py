@@ -3,7 +3,7 @@
 import asyncio
 
 from testbed.device import Cost, Device, Span
-from testbed.method import Job, Method, Options, Problem
+from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
 from testbed.trace.figures import Figure, Reporting, Row

@@ -5,10 +5,10 @@ from functools import partial
 from testbed.common.errors import InputError
 from testbed.device import Device, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Job, Method, Problem
 from testbed.ml.layers.collectives import Contribution, Group
 from testbed.ml.layers.feed import Answers, Requests
 from testbed.ml.layers.layer_slices import LayerSlices, finish_cost, load_slices, piece, product_cost
+from testbed.ml.method import Job, Method, Problem
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.slices import evenly, pick
 from testbed.plan import Plan

@@ -12,7 +12,7 @@ from testbed.common import plugins
 from testbed.common.errors import InputError, nearest
 from testbed.method import Method
 from testbed.methods import external
-from testbed.workload import MethodPart
+from testbed.work import MethodPart
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

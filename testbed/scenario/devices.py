@@ -150,7 +150,7 @@ def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
             rate = getattr(part, access)
             if rate is not None and (wrong := rate_problem(rate)):
                 yield Diagnostic((*key, access), wrong)
-        if part.gpu and scenario.workload.task != "program":
+        if part.gpu and not scenario.workload.uses_gpu:
             text = (
                 "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
             )

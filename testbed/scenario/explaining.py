@@ -105,7 +105,10 @@ def _of_structure(text: str) -> Formatter:
 
 
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    return f"unknown key '{key[-1]}': {nearest(str(key[-1]), _known(key[:-1], model))}"
+    name, known = str(key[-1]), _known(key[:-1], model)
+    if name in known:  # of another kind of work
+        return f"'{name}' is not a key of this task: leave it out"
+    return f"unknown key '{name}': {nearest(name, known)}"
 
 
 def _missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, PrivateAttr, SerializeAsAny, Tag, field_validator, model_validator
 
 from testbed.common.errors import Diagnostic, InputError, Key
 from testbed.common.part import Name, Part
@@ -20,7 +20,7 @@ from testbed.device import Kind, Precision
 from testbed.experiment import Experiment
 from testbed.faults.parts import FaultPart
 from testbed.network.parts import NetworkPart
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 
 
 @dataclass(frozen=True)
@@ -206,10 +206,6 @@ class MachinePart(Part):
     )
 
 
-DATA_FOLDER = Path("data")
-"""Where `testbed setup data` puts a set, in a folder of its name; looked into when a scenario names no folder."""
-SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
-"""Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
 TOGETHER = "together"
 SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
@@ -225,12 +221,6 @@ class ResultsPart(Part):
     )
 
 
-def data_place(name: str) -> Path:
-    """Return the folder of a set for which a scenario names none: the first that is there, or where to put it."""
-    places = [folder / name for folder in (DATA_FOLDER, SYSTEM_DATA_FOLDER)]
-    return next((place for place in places if place.is_dir()), places[0])
-
-
 class Scenario(Part):
     """A whole experiment in one file."""
 
@@ -242,7 +232,7 @@ class Scenario(Part):
     machines: tuple[MachinePart, ...] = Field(
         (), description="computers that several devices share, on the virtual clock; default: each device is its own"
     )
-    workload: WorkloadPart = Field(description="what the devices do together, and for how long")
+    workload: SerializeAsAny[WorkloadPart] = Field(description="what the devices do together, and for how long")
     faults: tuple[FaultPart, ...] = Field((), description="what breaks and mends, and when")
     trace: str | tuple[str, ...] = Field(
         (),
@@ -290,20 +280,6 @@ class Scenario(Part):
     def source(self) -> Source:
         """Where each key was written; names no file for a scenario that came from none."""
         return self._source
-
-    @property
-    def data_folder(self) -> Path:
-        """Where the data's files lie: what the scenario names, or where `testbed setup data` puts them."""
-        part = self.workload.data
-        if (named := part.file or part.path or part.folder) is not None:
-            return self.source.folder / named
-        return data_place(part.name)
-
-    @property
-    def weights_file(self) -> Path | None:
-        """The file that the model's weights are read from; None: they are drawn from the seed."""
-        named = self.workload.model.weights
-        return None if named is None else self.source.folder / named
 
     def located(self, source: Source) -> Self:
         """Return the same scenario, written there."""

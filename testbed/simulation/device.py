@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.hardware import check_message
@@ -25,9 +25,6 @@ from testbed.trace.log import Form, Row
 from testbed.wire.cast import CastForm
 from testbed.wire.framing import CAST_CHUNK, cast_wire_bytes
 from testbed.wire.message import Message, as_cast, delivered
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -108,7 +105,7 @@ class SimulatedDevice:
         """How many tasks that was until now."""
         self.running = True
         """Whether the program has not returned."""
-        self.exposed: dict[bool, Callable[[], Mapping[str, torch.Tensor]]] = {}
+        self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
         """What returns the weights, by whether they are the device's part alone."""
         self._world = world
         self._form: CastForm | None = None
@@ -139,7 +136,7 @@ class SimulatedDevice:
         if self.alive:
             self._recorder.add(form, row)
 
-    def expose(self, weights: Callable[[], Mapping[str, torch.Tensor]], part: bool = False) -> None:
+    def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
         """Keep the callable for whoever asks for the weights."""
         self.exposed[part] = weights
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.common.memory import keep_freed_memory
-from testbed.common.seeds import derive
 from testbed.common.usercode import located
-from testbed.deployment import complete, frozen_part, with_frozen
 from testbed.experiment import Experiment
 from testbed.faults.script import FaultScript, TraceScript
-from testbed.method import Job
-from testbed.ml import kernels
-from testbed.prepare import Prepared
 from testbed.simulation.calendar import Stillness, TimeLimit
 from testbed.simulation.device import SimulatedDevice
 from testbed.simulation.faults import FaultExecution, TraceExecution
@@ -26,50 +21,41 @@ from testbed.simulation.world import LeadGoneError, ProgramError, World
 from testbed.trace.events import Event
 from testbed.trace.outcome import UNGATHERED, Outcome, Status, ended
 from testbed.wire import arrays
-
-if TYPE_CHECKING:
-    import torch
-
-    from testbed.ml.data.dataset import Dataset
+from testbed.workload import Prepared
 
 
 def simulate(
     prepared: Prepared,
-    dataset: Dataset | None,
+    data: Any,
     on_event: Callable[[Event], None] | None = None,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, Any] | None = None,
     *,
     names: Collection[str] | None = None,
     on_lines: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Run the method's programs with real torch work and charged time; return what happened.
+    """Run the method's programs with real work and charged time; return what happened.
+
+    ``data`` is what the kind of work has loaded (`testbed.workload.Workload.load`).
 
     Ends when the program of the plan's lead returns, fails when any program raises or when all wait for each
     other, is interrupted by Ctrl-C, and times out at the scenario's ``time_limit`` (virtual seconds).
     ``on_event`` sees events as they happen, all or those of some ``names``; ``on_lines`` has all as lines of a file,
     many at a time. Two calls with equal arguments give equal events.
     """
-    reproducible = prepared.scenario.workload.reproducible
-    if reproducible:
-        kernels.fix()  # before the import, which reads the variables
-    import torch
-
-    if prepared.scenario.workload.task == "program":
-        raise InputError("programs run in containers alone: leave '--runtime simulate' out")
+    if (why := prepared.scenario.workload.why_not_simulated) is not None:
+        raise InputError(why)
     experiment, method, problem, plan = prepared.experiment, prepared.method, prepared.problem, prepared.plan
-
-    frozen = frozen_part(problem, weights)
+    work = prepared.workload
+    work.begin(problem.workload)
+    inputs = work.inputs(prepared, data, weights)
+    arrays.choose(work.arrays)
     shared = method.simulation_state(problem)
 
     def program(device: SimulatedDevice) -> Coroutine[Any, Any, None]:
-        lead = device.name == plan.lead
         posed, own_plan = method.facts(problem, plan, device.name)
-        own = None if dataset is None else prepared.share(dataset, device.name)
-        given = None
-        if lead and weights is not None:
-            given = {name: tensor for name, tensor in weights.items() if name not in frozen}
-        posed = with_frozen(posed, frozen)
-        return method.program(device, Job(posed, own_plan, own, given, lambda: device.record("weights"), shared))
+        return method.program(
+            device, inputs.job(device.name, posed, own_plan, lambda: device.record("weights"), shared)
+        )
 
     recorder = Recorder(on_event, names)
     if on_lines is not None:
@@ -88,25 +74,22 @@ def simulate(
     )
     keep_freed_memory()
     began = time.perf_counter()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), kernels.chosen(reproducible):
-            torch.manual_seed(derive(problem.seed, "torch"))
-            status, error = ended(*_run(world, experiment), world.events, weights_given=weights is not None)
-            computed = problem.workload.numerics != "none"
+        with work.computing(problem):
+            given = inputs.begins_with_weights
+            status, error = ended(*_run(world, experiment), world.events, weights_given=given)
+            computed = problem.workload.is_computed
             final = _weights(world.hosts[plan.lead].device) if computed else None
-            final = final and complete(problem, final, weights)
+            final = final and inputs.complete(final)
             parts = _parts(world) if computed and status in UNGATHERED else {}
     finally:
-        torch.set_num_threads(threads)
         world.close()
     return Outcome(
         runtime="simulate",
         status=status,
         events=world.events,
         error=error,
-        host={"computing": [kernels.computing()]},
+        host={"computing": [work.described()]},
         weights_file=final,
         parts=parts,
         wall_seconds=time.perf_counter() - began,

@@ -123,6 +123,20 @@ class Reporting:
     tables: tuple[Table, ...] = ()
     curves: tuple[Curve, ...] = ()
 
+    def joined(self, other: Reporting) -> Reporting:
+        """Return these declarations and others after them; of recoveries only one of both may tell."""
+        if NOTHING in (self, other):
+            return other if self == NOTHING else self
+        return Reporting(
+            self.figures + other.figures,
+            {**(self.lists or {}), **(other.lists or {})} or None,
+            other.recovery or self.recovery,
+            self.events + other.events,
+            self.rows + other.rows,
+            self.tables + other.tables,
+            self.curves + other.curves,
+        )
+
 
 NOTHING = Reporting()
 

@@ -42,7 +42,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Repo
     found: dict[str, Any] = {
         "runtime": outcome.runtime,
         "error": outcome.error,
-        "weights": experiment.workload.model.weights,
+        "weights": experiment.workload.initial_weights,
         **{name: value for name, value in values.items() if not isinstance(value, Mapping | None)},
         "series": _series(record),
         "devices": {name: dict(row) for name, row in record.cached(devices.devices).items()},

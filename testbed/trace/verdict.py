@@ -171,9 +171,10 @@ def _record(record: Record) -> Check:
     if silent:
         more = f" and {len(silent) - NAMED:,} more" if len(silent) > NAMED else ""
         return Check("events", False, f"no events from {', '.join(silent[:NAMED])}{more}")
-    wanted = {"train": "step", "infer": "request", "program": "exit"}[experiment.workload.task]
+    workload = experiment.workload
+    wanted = workload.progress
     if not log.of(wanted):
-        hint = "" if wanted == "exit" else f': programs say what they have done by device.record("{wanted}", ...)'
+        hint = f': programs say what they have done by device.record("{wanted}", ...)' if workload.needs_record else ""
         return Check("events", False, f"no {wanted} was recorded{hint}")
     if outcome.status == "finished" and (lost := [*_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
         return Check("events", False, f"the run finished without {' and '.join(lost)}")

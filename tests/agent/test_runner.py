@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from testbed import methods
+from testbed.ml import learning
 from testbed.wire.token import data_token
 from testbed_agent import runner as runners
 from testbed_agent.http import Refused
@@ -65,8 +66,8 @@ def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> 
     assert refusal(made.stop) == (409, "no program runs: this device is idle")
     assert refusal(made.weights) == (409, "this device's program exposes no weights")
     assert refusal(made.set_links, bytearray(b'{"message_loss": {}}')) == (409, "links come after a deployment")
-    for put in (made.put_data, made.put_shard):
-        assert refusal(put, bytearray(b"garbage"))[0] == 400
+    assert refusal(made.put_data, bytearray(b"garbage")) == (409, f"data {idle}")
+    assert refusal(made.put_shard, bytearray(b"garbage"))[0] == 400
     made.leave()  # nobody to say it to
     assert refusal(made.deploy, bytearray(b"{}"))[0] == 400
     assert made.state == "idle"
@@ -84,7 +85,7 @@ def test_a_peer_is_told_that_no_program_runs_yet(made: Runner) -> None:
 def test_no_collection_of_garbage_looks_through_torch(made: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would keep the program waiting for 70 ms."""
     monkeypatch.setattr(Scripted, "needs_torch", True)
-    runners._import_torch.cache_clear()
+    learning.import_torch.cache_clear()
     before = gc.get_freeze_count()
     deployed(made, "nothing")
     assert gc.get_freeze_count() > before

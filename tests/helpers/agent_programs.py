@@ -15,8 +15,8 @@ from typing import Any
 
 from testbed import methods
 from testbed.device import Cost, Device, Span
-from testbed.method import Job, Method, Options, Problem
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.wire.message import Message
 

@@ -17,11 +17,11 @@ import requests
 
 from testbed.deployment import Deployments
 from testbed.hardware import DeviceSpec
-from testbed.method import Options, Problem
+from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 from testbed_controller.lab.clients import Agent
 from tests.helpers.agent_programs import Scripted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from testbed import deployment
+from testbed.deployment import deployments
 from testbed.method import Method, Problem
 from testbed.plan import Plan
 from testbed.prepare import Prepared
@@ -11,8 +12,8 @@ from testbed.prepare import Prepared
 def bodies(prepared: Prepared) -> dict[str, bytes]:
     """Return what each device of an experiment is given."""
     addresses = {each.name: f"10.0.0.{number}" for number, each in enumerate(prepared.problem.devices)}
-    deployments = prepared.deployments("run-00000000", "token", addresses, "10.0.255.255")
-    return {name: deployments.of(name) for name in addresses}
+    given = deployments(prepared, "run-00000000", "token", addresses, "10.0.255.255")
+    return {name: given.of(name) for name in addresses}
 
 
 def read(body: bytes) -> tuple[Method, Problem, Plan]:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from testbed.experiment import Experiment
-from testbed.method import Problem
 from testbed.methods import METHODS
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers.feed import Answers
+from testbed.ml.method import Problem
 from testbed.ml.models.chain import Model
 from testbed.plan import Plan
 from testbed.prepare import Prepared
@@ -59,7 +59,7 @@ def infer(spec: Scenario, model: Model | None = None, weights: Mapping[str, torc
         problem, data = problem_of(spec)
     else:
         options = method.Options.model_validate(workload.method.options())
-        problem = Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, spec.seed)
+        problem = Problem(trial.experiment.devices, trial.experiment.links, workload, options, spec.seed, model=model)
         data = noise(model, workload.requests * workload.batch_size)
     plan = method.plan(problem)
     outputs: dict[int, torch.Tensor] = {}

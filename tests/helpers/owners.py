@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from testbed.device import Device
-from testbed.method import Job, Method, Options, Problem
+from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.wire.message import Message
 

@@ -5,11 +5,11 @@ from functools import cache
 
 import torch
 
-from testbed.deployment import model_of
-from testbed.method import Problem
 from testbed.methods import METHODS
 from testbed.ml.data import load
 from testbed.ml.fields import Entering
+from testbed.ml.learning import model_of
+from testbed.ml.method import Problem
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials
@@ -56,7 +56,8 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     data = _load(workload.data)
     model = model_of(workload, None, data.classes, Entering(data.shape))
     options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
-    return Problem(model, trial.experiment.devices, trial.experiment.links, workload, options, scenario.seed), data
+    devices, links = trial.experiment.devices, trial.experiment.links
+    return Problem(devices, links, workload, options, scenario.seed, model=model), data
 
 
 def run(scenario: Scenario, plan: Plan | None = None, weights=None, on_event=None, **watched) -> Outcome:

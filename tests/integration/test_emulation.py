@@ -14,6 +14,7 @@ import pytest
 
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import shares_of
 from testbed.network.broadcast import heard
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -169,7 +170,7 @@ def test_each_device_is_sent_its_own_samples_and_no_others(tmp_path: Path) -> No
     assert outcome.status == "finished", outcome.error
     given = {each["device"]: each for each in events(outcome, "given")}
     assert (given["server"]["labels"], given["server"]["tests"]) == ([], 20)
-    for name, share in prepared.shares.items():
+    for name, share in shares_of(prepared).items():
         assert given[name]["labels"] == dataset.train_labels[share].tolist()
         assert given[name]["pixels"] == pytest.approx(dataset.train_images[share].sum(dtype=float))
         assert given[name]["tests"] == 0

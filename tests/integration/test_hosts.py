@@ -18,6 +18,7 @@ import pytest
 from docker.types import IPAMConfig, IPAMPool
 
 from testbed.common.errors import HostError
+from testbed.ml.preparation import load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -30,7 +31,6 @@ from testbed_controller.hosts.removal import remove
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import exists
 from testbed_controller.running.emulation import emulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers.engines import engines, heal, lose, missing, run
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(300)]
@@ -66,7 +66,7 @@ from testbed_controller.hosts.lab import HostsLab
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import exists
 from testbed_controller.running.emulation import emulate
-from testbed_controller.running.inputs import load_data
+from testbed.ml.preparation import load_data
 from testbed.common.errors import HostError
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials

@@ -7,12 +7,12 @@ import json
 import numpy as np
 
 from testbed.ml.data import load as load_set
+from testbed.ml.preparation import load_data, shares_of
+from testbed.ml.workload import DataPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed.workload import DataPart
-from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT
 from tests.helpers.runs import of
 
@@ -21,8 +21,8 @@ EXAMPLES = ROOT / "scenarios" / "examples"
 
 def test_fedavg_on_cifar_has_the_settings_of_its_paper() -> None:
     prepared = prepare(trials(load(EXAMPLES / "fedavg-cifar.yaml"))[0])
-    assert {len(share) for share in prepared.shares.values()} == {500}
-    assert len(prepared.shares) == 100
+    assert {len(share) for share in shares_of(prepared).values()} == {500}
+    assert len(shares_of(prepared)) == 100
 
 
 def test_three_phones_a_round_learn_from_writers_of_their_own() -> None:

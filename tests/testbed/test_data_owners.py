@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
+from testbed.ml.preparation import shares_of
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
@@ -60,16 +61,16 @@ def test_each_device_is_given_its_own_samples_and_the_lead_the_test_samples(writ
     given = {event.device: event.fields for event in outcome.events if event.event == "given"}
     assert given["server"]["labels"] == []
     assert given["server"]["tests"] == 40
-    assert list(ready.shares) == ["board1", "board2", "board3"]
-    for name, share in ready.shares.items():
+    assert list(shares_of(ready)) == ["board1", "board2", "board3"]
+    for name, share in shares_of(ready).items():
         assert given[name]["labels"] == dataset.train_labels[share].tolist()
         assert given[name]["pixels"] == pytest.approx(dataset.train_images[share].sum(dtype=np.float64))
         assert given[name]["tests"] == 0
-        assert given[name]["samples"] == {other: len(indices) for other, indices in ready.shares.items()}
+        assert given[name]["samples"] == {other: len(indices) for other, indices in shares_of(ready).items()}
 
 
 def test_the_seed_decides_who_owns_what(write):
-    one, again, other = (prepared(write("iid", seed=seed)).shares["board1"].tolist() for seed in (3, 3, 4))
+    one, again, other = (shares_of(prepared(write("iid", seed=seed)))["board1"].tolist() for seed in (3, 3, 4))
     assert one == again != other
 
 

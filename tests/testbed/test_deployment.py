@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -58,8 +58,10 @@ def test_devices_read_what_the_method_says_that_they_know(file: Path) -> None:
         assert method.name == found.method.name
         assert plan == part
         assert list(problem.links.items()) == list(expected.links.items())
-        for field in ("model", "devices", "workload", "options", "seed", "samples", "files"):
-            assert getattr(problem, field) == getattr(expected, field), field
+        assert type(problem) is type(expected)
+        for field in fields(problem):
+            if field.name != "links":
+                assert getattr(problem, field.name) == getattr(expected, field.name), field.name
 
 
 def test_a_device_knows_no_links_but_its_own_and_no_part_of_the_plan() -> None:
@@ -123,7 +125,8 @@ from testbed_agent.settings import Settings
 
 for package in (testbed_agent, testbed.methods, testbed.ml):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if module.name != "testbed.ml.preparation":  # which no device needs
+            importlib.import_module(module.name)
 files = sorted(Path(sys.argv[1]).iterdir())
 for file in files:
     read(file.read_bytes(), Settings("run-00000000", file.name.rpartition("-")[2], "token"))

@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.ml.preparation import load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import scenario
 
 METHODS = {

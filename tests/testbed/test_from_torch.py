@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from testbed.ml.data import catalog
+from testbed.ml.preparation import data_folder
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -31,7 +32,7 @@ def by_the_script(steps=200):
 def test_losses_are_those_of_the_script(method):
     scenario = load(str(EXAMPLES / "fromtorch.yaml"), [f"workload.method={method}"])
     prepared = prepare(trials(scenario)[0])
-    outcome = simulate(prepared, catalog.load(scenario.workload.data, scenario.data_folder))
+    outcome = simulate(prepared, catalog.load(scenario.workload.data, data_folder(scenario)))
     assert outcome.status == "finished", outcome.error
     losses, f1 = by_the_script()
     assert [step["loss"] for step in of(outcome, "step")] == pytest.approx(losses, abs=1e-5)

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from testbed.common.errors import InputError
 from testbed.methods import METHODS
 from testbed.ml.models import create
+from testbed.ml.preparation import load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
 from testbed_controller.cli.main import testbed as command_line
-from testbed_controller.running.inputs import InitialWeights, load_data
+from testbed_controller.running.inputs import InitialWeights
 from tests.helpers.runs import scenario
 
 FIRST = """\
@@ -69,7 +70,7 @@ def test_runs_that_begin_alike_share_the_weights(tmp_path):
 
 
 CARELESS = """
-from testbed.method import Method
+from testbed.ml.method import Method
 from testbed.ml.methods.single import Single
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from testbed.ml.data import load
 from testbed.ml.layers.shard import State
 from testbed.ml.models.weights import read as weights_of
 from testbed.ml.pipeline.checkpointing import Collector
+from testbed.ml.preparation import exported, weights_file
 from testbed.network.link import Link
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -25,7 +27,6 @@ from testbed.simulation.world import ProgramError
 from testbed.trace.outcome import Outcome
 from testbed.wire import arrays
 from testbed.wire.message import Message
-from testbed_controller.api.execution import _with_own_names
 from tests.helpers import recorded
 from tests.helpers.runs import problem_of, run, scenario
 from tests.helpers.worlds import world
@@ -77,7 +78,7 @@ MESH = {"link": {"rate": "20mbit", "delay": "2ms"}, "topology": "mesh"}
 
 
 def simulated(prepared: Prepared) -> Outcome:
-    file = prepared.scenario.weights_file
+    file = weights_file(prepared.scenario)
     weights = None if file is None else weights_of(file, prepared.problem.model)
     return simulate(prepared, load(prepared.scenario.workload.data), weights=weights)
 
@@ -174,7 +175,8 @@ def test_a_stage_without_a_checkpoint_leaves_what_it_trained_asynchronously() ->
 
 def test_the_parts_of_a_users_own_network_have_its_names() -> None:
     part = arrays.pack({"3.head.weight": torch.ones(2)})
-    own = SimpleNamespace(problem=SimpleNamespace(model=SimpleNamespace(builder=object()), seed=0))
-    left = _with_own_names(recorded.outcome(parts={"a": part}), cast(Prepared, own))
+    problem, _ = problem_of(scenario())
+    own = SimpleNamespace(problem=replace(problem, model=replace(problem.model, builder=problem.model.build)))
+    left = exported(cast(Prepared, own), recorded.outcome(parts={"a": part}))
     assert [*arrays.unpack(bytearray(left.parts["a"]))] == ["head.weight"]
     assert left.weights_file is None

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from testbed.common.errors import InputError
+from testbed.ml.data import catalog
 from testbed.ml.methods.pipeline import Pipeline
+from testbed.ml.preparation import data_folder, pretraining_of
 from testbed.prepare import batches, prepare
-from testbed.scenario import schema
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 
@@ -256,21 +257,21 @@ def test_counts_batches_without_reading_the_data(file):
 
 
 def test_data_lies_beside_the_scenario_or_where_fetch_puts_it(file):
-    assert prepared(file).trial.scenario.data_folder == Path("data/digits")
+    assert data_folder(prepared(file).trial.scenario) == Path("data/digits")
     Path("sub").mkdir()
     other = Path("sub/small.yaml")
     text = GOOD.replace("name: digits", "name: digits, folder: ../images")
-    assert prepared(other, text).trial.scenario.data_folder == Path("sub/../images")
+    assert data_folder(prepared(other, text).trial.scenario) == Path("sub/../images")
 
 
 def test_data_of_a_package_is_found_after_ones_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(schema, "SYSTEM_DATA_FOLDER", tmp_path / "system")
-    assert schema.data_place("mnist") == Path("data/mnist")
+    monkeypatch.setattr(catalog, "SYSTEM_DATA_FOLDER", tmp_path / "system")
+    assert catalog.data_place("mnist") == Path("data/mnist")
     (tmp_path / "system/mnist").mkdir(parents=True)
-    assert schema.data_place("mnist") == tmp_path / "system/mnist"
+    assert catalog.data_place("mnist") == tmp_path / "system/mnist"
     Path("data/mnist").mkdir(parents=True)
-    assert schema.data_place("mnist") == Path("data/mnist")
+    assert catalog.data_place("mnist") == Path("data/mnist")
 
 
 def test_images_of_another_size_are_found_before_the_run(file):
@@ -342,10 +343,10 @@ WEIGHTS = GOOD.replace("{name: mlp}", "{name: mlp, weights: first.yaml}")
 
 def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
     Path("first.yaml").write_text(GOOD.replace("name: small", "name: first"))
-    first = prepared(file, WEIGHTS).pretraining
+    first = pretraining_of(prepared(file, WEIGHTS))
     assert first is not None
     assert first.trial.scenario.name == "first"
-    assert prepared(file).pretraining is None
+    assert pretraining_of(prepared(file)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import data_folder
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.expect import evaluate
@@ -24,7 +25,7 @@ def test_smoke_scenario(file):
         scenario = trial.scenario
         assert scenario.expect, "a smoke scenario says what it expects"
         ready = prepare(trial)
-        dataset = load_data(scenario.workload.data, scenario.data_folder)
+        dataset = load_data(scenario.workload.data, data_folder(scenario))
         outcome = simulate(ready, dataset)
         assert outcome.status == "finished", outcome.error
         figures = metrics(outcome, trial.experiment, ready.plan, ready.method.declared)

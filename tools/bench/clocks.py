@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import part_of
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -24,7 +25,7 @@ def measure() -> Iterator[Measurement]:
     detail = f"{speed.messages} messages between {speed.devices} devices"
     yield Measurement("simulator", speed.rate, "messages/s", MESSAGES_PER_SECOND, at_most=False, detail=detail)
     prepared = prepare(trials(load("quickstart"))[0])
-    dataset = load_data(prepared.scenario.workload.data)
+    dataset = load_data(part_of(prepared.scenario).data)
     predicted = simulate(prepared, dataset)
     measured = emulate(prepared, dataset, accept_links=True)
     step = {

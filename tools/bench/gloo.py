@@ -14,6 +14,7 @@ import docker
 
 from testbed.common.errors import TestbedError
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import part_of
 from testbed.plan import Plan
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -179,7 +180,7 @@ def measure() -> Iterator[Measurement]:
     prepared = {schedule: prepare(trials(scenario(schedule))[0]) for schedule in SCHEDULES}
     gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
-        outcome = emulate(each, load_data(each.scenario.workload.data), accept_links=True)
+        outcome = emulate(each, load_data(part_of(each.scenario).data), accept_links=True)
         record = Record(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
         theirs = gloo[schedule]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from testbed.deployment import deployments
 from testbed.ml.data import load as load_data
+from testbed.ml.data.dataset import pack
+from testbed.ml.preparation import part_of
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed_controller.lab.lab import Lab
@@ -24,17 +27,17 @@ SETTLE_MESSAGES = 1_000
 def measure() -> Iterator[Measurement]:
     """Yield resident memory of a device in megabytes: idle, ready with torch, and growth by messages."""
     prepared = prepare(trials(exchange_scenario("1kB", SETTLE_MESSAGES + MESSAGES, None))[0])
-    dataset = load_data(prepared.scenario.workload.data)
+    dataset = load_data(part_of(prepared.scenario).data)
     lab = Lab.create(prepared.trial)
     try:
         agents = {name: lab.agent(name) for name in lab.devices}
         sink = agents["sink"]
         yield Measurement("resident memory, idle device", sink.metrics()[RESIDENT] / 1e6, "MB", IDLE / 1e6)
         addresses = {name: found.address for name, found in lab.devices.items()}
-        deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
+        given = deployments(prepared, lab.run_id, lab.token, addresses, lab.broadcast)
         for name, agent in agents.items():
-            agent.deploy(deployments.of(name))
-        agents["source"].put_data(dataset)
+            agent.deploy(given.of(name))
+        agents["source"].put_data(pack(dataset))
         yield Measurement("resident memory, device with torch", sink.metrics()[RESIDENT] / 1e6, "MB")
         for agent in agents.values():
             agent.start(0.0)

@@ -82,7 +82,7 @@ def flower(given: dict[str, Any]) -> dict[str, Any]:
     from flwr.simulation import run_simulation
 
     from testbed.ml.data import load
-    from testbed.workload import DataPart
+    from testbed.ml.workload import DataPart
 
     digits = load(DataPart(name="digits"))
     samples, labels = (torch.from_numpy(each) for each in (digits.train_images.reshape(-1, 64), digits.train_labels))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import part_of
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
@@ -43,7 +44,7 @@ def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str 
 def exchange(scenario: Scenario) -> Record:
     """Run such a scenario in containers and return what happened."""
     prepared = prepare(trials(scenario)[0])
-    outcome = emulate(prepared, load_data(scenario.workload.data), accept_links=True)
+    outcome = emulate(prepared, load_data(part_of(scenario).data), accept_links=True)
     return Record(outcome, prepared.experiment, prepared.plan)
 
 

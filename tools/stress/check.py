@@ -19,6 +19,7 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
+from testbed.ml.preparation import part_of
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
@@ -90,7 +91,7 @@ def of_any_run(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 def run(prepared: Prepared) -> Outcome:
     """Simulate a trial."""
-    return simulate(prepared, load(prepared.scenario.workload.data))
+    return simulate(prepared, load(part_of(prepared.scenario).data))
 
 
 def ended(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
@@ -108,7 +109,7 @@ def ended(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
 
 def expected_steps(prepared: Prepared) -> int | None:
     """Return how many steps a run that says finished has recorded; None where the method may leave some out."""
-    workload = prepared.scenario.workload
+    workload = part_of(prepared.scenario)
     if workload.method.name not in LOSSLESS or workload.steps is None:
         return None
     if workload.method.name in COLLABORATIVE:
@@ -129,7 +130,7 @@ def every_step(prepared: Prepared, outcome: Outcome) -> Iterator[str]:
         recoveries = any(event.event in ("recovery", "fault") for event in outcome.events)
         if not recoveries and any(count > 1 for count in found.values()):
             yield f"steps: some are recorded more than once though nothing failed: {found.most_common(3)}"
-    requests = prepared.scenario.workload.requests
+    requests = part_of(prepared.scenario).requests
     if prepared.scenario.workload.task == "infer" and requests is not None:
         done = Counter(event.fields["request"] for event in outcome.events if event.event in ("request", "failed"))
         again = any(event.event == "fault" for event in outcome.events)  # a source that boots asks all of them again

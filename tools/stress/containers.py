@@ -16,6 +16,7 @@ from pathlib import Path
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
+from testbed.ml.preparation import part_of
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome
@@ -52,7 +53,7 @@ def _on_containers(prepared: Prepared) -> Iterator[str]:
         os.environ["XDG_STATE_HOME"] = folder  # no run of anybody else's is counted
         lab = Lab.create(prepared.trial)
         try:
-            dataset = load(prepared.scenario.workload.data)
+            dataset = load(part_of(prepared.scenario).data)
             outcome = emulate(prepared, dataset, standing=lab, accept_links=True)
             yield from _logged(lab)
         finally:

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+from testbed.deployment import deployments
 from testbed.faults.parts import ActionPart
 from testbed.ml.data import load
 from testbed.ml.data.dataset import pack
+from testbed.ml.preparation import part_of, share
 from testbed.network.link import Cell, Link, Pair
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
@@ -70,7 +72,7 @@ def listeners(stack: ExitStack) -> dict[str, Target]:
     loop.call_soon(data.serve)
     threading.Thread(target=loop.run_forever, daemon=True).start()
     stack.callback(loop.call_soon_threadsafe, loop.stop)
-    own = prepared().deployments("r", TOKEN, ADDRESSES, None).of("source")
+    own = deployments(prepared(), "r", TOKEN, ADDRESSES, None).of("source")
     ready.deploy(bytearray(own))
     controls = [Request("PUT", "/deployment", BEARER, json.loads(own)), *_controls()]
     idle = ControlApplication(_runner(settings))
@@ -123,7 +125,7 @@ def _emptied(peer: str) -> Inbox:
 
 def _controls() -> list[Request]:
     """Return requests to a device's control API, but those that deploy and start."""
-    dataset = prepared().share(load(prepared().scenario.workload.data), "source")
+    dataset = share(prepared(), load(part_of(prepared().scenario).data), "source")
     assert dataset is not None
     return [
         Request("PUT", "/data", BEARER, pack(dataset)),

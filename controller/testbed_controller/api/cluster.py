@@ -236,8 +236,7 @@ def _packed(trial: Trial) -> tuple[Trial, Files]:
     from testbed_controller.results.recorder import with_local_sources
 
     scenario = trial.scenario
-    data, model = scenario.workload.data, scenario.workload.model
-    for key, named in (("data.folder", data.folder), ("data.path", data.path), ("model.weights", model.weights)):
+    for key, named in scenario.workload.paths():
         if named is not None and not Path(named).is_absolute():
             raise InputError(f"--cluster: workload.{key}: {named} does not travel: name it by a path of every worker")
     moved, sources = with_local_sources(scenario)

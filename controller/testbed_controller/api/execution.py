@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,15 +13,12 @@ from rich.console import Console
 
 from testbed.prepare import Prepared, batches
 from testbed.simulation.world import drop_finished, rare_collection
-from testbed.wire import arrays
 from testbed_controller.results.run import Run
-from testbed_controller.running.inputs import InitialWeights, load_data
+from testbed_controller.running.inputs import InitialWeights
 from testbed_controller.running.live import SHOWN, LiveProgress
 from testbed_controller.watch.feed import INTERVAL
 
 if TYPE_CHECKING:
-    import torch
-
     from testbed.trace.events import Event
     from testbed.trace.outcome import Outcome
     from testbed_controller.hosts.lab import AnyLab
@@ -71,21 +68,19 @@ def run_recorded(
 
     Raises the errors of the runtime; everything recorded before an error is in the folder.
     """
-    from testbed.ml.models.weights import facts
     from testbed_controller.results.recorder import Recorder
     from testbed_controller.results.streams import Following
 
     drop_finished()
-    file = prepared.scenario.weights_file
-    weights = None if file is None else facts(file, prepared.problem.model)
-    owned, events = prepared.owned(), options.events
+    weights, owned = prepared.workload.initial_weights(prepared), prepared.workload.owned(prepared)
+    events = options.events
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=owned, events=events)
     try:
         page = _page(recorder.path, runtime, console) if options.watch else nullcontext()
         wanted = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
         with page, Following(recorder.path, wanted, options.callbacks) as stream:
             outcome = _follow(prepared, runtime, initial, console, recorder, stream, options)
-            finished = stream.finished = recorder.finish(_with_own_names(outcome, prepared))
+            finished = stream.finished = recorder.finish(prepared.workload.exported(prepared, outcome))
     except BaseException as error:
         recorder.abandon(error)
         raise
@@ -93,27 +88,8 @@ def run_recorded(
 
     html.write(finished)
     if finished.metrics["series"]["objects"]:
-        boxes.write(finished.path, outcome.events, load_data(prepared))
+        boxes.write(finished.path, outcome.events, prepared.workload.load(prepared))
     return finished
-
-
-def _with_own_names(outcome: Outcome, prepared: Prepared) -> Outcome:
-    """Return an outcome whose weights have the names of the user's own network, where there is one."""
-    from testbed.ml.models.weights import exported, plain_name
-
-    problem = prepared.problem
-    if problem.model.builder is None:
-        return outcome
-    parts = {}
-    for device, part in outcome.parts.items():
-        held = arrays.unpack(bytearray(part))
-        parts[device] = _file({plain_name(name): tensor for name, tensor in held.items()})
-    whole = None if outcome.weights is None else _file(exported(outcome.weights, problem.model, problem.seed))
-    return replace(outcome, weights_file=whole, parts=parts)
-
-
-def _file(weights: Mapping[str, torch.Tensor]) -> bytes:
-    return arrays.pack(weights)
 
 
 @contextmanager
@@ -144,9 +120,8 @@ def _follow(
 ) -> Outcome:
     """Run one trial and show its progress in the terminal."""
     scenario = prepared.scenario
-    weights, dataset = initial.of(prepared), load_data(prepared)
-    unit = "steps" if scenario.workload.task == "train" else "requests"
-    with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), unit) as live:
+    weights, data = initial.of(prepared), prepared.workload.load(prepared)
+    with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), f"{scenario.workload.unit}s") as live:
 
         def show(event: Event) -> None:
             stream.event(event)
@@ -163,12 +138,12 @@ def _follow(
             live.stage("simulating")
             shown = {*FOLLOWED, *SHOWN}
             lines = recorder.lines if recorder.keeps_events else None
-            return simulate(prepared, dataset, show, weights, names=shown, on_lines=lines)
+            return simulate(prepared, data, show, weights, names=shown, on_lines=lines)
         from testbed_controller.running.emulation import emulate
 
         return emulate(
             prepared,
-            dataset,
+            data,
             see,
             weights,
             on_stage=live.stage,

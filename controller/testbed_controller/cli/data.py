@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from testbed.ml.data.dataset import Dataset
-    from testbed.workload import DataPart
+    from testbed.ml.workload import DataPart
 
 _SHADES = " .:-=+*#%@"
 """Ten levels from black to white."""
@@ -80,7 +80,7 @@ def data(
 def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     """Return the part of a scenario that asks for data of that name and split."""
     from testbed.ml.data import catalog
-    from testbed.workload import DataPart
+    from testbed.ml.workload import DataPart
 
     part = catalog.part_of(name)
     if not catalog.is_own(part) and catalog.describe(part.name).from_path and path is None:
@@ -96,7 +96,7 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
 
 def _read(part: DataPart, place: Path | None) -> Dataset:
     from testbed.ml.data import catalog
-    from testbed.scenario.schema import data_place
+    from testbed.ml.data.catalog import data_place
 
     if catalog.is_own(part):
         return catalog.load(part, Path(part.path or part.file or ""))
@@ -136,9 +136,8 @@ def _list_sets(as_json: bool) -> None:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from testbed.ml.data.catalog import DataSource, describe
+    from testbed.ml.data.catalog import DataSource, data_place, describe
     from testbed.ml.data.files import find
-    from testbed.scenario.schema import data_place
 
     try:
         source = describe(name)
@@ -174,8 +173,8 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
+    from testbed.ml.data.catalog import DATA_FOLDER
     from testbed.ml.data.fetch import fetch as download
-    from testbed.scenario.schema import DATA_FOLDER
 
     console = make_console(stderr=True)
     place = folder or DATA_FOLDER / name

@@ -87,6 +87,7 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     Examples:
       testbed export compose quickstart --out my-lab
     """
+    from testbed.methods.program.workload import programs_of
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
     from testbed_controller.lab.composing import project
@@ -96,7 +97,8 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
 
     trial = trials(load(scenario, overrides))[0]
     images: dict[str, str] = {}
-    if any(part.image or part.packages for part in trial.scenario.workload.programs.values()):
+    programs = programs_of(trial.scenario.workload, [device.name for device in trial.experiment.devices])
+    if any(part.image or part.packages for part in programs.values()):
         client = ensure_engine(say)
         ours = ensure_images(client, say)
         found = device_images(client, trial.scenario.workload, trial.experiment, ours, say)

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
+from testbed import method as core
 from testbed.common import formats
 from testbed.common.errors import InputError
+from testbed.device import Cost
+from testbed.methods.program.workload import programs_of
 from testbed.ml.layers import costs
+from testbed.ml.method import Problem
+from testbed.ml.preparation import data_folder, part_of
 from testbed.prepare import Prepared, prepare_all, raise_refused
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.scenario.points import point_text
-from testbed.workload import by_device
 from testbed_controller.cli.options import as_json, in_results, on_hosts, overrides
 from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.report.tables import Column, Section, draw, figures, plain
@@ -26,7 +30,8 @@ CLASSES_SHOWN = 4
 """Classes shown of a device, those with most samples; all of them are in the JSON."""
 
 if TYPE_CHECKING:
-    from testbed.method import Alternative, Problem
+    from testbed.method import Alternative
+    from testbed.ml.models.chain import Unit
     from testbed.plan import Piece
     from testbed_controller.hosts.placement import LabPart
 
@@ -128,8 +133,9 @@ class PlanView:
     task: str
     programs: dict[str, dict[str, Any]]
     method: str
-    model: str
-    batch_size: int
+    model: str | None
+    batch_size: int | None
+    unit: str
     lead: str
     pieces: list[PieceView]
     data: DataView | None
@@ -153,23 +159,19 @@ class PlanView:
         point = point_text(self.point)
         return f"[bold]{self.scenario}[/bold]{' at ' + point if point else ''}"
 
-    @property
-    def unit(self) -> str:
-        """The work that times are of."""
-        return "step" if self.task == "train" else "request"
-
 
 def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
-    programs = by_device(problem.workload.programs, [device.name for device in problem.devices])
+    programs = programs_of(problem.workload, [device.name for device in problem.devices])
     return PlanView(
         scenario=prepared.scenario.name,
         point=dict(prepared.trial.point),
         task=problem.workload.task,
         programs={name: part.model_dump() for name, part in programs.items()},
         method=chosen.method,
-        model=problem.model.name,
-        batch_size=problem.workload.batch_size,
+        model=problem.model.name if isinstance(problem, Problem) else None,
+        batch_size=problem.workload.batch_size if isinstance(problem, Problem) else None,
+        unit=problem.workload.unit,
         lead=chosen.lead,
         pieces=[_view_piece(problem, piece) for name in chosen.devices for piece in chosen.of(name)],
         data=_view_data(prepared),
@@ -226,6 +228,8 @@ def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
     """
     problem, chosen = prepared.problem, prepared.plan
     units_held = sum(piece.last - piece.first for piece in chosen.pieces)
+    if not isinstance(problem, Problem):
+        return None
     is_shared = problem.workload.task == "infer" or units_held == len(problem.model.units)
     if chosen.step_time is None or len(chosen.devices) < 2 or not is_shared:
         return None
@@ -243,10 +247,10 @@ def _view_data(prepared: Prepared) -> DataView | None:
     """Return the owners of training samples; None if all are the lead's."""
     from testbed.ml.data.catalog import train_labels
 
-    counts = prepared.owned()
+    counts = prepared.workload.owned(prepared)
     if not counts:
         return None
-    labels = train_labels(prepared.problem.workload.data, prepared.scenario.data_folder)
+    labels = train_labels(part_of(prepared.scenario).data, data_folder(prepared.scenario))
     owners = [{"device": name, "samples": sum(owned.values()), "classes": owned} for name, owned in counts.items()]
     return DataView(len(labels), owners)
 
@@ -263,12 +267,16 @@ def _view_radio(prepared: Prepared) -> RadioView | None:
     return RadioView(list(part.area), {name: list(place) for name, place in positions.items()}, ratios)
 
 
-def _view_piece(problem: Problem, piece: Piece) -> PieceView:
-    workload, device = problem.workload, problem.device(piece.device)
-    units = problem.model.units[piece.first : piece.last]
-    cost = costs.forward(units, workload.batch_size)
-    if workload.task == "train":
-        cost += costs.backward(units, workload.batch_size)
+def _view_piece(problem: core.Problem, piece: Piece) -> PieceView:
+    device = problem.device(piece.device)
+    units: Sequence[Unit] = ()
+    cost, samples = Cost(), 1
+    if isinstance(problem, Problem):
+        samples = problem.workload.batch_size
+        units = problem.model.units[piece.first : piece.last]
+        cost = costs.forward(units, samples)
+        if problem.workload.task == "train":
+            cost += costs.backward(units, samples)
     parameters = piece.parameters
     if parameters is None:
         parameters = sum(unit.parameters for unit in units)
@@ -286,7 +294,7 @@ def _view_piece(problem: Problem, piece: Piece) -> PieceView:
         frozen=sum(unit.frozen for unit in units),
         memory=piece.memory,
         memory_available=device.memory,
-        flops=cost.of().flops if piece.flops is None else piece.flops * workload.batch_size,
+        flops=cost.of().flops if piece.flops is None else piece.flops * samples,
         compute_time=device.seconds(cost) if piece.seconds is None else piece.seconds,
     )
 
@@ -309,7 +317,9 @@ def _blocks(view: PlanView) -> Iterator[Section | str]:
         yield programs_table(view)
         yield from hosts_table(view)
         return
-    work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples a {view.unit}"
+    work = f"{view.task} with {view.method}"
+    if view.model is not None:
+        work = f"{view.task} {view.model} with {view.method}, {view.batch_size} samples a {view.unit}"
     yield f"{view.title}: {work}\n"
     yield pieces_table(view)
     lead = "lead" if view.data or view.samples_everywhere else "lead, holds the data"

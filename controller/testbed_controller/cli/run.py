@@ -308,7 +308,7 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
 
 def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
     """Fix the kernels of simulations that ask for it; devices on containers fix their own."""
-    if runtime == "simulate" and any(each.scenario.workload.reproducible for each in found):
+    if runtime == "simulate" and any(each.scenario.workload.is_reproducible for each in found):
         kernels.fix_or_restart()
 
 

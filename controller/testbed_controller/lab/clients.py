@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import requests
 
 from testbed.common.errors import HostError, InputError, TestbedError
-from testbed.ml.lazy import torch
 from testbed.network.link import Cell, Link, Pair, links_to_json
 from testbed.trace.events import Event
 from testbed.trace.outcome import LinkMeasurement
-from testbed.wire import arrays
 from testbed_controller.lab.clocks import Clock
 from testbed_controller.shaping.plan import Endpoint
 
 if TYPE_CHECKING:
-    from testbed.ml.data.dataset import Dataset
+    pass
 
 
 _LOG = logging.getLogger(__name__)
@@ -178,15 +176,12 @@ class Agent:
         """Hand over a deployment (`testbed.deployment`); returns once the device is ready to start its program."""
         return self._document("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
 
-    def put_data(self, dataset: Dataset) -> None:
+    def put_data(self, body: bytes) -> None:
         """Hand over the data set."""
-        from testbed.ml.data.dataset import pack
+        self._request("PUT", "/data", seconds=WORK_SECONDS, data=body)
 
-        self._request("PUT", "/data", seconds=WORK_SECONDS, data=pack(dataset))
-
-    def put_shard(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Hand over weights to begin with."""
-        body = arrays.pack(weights)
+    def put_shard(self, body: bytes) -> None:
+        """Hand over weights to begin with, as safetensors."""
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:

@@ -23,12 +23,12 @@ from urllib3.exceptions import HTTPError
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.quantities import format_size
 from testbed.experiment import Experiment
+from testbed.methods.program.workload import programs_of
 from testbed.network.checks import SHAPER
 from testbed.network.link import Link, Pair
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario, Trial
 from testbed.validation import find_method
-from testbed.workload import by_device
 from testbed_controller.lab import runstate
 from testbed_controller.lab.clients import Agent, Shaper
 from testbed_controller.lab.clocks import Clock, EngineClock
@@ -93,12 +93,12 @@ class RunLab:
         """Raise InputError where a trial needs other devices, links or images than are here."""
         now, wanted = self.experiment, trial.experiment
         names = [device.name for device in now.devices]
-        programs = [by_device(each.workload.programs, names) for each in (now, wanted)]
+        programs = [programs_of(each.workload, names) for each in (now, wanted)]
         images = [{name: (part.image, part.packages) for name, part in found.items()} for found in programs]
         for key, same in (
             ("devices", now.devices == wanted.devices),
             ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
-            ("workload.programs", not wanted.workload.programs or images[0] == images[1]),
+            ("workload.programs", not images[1] or images[0] == images[1]),
         ):
             if not same:
                 text = f"{key}: not those that {self.run_id} was made of"

@@ -10,7 +10,8 @@ from docker.errors import ImageNotFound
 
 from testbed.common.errors import InputError
 from testbed.experiment import Experiment
-from testbed.workload import ProgramPart, WorkloadPart, by_device
+from testbed.methods.program.workload import ProgramPart, programs_of
+from testbed.work import WorkloadPart
 from testbed_controller.lab.engine import Say
 from testbed_controller.lab.images import (
     LABEL,
@@ -33,7 +34,7 @@ def device_images(
 
     Raises InputError where the engine has no such image of the user's; HostError where one cannot be built.
     """
-    programs = by_device(workload.programs, [device.name for device in experiment.devices])
+    programs = programs_of(workload, [device.name for device in experiment.devices])
     tags = {device.name: ours.device for device in experiment.devices}
     for name, part in programs.items():
         if part.image or part.packages:

@@ -151,13 +151,9 @@ def render(run: Run) -> str:
 def _chips(run: Run) -> Iterator[str]:
     workload = run.trial.scenario.workload
     yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
-    if workload.numerics == "none":
+    if not workload.is_computed:
         yield "timing only: nothing was computed"
-    if workload.task == "program":
-        yield "programs of one's own: they take the host's time, held by cpus and memory alone"
-    else:
-        yield f"{workload.method.name} {'training' if workload.task == 'train' else 'inference'}"
-        yield f"{workload.model.title} on {workload.data.title}"
+    yield from workload.labels()
     count = len(run.experiment.devices)
     yield f"{count} device{'' if count == 1 else 's'}"
     yield f"seed {run.trial.scenario.seed}"

@@ -130,7 +130,7 @@ def _links(run: Run) -> Section:
     if emulated:
         cells[Column("Measured")] = _measured
         note = f"Rate and one-way delay as the scenario asks for them, and as measured before the run{shaped}. "
-    if run.trial.scenario.workload.task == "program":
+    if not run.trial.scenario.workload.counts_links:
         note += "The links that programs of your own use are not known."
     else:
         cells[Column("Carried", "figure")] = lambda link, _: Cell(link.traffic)

@@ -78,16 +78,12 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
 def _title(run: Run) -> Text:
     workload = run.trial.scenario.workload
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
-    if workload.numerics == "none":
+    if not workload.is_computed:
         runtime += ", timing only: nothing was computed"
     text = Text(" ")
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)
-    verb = "training" if workload.task == "train" else "inference"
-    work = f"{workload.method.name} {verb} of {workload.model.title} on {workload.data.title}"
-    if workload.task == "program":
-        work = "programs of one's own"
-    text.append(f"  {work}, {count} device{'' if count == 1 else 's'}, {runtime}", style="dim")
+    text.append(f"  {workload.title()}, {count} device{'' if count == 1 else 's'}, {runtime}", style="dim")
     if run.outcome.status != "finished":
         text.append(f"  {run.outcome.status}", style="bold red")
     return text

@@ -188,8 +188,7 @@ class _Compared:
     @property
     def mixes_programs(self) -> bool:
         """Whether some runs are of programs and some of a method."""
-        tasks = {run.trial.scenario.workload.task for run in self.runs}
-        return "program" in tasks and len(tasks) > 1
+        return len({run.trial.scenario.workload.own_programs for run in self.runs}) > 1
 
     def is_intended(self, key: str) -> bool:
         """Whether a difference in a key was asked for: by a sweep, or in seeds by repetitions."""
@@ -253,7 +252,7 @@ _CHECKS = (
 
 def _computed_on(run: Run) -> str:
     """Return the processors, instruction sets and versions of torch that a run's numerics depend on."""
-    fixed = " with fixed kernels" if run.trial.scenario.workload.reproducible else ""
+    fixed = " with fixed kernels" if run.trial.scenario.workload.is_reproducible else ""
     return kernels.named(run.manifest["host"]["computing"]) + fixed
 
 

@@ -17,7 +17,7 @@ from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType, finite
 from testbed.trace.figures import NOTHING, Column, Curve, Figure, Reporting, Row, Table
 from testbed.trace.record import Record
-from testbed.validation import find_method
+from testbed.validation import find_method, reporting
 
 FILE = "declared.json"
 _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "deficit"}
@@ -26,7 +26,7 @@ _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "defic
 
 def declared_by(trial: Trial) -> Reporting:
     """Return what a trial's method says of its runs; imports a method of one's own."""
-    return find_method(trial.scenario).declared
+    return reporting(find_method(trial.scenario), trial.scenario.workload)
 
 
 def keep(folder: Path, trial: Trial, declared: Reporting, metrics: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def declared_in(folder: Path, trial: Trial) -> Reporting:
     """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
     part = trial.scenario.workload.method
     if part.file is None:
-        return METHODS[part.name].declared if part.name in METHODS else NOTHING
+        return reporting(METHODS[part.name], trial.scenario.workload) if part.name in METHODS else NOTHING
     try:
         kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
         figures = folder / "metrics.json"  # not there yet, or the run was cut off

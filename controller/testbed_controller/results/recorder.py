@@ -30,7 +30,7 @@ from testbed.trace.events import Event, finite
 from testbed.trace.log import EventLog
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 from testbed_controller.lab.paths import ROOT
 from testbed_controller.results.declared import declared_by, keep
 from testbed_controller.results.run import Run
@@ -43,7 +43,7 @@ RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydanti
 
 
 def manifest(
-    trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | None
+    trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | str | None
 ) -> dict[str, Any]:
     """Return what is known as a run begins; its status is ``running``."""
     return {
@@ -56,7 +56,7 @@ def manifest(
         "error": None,
         "wall_seconds": 0.0,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "weights": weights or _drawn(trial.scenario.workload),
+        "weights": weights,
         "command": shlex.join(["testbed", *sys.argv[1:]]),
         "revision": revision(),
         "versions": {
@@ -108,11 +108,6 @@ def revision(checkout: Path = ROOT) -> str | None:
         return None
 
 
-def _drawn(workload: WorkloadPart) -> str:
-    text = "random, drawn from the seed"
-    return text if workload.initialisation is None else f"{text} as of {workload.initialisation}"
-
-
 class Recorder:
     """The folder of one run, from before anything starts.
 
@@ -127,7 +122,7 @@ class Recorder:
         trial: Trial,
         plan: Plan,
         runtime: Literal["emulate", "simulate"],
-        weights: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Any] | str | None = None,
         owned: Mapping[str, Mapping[int, int]] | None = None,
         events: bool = True,
     ) -> None:
@@ -292,8 +287,8 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
         if Path(file).name == file:
             _add_sources(sources, usercode.read(scenario.source.folder / file, "", ("training", "file")), "")
     for key in ("method", "model", "data"):
-        part = getattr(scenario.workload, key)
-        if part.file is not None:
+        part = getattr(scenario.workload, key, None)
+        if part is not None and part.file is not None:
             code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
             parts[key] = part.model_copy(update={"file": _add_sources(sources, code, f"{key}/")})
     workload = scenario.workload.model_copy(update=parts)
@@ -311,8 +306,8 @@ def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
 
 
 def _further_files(workload: WorkloadPart) -> Iterator[str]:
-    """Yield the Python files that training and the options of the method name."""
-    yield from (part.file for _, part in workload.training.parts() if part.file is not None)
+    """Yield the Python files that sub-keys of the workload and the options of the method name."""
+    yield from workload.files()
     waiting: list[Mapping[str, Any]] = [workload.method.options()]
     while waiting:
         for each in waiting.pop().values():

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from testbed.common.errors import HostError
-from testbed.ml.lazy import torch
 from testbed.prepare import Prepared
 from testbed.trace.events import Event
 from testbed.trace.outcome import Outcome
@@ -22,17 +21,14 @@ from testbed_controller.running.fidelity import since, verified
 from testbed_controller.running.logs import controller_log, save_container_logs
 from testbed_controller.shaping.backend import check_name
 
-if TYPE_CHECKING:
-    from testbed.ml.data.dataset import Dataset
-
 _LOG = logging.getLogger(__name__)
 
 
 def emulate(
     prepared: Prepared,
-    dataset: Dataset,
+    data: Any,
     on_event: Callable[[Event], None] = lambda _event: None,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, Any] | None = None,
     *,
     on_stage: Callable[[str], None] = lambda _text: None,
     links: str = "auto",
@@ -77,7 +73,7 @@ def emulate(
         stage("handing out the work")
         # Asked for before the run: what it has found must not be lost if nothing answers after it.
         facts, before = lab.facts(), lab.shaper.statistics(reset=True)
-        outcome = Execution(lab, prepared, dataset, weights, on_event).run(stage)
+        outcome = Execution(lab, prepared, data, weights, on_event).run(stage)
         _LOG.info("the run is %s%s", outcome.status, f": {outcome.error}" if outcome.error else "")
         outcome.links = measured
         _note_host(outcome, lab, facts, before)

@@ -17,13 +17,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from testbed.common.errors import HostError, TestbedError
-from testbed.deployment import complete, frozen_part
+from testbed.deployment import deployments
 from testbed.faults.conditions import Changed, RecordedStep, carry_out
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
-from testbed.ml.lazy import torch
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
 from testbed.trace.events import TESTBED, Event
@@ -35,10 +34,6 @@ from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.health import Ending
 from testbed_controller.running import control
 from testbed_controller.running.machines import Containers, changes_of, events_of
-
-if TYPE_CHECKING:
-    from testbed.ml.data.dataset import Dataset
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,19 +92,16 @@ class Execution:
         self,
         lab: AnyLab,
         prepared: Prepared,
-        dataset: Dataset,
-        weights: Mapping[str, torch.Tensor] | None,
+        data: Any,
+        weights: Mapping[str, Any] | None,
         on_event: Callable[[Event], None],
     ) -> None:
         self._lab = lab
         self._prepared = prepared
         self._lead = prepared.plan.lead
         addresses = {name: found.address for name, found in lab.devices.items()}
-        self._deployments = prepared.deployments(lab.run_id, lab.token, addresses, lab.broadcast)
-        self._dataset = dataset
-        self._weights = weights
-        self._frozen = frozen_part(prepared.problem, weights)
-        """What all devices are given of the weights."""
+        self._deployments = deployments(prepared, lab.run_id, lab.token, addresses, lab.broadcast)
+        self._inputs = prepared.workload.inputs(prepared, data, weights)
         self._on_event = on_event
         self._news: queue.SimpleQueue[Event | Callable[[], End | None]] = queue.SimpleQueue()
         """What the loop is to take in: events, and what it is to do about anything else that happened."""
@@ -155,11 +147,11 @@ class Execution:
             finally:
                 self._over.set()
                 changes.close()
-        status, error = ended(status, error, self._events, weights_given=self._weights is not None)
+        status, error = ended(status, error, self._events, weights_given=self._inputs.begins_with_weights)
         fidelity: dict[str, Any] = {"controller_seconds": time.process_time() - controller}
         with suppress(HostError):  # the shaper may have ended, and the run with it
             fidelity |= self._lab.shaper.host_load()
-        computed = self._prepared.problem.workload.numerics != "none"
+        computed = self._prepared.problem.workload.is_computed
         weights, lost, parts = None, list[str](), dict[str, bytes]()
         if computed and status == "finished":
             weights, lost = self._final_weights(WORK_SECONDS)
@@ -204,12 +196,10 @@ class Execution:
         after = int(answer["events"])
         self._computing[name] = answer.get("computing")
         self._containers.inform(name)
-        own = self._prepared.share(self._dataset, name)
-        if own is not None:
-            agent.put_data(own)
-        given = self._weights if name == self._lead else self._frozen
-        if given:
-            agent.put_shard(given)
+        if (data := self._inputs.data(name)) is not None:
+            agent.put_data(data)
+        if (weights := self._inputs.weights(name)) is not None:
+            agent.put_shard(weights)
         _LOG.info("deployed %s", name)
         return after
 
@@ -410,7 +400,7 @@ class Execution:
         """Return the weights that the lead exposes, if it does, and what is lost."""
         try:
             left = self._lab.agent(self._lead).weights(seconds)
-            return complete(self._prepared.problem, left, self._weights), []
+            return self._inputs.complete(left), []
         except AgentGone:
             return None, [f"the weights, since {self._lead} went down as its program ended"]
         except TestbedError:  # the lead need not expose any

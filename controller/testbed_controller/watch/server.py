@@ -87,7 +87,7 @@ def described(trial: Trial, declared: Reporting) -> dict[str, Any]:
     links = [(pair, link) for pair, link in experiment.links.items() if known.issuperset(pair)]
     return {
         "name": trial.scenario.name,
-        "steps": trial.scenario.workload.steps,
+        "steps": trial.scenario.workload.total,
         "devices": drawn,
         "left_out": len(experiment.devices) - len(drawn),
         "positions": {} if radio is None else {name: list(radio.positions[name]) for name in drawn},

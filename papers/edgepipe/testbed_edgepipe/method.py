@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from testbed.device import Device
-from testbed.method import Job, Problem
+from testbed.ml.method import Job, Problem
 from testbed.ml.slots.figures import DECLARED, details_of
 from testbed.ml.slots.planner import SlotDetails, SlotMethod, plan
 from testbed.plan import Plan

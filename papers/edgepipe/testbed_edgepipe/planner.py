@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from testbed.method import Baselines, Problem
+from testbed.ml.method import Baselines, Problem
 from testbed.ml.slots.arrangement import Allocation, Arrangement, partition
 from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
 from testbed.plan import Plan

@@ -9,8 +9,8 @@ import torch
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Job
 from testbed.ml.layers.layer_shard import LayerShard
+from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import Arrangement
 from testbed.ml.slots.missing import Arrived, Usable, Work, back
 from testbed.ml.slots.neurons import Neurons

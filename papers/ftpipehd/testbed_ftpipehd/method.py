@@ -11,8 +11,8 @@ from statistics import fmean
 from pydantic import Field
 
 from testbed.common.errors import InputError
-from testbed.method import Problem
 from testbed.ml.data.batches import is_due
+from testbed.ml.method import Problem
 from testbed.ml.partition import Cuts
 from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, measured
 from testbed.ml.partition.redistribution import StagePartition

@@ -13,6 +13,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data import load as load_data
 from testbed.ml.partition.asynchronous import AsynchronousPipeline, capacities, divisible_limit
 from testbed.ml.pipeline.planning import pipeline_over
+from testbed.ml.preparation import pretraining_of
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -136,6 +137,6 @@ def test_figure_8_learns_on_where_no_device_could_alone() -> None:
     with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
         prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
     ready, figures, _ = run(trial, weights)
-    assert ready.pretraining is not None
-    assert ready.pretraining.trial.scenario.name == "ftpipehd-pretrained"
+    assert pretraining_of(ready) is not None
+    assert pretraining_of(ready).trial.scenario.name == "ftpipehd-pretrained"
     assert figures["accuracy"] >= before["accuracy"] - 0.05

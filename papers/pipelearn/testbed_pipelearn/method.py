@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from testbed.method import Problem
+from testbed.ml.method import Problem
 from testbed.ml.rounds.estimate import Choice, PairProfile, mini_batch
 from testbed.ml.rounds.method import Hooks, SplitMethod
 from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints

@@ -12,9 +12,9 @@ from typing import TypeVar
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Problem
 from testbed.ml.layers.shard import State
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT
 from testbed.ml.models.sliced import SlicedLayer, SlicedShape, draw
 from testbed.ml.pipeline.messages import Activation

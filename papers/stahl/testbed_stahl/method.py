@@ -11,8 +11,8 @@ from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import MEMBERSHIP_KINDS, RoleHolder
 from testbed.messaging.supervision import Supervisor, Timeouts, run_with_recovery
-from testbed.method import Alternative, Job, Method, PlannedMessage, Problem
 from testbed.ml.layers.shard import State
+from testbed.ml.method import Alternative, Job, Method, PlannedMessage, Problem
 from testbed.ml.models.sliced import cut_copies
 from testbed.ml.pipeline.checkpointing import FromCheckpoint
 from testbed.ml.pipeline.forwarding import Serving

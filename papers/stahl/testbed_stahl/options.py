@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from testbed.common.quantities import Duration
-from testbed.method import Options
+from testbed.ml.method import Options
 from testbed_stahl.schemes import Reuse
 
 SchemeName = Literal["single", "sequential", "lop", "lip", "fuse", "optimal"]

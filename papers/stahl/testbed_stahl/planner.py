@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, nearest
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.method import Alternative, PlannedMessage, Problem
+from testbed.ml.method import Alternative, PlannedMessage, Problem
 from testbed.ml.models.graph import Graph, graph_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Details, Piece, Plan

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from testbed.common.errors import InputError
 from testbed.hardware import DeviceSpec
-from testbed.method import Problem
+from testbed.ml.method import Problem
 from testbed.ml.models import create
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.wire.framing import wire_bytes
 from testbed.wire.message import ENVELOPE
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 from testbed_controller.cli.plan import alternatives_table
 from testbed_controller.report.tables import draw
 from testbed_stahl.candidates import fitting_plan
@@ -38,12 +38,12 @@ def problem(options: dict[str, Any] | None = None, memory: float = 1e9, count: i
         "requests": 1,
     }
     return Problem(
-        create("mlp", {"hidden": [600, 300, 600]}, (1, 8, 8), 10),
         tuple(DeviceSpec(name, 1e9, memory) for name in names),
         dict.fromkeys(pairs, Link()),
         WorkloadPart.model_validate(workload),
         DistributedOptions.model_validate(options or {}),
         seed=1,
+        model=create("mlp", {"hidden": [600, 300, 600]}, (1, 8, 8), 10),
     )
 
 
@@ -124,7 +124,7 @@ def test_a_star_suffices_where_everything_passes_the_source() -> None:
 def star_around_another(scheme: str) -> Problem:
     posed = problem({"source": "d2", "scheme": scheme})
     links = {pair: link for pair, link in posed.links.items() if "d1" in pair}
-    return Problem(posed.model, posed.devices, links, posed.workload, posed.options, posed.seed)
+    return Problem(posed.devices, links, posed.workload, posed.options, posed.seed, model=posed.model)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

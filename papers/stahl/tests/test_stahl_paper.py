@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import data_folder
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -20,7 +21,7 @@ ORDER = ("FUSE2", "FUSE1", "FUSE3", "LOP", "FUSE4")
 def latencies(folder: Path, name: str, *overrides: str, among: Callable[[Mapping[str, Any]], bool]) -> list[float]:
     """Run some points of a scenario on the virtual clock and return their latencies."""
     scenario = load(f"papers/{name}", ["repetitions=1", "workload.numerics=none", *overrides])
-    data = load_data(scenario.workload.data, scenario.data_folder)
+    data = load_data(scenario.workload.data, data_folder(scenario))
     chosen = [trial for trial in trials(scenario) if among(trial.point)]
     runs = [files.load(run(folder / str(number), each, data)) for number, each in enumerate(chosen)]
     return [each.metrics["latency"] for each in runs]

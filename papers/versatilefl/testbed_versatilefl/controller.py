@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Job
+from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import Arrangement
 from testbed.ml.slots.planner import timetable_of
 from testbed.ml.slots.timeslots import LayerAction, SlotSegment

@@ -6,7 +6,7 @@ Layers and batches are numbered from 0.
 from __future__ import annotations
 
 from testbed.device import Device
-from testbed.method import Job, Problem
+from testbed.ml.method import Job, Problem
 from testbed.ml.slots.planner import SlotMethod
 from testbed.plan import Plan
 from testbed_versatilefl.figures import DECLARED

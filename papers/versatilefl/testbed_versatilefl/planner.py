@@ -12,7 +12,7 @@ from pydantic import Field
 from testbed.common.errors import InputError
 from testbed.common.quantities import Fraction
 from testbed.common.seeds import derive
-from testbed.method import Baselines, Problem
+from testbed.ml.method import Baselines, Problem
 from testbed.ml.models.slices import as_channels
 from testbed.ml.slots import planner
 from testbed.ml.slots.arrangement import Allocation, Arrangement, partition

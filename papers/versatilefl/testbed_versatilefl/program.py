@@ -7,8 +7,8 @@ from typing import Any
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Job
 from testbed.ml.data.batches import steps_per_epoch
+from testbed.ml.method import Job
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots import program
 from testbed.ml.slots.casts import Outputs, Sent, Values

@@ -27,11 +27,11 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.method import Job, Method, Options, Problem
 from testbed.methods.program.processes import ProcessTree, killed_for_memory
-from testbed.ml.rounds.figures import ROUND, ROUND_TIME
+from testbed.methods.program.workload import ProgramPart, ProgramsPart, ProgramsProblem, by_device
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
 from testbed.trace.figures import Reporting, Row
-from testbed.workload import ProgramPart, by_device
+from testbed.trace.rounds import ROUND, ROUND_TIME
 
 PORT = 29500
 """Where torch.distributed meets by default."""
@@ -101,7 +101,8 @@ class Program(Method[Options]):
         """Return the files of the device's own program alone."""
         own, part = super().facts(problem, plan, device)
         program = _programs(problem).get(device)
-        return replace(own, files={name: problem.files[name] for name in (program.files if program else ())}), part
+        assert isinstance(own, ProgramsProblem)
+        return replace(own, files={name: own.files[name] for name in (program.files if program else ())}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run this device's command, if it has one; on the lead, wait for the others' too."""
@@ -122,6 +123,7 @@ class Program(Method[Options]):
 
 
 def _programs(problem: Problem[Options]) -> dict[str, ProgramPart]:
+    assert isinstance(problem.workload, ProgramsPart)
     return by_device(problem.workload.programs, [device.name for device in problem.devices])
 
 
@@ -149,6 +151,7 @@ def environment(problem: Problem[Options], device: str, names: list[str]) -> dic
 
 async def execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
     """Run the command of a device to its end, and end all that it started; raises `TestbedError` where it fails."""
+    assert isinstance(problem, ProgramsProblem)
     part = _programs(problem)[device.name]
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
     with tempfile.TemporaryDirectory(prefix="program-") as folder:

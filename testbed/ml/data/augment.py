@@ -12,7 +12,7 @@ from testbed.common.lazy import need, np, npt
 from testbed.common.seeds import derive
 from testbed.ml.data.batches import Indices, steps_per_epoch
 from testbed.ml.lazy import torch
-from testbed.workload import WorkloadPart
+from testbed.ml.workload import LearningPart
 
 _KEY: Key = ("data", "augment", "transforms")
 
@@ -24,7 +24,7 @@ class Drawing:
     chain: Any
     """Takes a picture, (channels, height, width), and returns one of that shape."""
     seed: int
-    workload: WorkloadPart
+    workload: LearningPart
     """It says how many epochs there are."""
     places: Indices
     """(samples,): which of all training samples those are that it draws."""
@@ -64,7 +64,7 @@ class Drawing:
         return found
 
 
-def drawing(workload: WorkloadPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
+def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
     """Return what draws as many training samples of a shape as a workload says.
 
     Raises `InputError` for samples that are no pictures, transforms that there are not, and those that change shapes.

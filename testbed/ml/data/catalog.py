@@ -19,7 +19,7 @@ from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.files import Bytes
 from testbed.ml.data.split import holdout
 from testbed.ml.fields import Entering, Fields
-from testbed.workload import DataPart
+from testbed.ml.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
 """Images and labels, as they lie in the files."""
@@ -29,6 +29,18 @@ DIGITS_TRAIN = 1438
 """Training samples of the embedded set, known without importing what holds it."""
 TEST_SHARE = 0.2
 """Share of a set without a test part of its own that is for tests."""
+
+
+DATA_FOLDER = Path("data")
+"""Where `testbed setup data` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
+"""Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
+
+
+def data_place(name: str) -> Path:
+    """Return the folder of a set for which a scenario names none: the first that is there, or where to put it."""
+    places = [folder / name for folder in (DATA_FOLDER, SYSTEM_DATA_FOLDER)]
+    return next((place for place in places if place.is_dir()), places[0])
 
 
 @dataclass(frozen=True)

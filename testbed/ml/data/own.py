@@ -23,7 +23,7 @@ from testbed.ml.data import large, pictures, tables
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.split import holdout, is_class
 from testbed.ml.fields import Fields, pack
-from testbed.workload import DataPart, SplitPart
+from testbed.ml.workload import DataPart, SplitPart
 
 Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
 """Samples, (samples, ...), or the several inputs that they consist of, by name."""

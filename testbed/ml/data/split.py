@@ -9,7 +9,7 @@ from testbed.common.errors import InputError, Key
 from testbed.common.lazy import np, npt
 from testbed.common.seeds import derive
 from testbed.ml.data.batches import Indices
-from testbed.workload import Split, SplitPart
+from testbed.ml.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
 DRAWS = 1000

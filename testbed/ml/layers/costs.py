@@ -14,7 +14,7 @@ from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.method import Problem
+from testbed.ml.method import Problem
 from testbed.ml.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition.memory import inference_bytes, training_bytes

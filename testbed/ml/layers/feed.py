@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from testbed.device import Device
-from testbed.method import Problem
 from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.training.metrics import update
 from testbed.ml.training.recipe import Recipe
-from testbed.workload import WorkloadPart
+from testbed.ml.workload import LearningPart
 
 
 def loss_fields(loss: float, computed: bool) -> dict[str, float]:
@@ -83,7 +83,7 @@ def record_left_out(device: Device, samples: int, of: int) -> None:
 class Training:
     """The batches of every training step; a step that is done again sees the same samples."""
 
-    def __init__(self, dataset: Dataset, workload: WorkloadPart, seed: int) -> None:
+    def __init__(self, dataset: Dataset, workload: LearningPart, seed: int) -> None:
         self._dataset = dataset
         self._size = workload.batch_size
         self._seed = seed if workload.data.shuffle else None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from testbed.device import Cost, Span
-from testbed.method import Job, Problem
 from testbed.ml.layers.collectives import Group
+from testbed.ml.method import Job, Problem
 from testbed.ml.models.chain import forward_of
 from testbed.ml.models.graph import GraphLayer
 from testbed.ml.models.shapes import BYTES_PER_VALUE

@@ -11,10 +11,10 @@ import math
 from collections.abc import Collection, Hashable
 from functools import lru_cache
 
-from testbed.method import Problem
 from testbed.ml.layers.shard import Adjust, Rows, Shard, State
 from testbed.ml.layers.versions import Versions
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.models.chain import Model, Tied
 from testbed.ml.models.shapes import Shape
 from testbed.ml.training.optimizers import is_weight

@@ -5,8 +5,8 @@ from __future__ import annotations
 from testbed.common.errors import InputError, nearest
 from testbed.common.quantities import Size
 from testbed.device import Device
-from testbed.method import Job, Method, Options, Problem
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job, Method, Options, Problem
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.plan import Piece, Plan
 from testbed.wire.message import Message

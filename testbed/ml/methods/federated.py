@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.method import Problem
+from testbed.ml.method import Problem
 from testbed.ml.rounds.method import Hooks, RoundMethod, SplitMethod
 from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints, TransferOptions
 from testbed.ml.rounds.planner import Participants, RoundDetails, split_plan

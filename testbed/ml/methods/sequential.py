@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
-from testbed.method import Job, Method, PlannedMessage, Problem
+from testbed.ml.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition import Chain, Cuts
 from testbed.ml.pipeline.planning import StagesOptions, all_devices, devices_among, stage_messages, stage_pieces
 from testbed.plan import Details, Piece, Plan

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from testbed.common.errors import InputError, nearest
 from testbed.device import Device, Span
-from testbed.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.ml.data.batches import Due
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
@@ -17,6 +16,7 @@ from testbed.ml.layers.shape_shard import ShapeShard
 from testbed.ml.layers.shape_shard import shard as make
 from testbed.ml.layers.shard import Shard, result_of
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job, Method, Options, Problem, StepsOrTime
 from testbed.ml.training.stopping import Stopping
 from testbed.plan import Piece, Plan
 

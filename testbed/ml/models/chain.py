@@ -25,7 +25,7 @@ from testbed.ml.models.shapes import BYTES_PER_VALUE, INPUT, Made, Shape
 
 if TYPE_CHECKING:
     from testbed.ml.models.modules import Segment
-    from testbed.workload import Initialisation
+    from testbed.ml.workload import Initialisation
 
 BACKWARD_OVER_FORWARD = 2.0
 """Backward computes the gradient of the input and of the weights: two products for each one of forward."""

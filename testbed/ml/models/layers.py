@@ -22,7 +22,7 @@ from testbed.device import Cost, Kind
 from testbed.ml.lazy import functional, nn, torch
 from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
 from testbed.ml.models.slices import Slice, pick
-from testbed.workload import Initialisation
+from testbed.ml.workload import Initialisation
 
 
 def bound(how: Initialisation, weight: Shape) -> float:

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from testbed.messaging.supervision import Lost, Supervisor
-from testbed.method import Job
 from testbed.ml.layers.feed import Answers, Requests, Score
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job
 from testbed.ml.pipeline.messages import Activation, Output, Purpose
 from testbed.ml.training.recipe import Recipe
 

@@ -13,11 +13,11 @@ from typing import TypeVar
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.supervision import Supervisor
-from testbed.method import Problem
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shape_shard import shard as make
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.partition.asynchronous import UnitTimes
 from testbed.ml.pipeline.messages import Deviates, Measure, Measured, Packet
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner

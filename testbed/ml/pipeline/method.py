@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 from testbed.device import Device
-from testbed.method import Job, Method, PlannedMessage, Problem
+from testbed.ml.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.partition.asynchronous import divisible_limit
 from testbed.ml.pipeline.figures import DECLARED
 from testbed.ml.pipeline.planning import (

@@ -13,9 +13,9 @@ from typing_extensions import TypeVar
 from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.hardware import DeviceSpec
-from testbed.method import Options, PlannedMessage, Problem, StepsOrTime
 from testbed.ml.data.batches import is_due
 from testbed.ml.layers import costs
+from testbed.ml.method import Options, PlannedMessage, Problem, StepsOrTime
 from testbed.ml.partition import Chain, Cuts, SynchronousPipeline
 from testbed.ml.partition.asynchronous import AsynchronousPipeline, UnitTimes, capacities
 from testbed.ml.partition.redistribution import StagePartition

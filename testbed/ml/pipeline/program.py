@@ -13,10 +13,10 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import RoleHolder, Status
 from testbed.messaging.supervision import ResumableWork, Supervisor, Timeouts, run_with_recovery
 from testbed.messaging.typed import Typed
-from testbed.method import Job
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shard import State, restrict
+from testbed.ml.method import Job
 from testbed.ml.pipeline.checkpointing import FromCheckpoint
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.ml.pipeline.measuring import LinkWatch, bandwidth

@@ -16,9 +16,9 @@ from functools import partial
 from testbed.common.errors import InputError, TestbedError
 from testbed.messaging.membership import Held, Membership
 from testbed.messaging.supervision import Lost, Supervisor
-from testbed.method import Job
 from testbed.ml.layers.shard import result_of
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.messages import Commit, Keep, Prepare, Replicated
 from testbed.ml.pipeline.placement import (

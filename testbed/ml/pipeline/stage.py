@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 from testbed.device import Cost, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Problem
 from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers import costs
 from testbed.ml.layers.shape_shard import ShapeShard, shard
 from testbed.ml.layers.shard import Shard, State, result_of
+from testbed.ml.method import Problem
 from testbed.ml.models.chain import Model
 from testbed.ml.pipeline.messages import (
     Activation,

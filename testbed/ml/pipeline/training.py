@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from testbed.messaging.supervision import Lost, Supervisor
-from testbed.method import Job, Problem
 from testbed.ml.data.batches import Due, cut_batch
 from testbed.ml.layers.feed import Requests, Training, loss_fields
 from testbed.ml.layers.shard import State
+from testbed.ml.method import Job, Problem
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.checkpointing import FromCheckpoint
 from testbed.ml.pipeline.forwarding import evaluate

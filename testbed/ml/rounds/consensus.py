@@ -10,9 +10,9 @@ from statistics import fmean
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Job
 from testbed.ml.layers.feed import Requests
 from testbed.ml.layers.shard import State
+from testbed.ml.method import Job
 from testbed.ml.rounds.layers import Layers
 from testbed.ml.rounds.server import average, evaluation
 from testbed.trace.events import EventType

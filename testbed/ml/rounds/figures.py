@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from statistics import fmean, median
+from collections.abc import Collection
+from statistics import fmean
 from typing import Any
 
 from testbed.trace.events import Event, EventType
 from testbed.trace.figures import Column, Figure, Reporting, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
 from testbed.trace.record import Record
-
-
-def _rounds(record: Record) -> Sequence[Event]:
-    return record.of("round")
+from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
 def _window(event: Event) -> Interval:
     return event.fields["start"], event.fields["start"] + event.fields["duration"]
-
-
-def _round_time(record: Record) -> float | None:
-    durations = [event.fields["duration"] for event in _rounds(record)]
-    return median(durations) if durations else None
 
 
 def _epoch_time(record: Record) -> float | None:
@@ -30,9 +22,9 @@ def _epoch_time(record: Record) -> float | None:
 
     Of the first round. The slowest device decides; what follows its last iteration stays as it is.
     """
-    if not _rounds(record):
+    if not rounds_of(record):
         return None
-    start, end = _window(_rounds(record)[0])
+    start, end = _window(rounds_of(record)[0])
     found = []
     # Of a run that was kept, details are known by their keys alone.
     for name, portion in record.plan.details.model_dump()["portions"].items():
@@ -48,7 +40,7 @@ def _epoch_time(record: Record) -> float | None:
 
 def _idle(record: Record, devices: Collection[str]) -> float | None:
     """Return the seconds that a device does not compute in a round, the mean of all rounds and of these devices."""
-    windows = [_window(event) for event in _rounds(record)]
+    windows = [_window(event) for event in rounds_of(record)]
     idle = []
     for name in devices if windows else ():
         computing = record.spans(name, "compute")
@@ -58,7 +50,7 @@ def _idle(record: Record, devices: Collection[str]) -> float | None:
 
 def _throughput(record: Record) -> float | None:
     """Return bytes of messages a second, of all links together, in the time of the rounds."""
-    windows = [_window(event) for event in _rounds(record)]
+    windows = [_window(event) for event in rounds_of(record)]
     seconds = total(union(windows))
     if not seconds:
         return None
@@ -67,7 +59,7 @@ def _throughput(record: Record) -> float | None:
 
 
 def _missed(record: Record) -> int | None:
-    return sum(len(item["missed"]) for item in _round_list(record)) if _rounds(record) else None
+    return sum(len(item["missed"]) for item in _round_list(record)) if rounds_of(record) else None
 
 
 def _round_list(record: Record) -> list[dict[str, Any]]:
@@ -76,7 +68,7 @@ def _round_list(record: Record) -> list[dict[str, Any]]:
     for event in record.of("missed"):
         late.setdefault(event.fields["round"], {}).update(dict.fromkeys(event.fields["devices"]))
     rounds = []
-    for event in _rounds(record):
+    for event in rounds_of(record):
         missed = [name for name in late.get(event.fields["round"], ()) if name not in event.fields["samples"]]
         rounds.append({"time": event.time, **event.fields, "missed": missed})
     return rounds
@@ -102,21 +94,6 @@ def _names(devices: Collection[str], many: str) -> str:
     """Return the names of a few devices; the number of ``many`` devices, or of their updates."""
     return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
 
-
-ROUND_TIME = Figure(
-    "round_time",
-    "seconds",
-    "median, from one average of the models to the next",
-    _round_time,
-    brief=True,
-    compared=True,
-)
-
-ROUND = EventType(
-    "round",
-    "the server has averaged the models of a round; samples by device",
-    fields=("round", "start", "duration", "samples"),
-)
 
 DECLARED = Reporting(
     figures=(

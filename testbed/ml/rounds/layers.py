@@ -7,13 +7,13 @@ from functools import cached_property, partial
 from typing import Any
 
 from testbed.device import Cost, Device, Span
-from testbed.method import Problem
 from testbed.ml.data.batches import Indices, batch, batch_length, steps_per_epoch
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
 from testbed.ml.layers.shape_shard import shard
 from testbed.ml.layers.shard import Adjust, State, weights_of
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.training.optimizers import is_weight
 
 

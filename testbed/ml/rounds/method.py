@@ -11,9 +11,9 @@ from typing_extensions import TypeVar
 
 from testbed.device import Device
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.data.batches import left_out
 from testbed.ml.layers.feed import record_left_out
+from testbed.ml.method import Job, Method, PlannedMessage, Problem
 from testbed.ml.rounds import planner, stacked
 from testbed.ml.rounds.client import (
     Changes,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from testbed.common.quantities import Duration, Fraction
 from testbed.common.usercode import Code
-from testbed.method import Options, StepsOrTime
+from testbed.ml.method import Options, StepsOrTime
 from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, codecs
 
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from testbed.common.errors import InputError, Key
 from testbed.hardware import DeviceSpec
-from testbed.method import PlannedMessage, Problem
 from testbed.ml.layers import costs
+from testbed.ml.method import PlannedMessage, Problem
 from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.rounds.estimate import (
     Choice,

@@ -10,11 +10,11 @@ from typing import Any
 
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Job
 from testbed.ml.data.batches import Due
 from testbed.ml.layers.feed import Requests, Score, loss_fields
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
+from testbed.ml.method import Job
 from testbed.ml.rounds.estimate import AGGREGATION_FLOPS
 from testbed.ml.rounds.layers import Layers
 from testbed.ml.rounds.messages import (

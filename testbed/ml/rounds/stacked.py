@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import groupby
 
 from testbed.common.errors import InputError
-from testbed.method import Problem
 from testbed.ml.layers.shard import State, draws
 from testbed.ml.lazy import torch
+from testbed.ml.method import Problem
 from testbed.ml.rounds.layers import Share
 from testbed.ml.training.optimizers import Sgd
 

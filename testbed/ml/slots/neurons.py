@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from testbed.device import Device, Span
-from testbed.method import Problem
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
+from testbed.ml.method import Problem
 from testbed.ml.models.sliced import cut_copies, draw
 from testbed.ml.models.slices import Channels
 from testbed.ml.slots.missing import Arrived, Work

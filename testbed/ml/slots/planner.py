@@ -14,8 +14,8 @@ from testbed.common import formats
 from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.device import Cost
-from testbed.method import Method, Options, Problem
 from testbed.ml.layers import costs
+from testbed.ml.method import Method, Options, Problem
 from testbed.ml.models.chain import backward_of, forward_of
 from testbed.ml.models.graph import Graph, GraphLayer, graph_of
 from testbed.ml.models.layers import Dropout

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from testbed.common.errors import TestbedError
 from testbed.messaging.mailbox import Mailbox
-from testbed.method import Job
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.layer_shard import LayerShard
+from testbed.ml.method import Job
 from testbed.ml.models.slices import Channels, pick
 from testbed.ml.slots import weights
 from testbed.ml.slots.arrangement import Arrangement

@@ -15,8 +15,8 @@ import torch
 
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
-from testbed.method import Job
 from testbed.ml.layers.shard import State, weights_of
+from testbed.ml.method import Job
 from testbed.ml.slots.arrangement import Arrangement
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of

@@ -111,7 +111,7 @@ def test_energy_by_its_formula(tmp_path: Path) -> None:
     assert DeviceSpec("a", 1.0, 1.0, watts=(2.0, 5.0)).joules(10.0, 4.0) == 2 * 10 + 3 * 4
     path = written(tmp_path, "{speed: 1mflops, memory: 1GiB, watts: {idle: 2, busy: 5}}")
     prepared = prepare(trials(load(path))[0])
-    from testbed_controller.running.inputs import load_data
+    from testbed.ml.preparation import load_data
 
     found = metrics(simulate(prepared, load_data(prepared)), prepared.experiment, prepared.plan)
     row = found["devices"]["device"]

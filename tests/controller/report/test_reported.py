@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import data_folder
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
@@ -24,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     overrides = ["workload.epochs=2", "faults.0.when.batch=20"]
     prepared = prepare(trials(load("quickstart", overrides))[0])
     scenario = prepared.trial.scenario
-    dataset = load_data(scenario.workload.data, scenario.data_folder)
+    dataset = load_data(scenario.workload.data, data_folder(scenario))
     outcome = simulate(prepared, dataset)
     folder = tmp_path_factory.mktemp("results") / "quickstart"
     return files.load(recorded.write(folder, prepared.trial, prepared.plan, outcome))

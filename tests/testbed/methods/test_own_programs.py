@@ -6,11 +6,11 @@ import pytest
 
 from testbed.common.errors import InputError
 from testbed.methods.program import environment, event_of
+from testbed.methods.program.workload import by_device
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed.workload import by_device
 from tests.helpers import ROOT
 from tests.helpers.deployed import bodies, read
 
@@ -60,8 +60,8 @@ def test_files_travel_and_the_device_needs_none() -> None:
         ("workload.programs.stage.background=true", "all stay in the background"),
         ("workload.programs.stage.files=[none.py]", r"none.py cannot be read"),
         ("workload.steps=3", "leave 'steps' out"),
-        ("workload.model={name: mlp}", "of the task program there is no model: leave that out"),
-        ("workload.programs={}", "'programs' and the task program go together"),
+        ("workload.model={name: mlp}", "'model' is not a key of this task: leave it out"),
+        ("workload.programs={}", "programs: .*at least 1"),
         ("workload.programs.stage.command=[]", "too short"),
         ("workload.programs.stage={command: x, image: a, packages: [b]}", "takes one of 'image' and 'packages'"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from testbed.device import Cost, Device, Span
-from testbed.method import Job, Method, Options
+from testbed.ml.method import Job, Method, Options
 from testbed.plan import Plan
 from testbed.prepare import Prepared
 from testbed.scenario.expand import trials

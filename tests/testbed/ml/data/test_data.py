@@ -23,7 +23,7 @@ from testbed.ml.data.batches import batch, cut_batch, steps_per_epoch
 from testbed.ml.data.catalog import Remote, train_labels
 from testbed.ml.data.fetch import fetch
 from testbed.ml.data.split import holdout
-from testbed.workload import DataPart
+from testbed.ml.workload import DataPart
 
 LABELS = np.repeat(np.arange(5), [40, 30, 20, 7, 3])
 

@@ -15,11 +15,12 @@ from testbed.common.errors import InputError
 from testbed.ml.data import large, load
 from testbed.ml.data.augment import Drawing, drawing
 from testbed.ml.data.dataset import Dataset, Images, pack, unpack
+from testbed.ml.preparation import load_data, owned, share, shares_of
+from testbed.ml.workload import AugmentPart, DataPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from testbed.workload import AugmentPart, DataPart, WorkloadPart
-from testbed_controller.running.inputs import load_data
+from testbed.work import WorkloadPart
 from tests.helpers.runs import of, scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
@@ -129,10 +130,10 @@ def test_features_shift_from_device_to_device() -> None:
         4, workload={"data": {"name": "digits", "train": 400, "split": {"noise": 0.5}}}, method={"name": "federated"}
     )
     prepared = prepare(trials(written)[0])
-    assert sum(sum(each.values()) for each in prepared.owned().values()) == 400
+    assert sum(sum(each.values()) for each in owned(prepared).values()) == 400
     dataset = load_data(prepared)
-    clean = {name: dataset.train_images[share] for name, share in prepared.shares.items()}
-    found = [float((prepared.share(dataset, name).train_images - each).std() ** 2) for name, each in clean.items()]
+    clean = {name: dataset.train_images[share] for name, share in shares_of(prepared).items()}
+    found = [float((share(prepared, dataset, name).train_images - each).std() ** 2) for name, each in clean.items()]
     assert found == pytest.approx([0.5 * (place + 1) / len(found) for place in range(len(found))], rel=0.1)
 
 

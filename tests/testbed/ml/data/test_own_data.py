@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 
 from testbed.common.errors import InputError
 from testbed.ml.data import load
+from testbed.ml.preparation import load_data
+from testbed.ml.workload import DataPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from testbed.workload import DataPart
-from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT, deployed, own_tokens
 
 IMAGES = np.arange(40 * 12, dtype=np.uint8).reshape(40, 1, 3, 4)

@@ -10,7 +10,7 @@ from testbed.common.errors import InputError
 from testbed.ml.data import describe, load
 from testbed.ml.data.dataset import pack, unpack
 from testbed.ml.data.pictures import Frame, frame, letterbox, read
-from testbed.workload import DataPart
+from testbed.ml.workload import DataPart
 
 
 def test_photos_come_with_scikit_learn() -> None:

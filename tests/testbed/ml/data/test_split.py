@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
 from testbed.ml.data.split import class_counts, split
-from testbed.workload import Split, SplitPart
+from testbed.ml.workload import Split, SplitPart
 
 LABELS = np.repeat(np.arange(10), 120)
 WAYS: dict[str, Split] = {

@@ -14,11 +14,12 @@ from testbed.common.errors import InputError
 from testbed.ml.data import large, load, tables
 from testbed.ml.data.split import split
 from testbed.ml.data.tables import read as read_table
+from testbed.ml.preparation import shares_of
+from testbed.ml.workload import DataPart, SplitPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load as load_scenario
 from testbed.simulation import simulate
-from testbed.workload import DataPart, SplitPart
 from testbed_controller.cli.main import testbed as command
 
 ROWS = [
@@ -151,7 +152,7 @@ def test_devices_learn_from_their_own_rows(tmp_path: Path) -> None:
     prepared = prepare(trials(load_scenario(file))[0])
     outcome = simulate(prepared, load(prepared.scenario.workload.data, tmp_path / "sales.csv"))
     assert outcome.status == "finished", outcome.error
-    assert [len(share) for share in prepared.shares.values()] == pytest.approx([32] * 3, abs=6)
+    assert [len(share) for share in shares_of(prepared).values()] == pytest.approx([32] * 3, abs=6)
 
 
 def test_pictures_with_their_colours_last_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from testbed.ml.layers.feed import Requests, Score, Training
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 
 
 def workload(**keys):

@@ -5,13 +5,13 @@ import torch
 
 from testbed.device import Cost
 from testbed.hardware import DeviceSpec
-from testbed.method import Options, Problem
 from testbed.ml.layers.layer_slices import finish_cost, parameters, piece, product_cost
+from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
 from testbed.ml.models.graph import graph_of
 from testbed.ml.models.sliced import SlicedLayer, cut, draw
 from testbed.ml.models.slices import evenly
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 
 MODEL = create("mlp", {"hidden": [12, 8]}, (1, 4, 4), 5)
 LAYERS = graph_of(MODEL).layers
@@ -55,7 +55,7 @@ def test_members_together_hold_and_multiply_as_much_as_the_whole(members, by_out
 
 def test_a_piece_says_what_a_device_needs_and_how_long_it_takes():
     device = DeviceSpec("a", speed=1e6, memory=1e9)
-    problem = Problem(MODEL, (device,), {}, WORKLOAD, Options(), seed=0)
+    problem = Problem((device,), {}, WORKLOAD, Options(), seed=0, model=MODEL)
     (own,) = divided(1)
     found = piece(problem, "a", own, "all outputs")
     assert (found.first, found.last, found.part) == (0, len(MODEL.units), "all outputs")

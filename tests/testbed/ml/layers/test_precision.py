@@ -13,11 +13,11 @@ from testbed.hardware import PROFILES, DeviceSpec, Rates
 from testbed.ml.layers.shard import Shard
 from testbed.ml.models import create
 from testbed.ml.partition.memory import inference_bytes, training_bytes
+from testbed.ml.preparation import load_data
 from testbed.ml.training.recipe import Recipe
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import of, scenario
 
 MODEL = create("cnn", {}, (1, 8, 8), 10)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from testbed.hardware import DeviceSpec
-from testbed.method import Options, Problem
 from testbed.ml.layers.shape_shard import ShapeShard, shard
 from testbed.ml.layers.shard import Shard
+from testbed.ml.method import Options, Problem
 from testbed.ml.models import create
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 from tests.helpers.training import sgd
 
 MODEL = create("vgg5", {}, (3, 32, 32), 10)
@@ -99,4 +99,7 @@ def test_a_loss_is_no_number_and_its_backward_has_the_shape_of_the_inputs():
 def test_the_workload_says_whether_there_are_numbers(numerics, kind):
     keys = {"task": "train", "model": {"name": "mlp"}, "data": {"name": "digits"}, "method": {"name": "single"}}
     workload = WorkloadPart.model_validate({**keys, "steps": 1, "numerics": numerics})
-    assert type(shard(Problem(MODEL, (DeviceSpec("a", 1e9, 1e9),), {}, workload, Options(), seed=7), 0, 1, "a")) is kind
+    assert (
+        type(shard(Problem((DeviceSpec("a", 1e9, 1e9),), {}, workload, Options(), seed=7, model=MODEL), 0, 1, "a"))
+        is kind
+    )

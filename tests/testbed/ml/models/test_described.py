@@ -14,11 +14,11 @@ from testbed.ml.models.layers import Dropout
 from testbed.ml.models.making import KEY
 from testbed.ml.models.own import create_own
 from testbed.ml.models.sliced import SlicedLayer, cut
+from testbed.ml.preparation import load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT
 
 NETWORKS = ROOT / "tests/helpers/own_networks.py"

@@ -9,8 +9,8 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.deployment import model_of
 from testbed.ml.fields import Entering
+from testbed.ml.learning import model_of
 from testbed.ml.models import create
 from testbed.ml.models.layers import bound
 from tests.helpers.runs import of, run, scenario

@@ -12,11 +12,11 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.ml.fields import Field, entries, entry, pack
+from testbed.ml.preparation import load_data
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers import ROOT, deployed
 
 SCENARIO = """\
@@ -105,7 +105,7 @@ def test_names_that_a_network_does_not_take_are_said(tmp_path: Path) -> None:
 
 def test_arrays_and_tables_have_several_inputs(tmp_path: Path) -> None:
     from testbed.ml.data import load as load_set
-    from testbed.workload import DataPart
+    from testbed.ml.workload import DataPart
 
     ids, mask = np.arange(40).reshape(10, 4), np.ones((10, 4), bool)
     np.savez(tmp_path / "mine.npz", train_ids=ids, train_mask=mask, train_labels=np.arange(10) % 2)
@@ -120,7 +120,7 @@ def test_arrays_and_tables_have_several_inputs(tmp_path: Path) -> None:
 
 def test_samples_of_a_data_set_may_be_mappings_of_unlike_lengths(tmp_path: Path) -> None:
     from testbed.ml.data import load as load_set
-    from testbed.workload import DataPart
+    from testbed.ml.workload import DataPart
 
     (tmp_path / "mine.py").write_text(
         "def load():\n"

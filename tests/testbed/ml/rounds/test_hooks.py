@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from testbed.ml.data import load as load_data
+from testbed.ml.preparation import share as share_of
 from testbed.ml.rounds.client import train_whole
 from testbed.ml.rounds.method import Hooks
 from testbed.ml.rounds.server import Trained
@@ -86,7 +87,7 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
         model = problem.model.build(0, len(problem.model.units), problem.seed)
         start = [each.detach().clone() for each in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        own = prepared.share(data, name)
+        own = share_of(prepared, data, name)
         assert own is not None
         share = Share(own, 16, 1, problem.seed)
         for step in range(2):
@@ -139,7 +140,7 @@ def test_scaffold_computes_what_its_paper_says() -> None:
     for number in range(3):
         ends, changes = [], []
         for name in names:
-            samples = prepared.share(data, name)
+            samples = share_of(prepared, data, name)
             assert samples is not None
             share = Share(samples, 16, 1, problem.seed)
             for weight, begin in zip(model.parameters(), x, strict=True):

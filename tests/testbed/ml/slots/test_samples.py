@@ -11,7 +11,7 @@ import torch
 from testbed.ml.data.synthetic import make
 from testbed.ml.layers.feed import Training
 from testbed.ml.slots import samples
-from testbed.workload import WorkloadPart
+from testbed.work import WorkloadPart
 
 DATA = make("synthetic-1x2x2-3", 40, 10)
 WORKLOAD = WorkloadPart.model_validate(

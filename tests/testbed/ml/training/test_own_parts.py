@@ -7,6 +7,7 @@ import torch
 
 from testbed import deployment
 from testbed.common.errors import InputError
+from testbed.deployment import deployments
 from testbed.ml.data import load as load_data
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
@@ -74,7 +75,7 @@ def prepared_in(folder, **changed):
 def test_a_device_is_sent_the_text_of_all_of_them(tmp_path):
     prepared = prepared_in(tmp_path)
     addresses = {device.name: "10.0.0.1" for device in prepared.problem.devices}
-    body = prepared.deployments("run", "token", addresses, None).of("a2")
+    body = deployments(prepared, "run", "token", addresses, None).of("a2")
     _, problem = deployment.read(body).problem()
     optimizer, weight = problem.training.optimizer(), torch.nn.Parameter(torch.ones(3))
     optimizer.step({"0.w": weight}, {"0.w": torch.ones(3)}, problem.training.settings(4))

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from testbed.ml.preparation import load_data
 from testbed.ml.training.recipe import read_right
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed_controller.running.inputs import load_data
 from tests.helpers.runs import of
 
 SCENARIO = """

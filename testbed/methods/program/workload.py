@@ -1,0 +1,166 @@
+"""The work of the user's own programs: their keys in the scenario, and the files that devices are given."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Base64Bytes, Field, TypeAdapter, field_validator, model_validator
+
+from testbed.common import formats
+from testbed.common.errors import InputError
+from testbed.common.part import Part
+from testbed.method import Method, Options, Problem
+from testbed.work import MethodPart, WorkloadPart
+from testbed.workload import Workload
+
+if TYPE_CHECKING:
+    from testbed.scenario.schema import Scenario
+
+MOST_BYTES = 20_000_000
+"""Bytes of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
+_METHOD = "program"
+
+
+class ProgramPart(Part):
+    """A command of the user's on a device, or on each device of a role."""
+
+    command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")
+    image: str | None = Field(
+        None,
+        description="an image that the engine has; nothing of ours has to be installed in it. Default: Debian, Python "
+        "with torch, `python3`",
+    )
+    packages: tuple[str, ...] = Field(
+        (), description="Python packages in the default image, as pip names them, such as flwr==1.22.0"
+    )
+    files: tuple[str, ...] = Field(
+        (), description="files that it finds in its working directory, read-only, relative to the scenario file"
+    )
+    environment: dict[str, str] = Field(default_factory=dict, description="variables, beside RANK and the like")
+    background: bool = Field(False, description="the run does not wait for its end: for servers")
+
+    @field_validator("command", mode="before", json_schema_input_type=str | list[str])
+    @classmethod
+    def _words(cls, value: object) -> object:
+        return shlex.split(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_image(self) -> Self:
+        if self.image and self.packages:
+            raise ValueError("takes one of 'image' and 'packages': an image of your own has its packages")
+        return self
+
+
+def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, ProgramPart]:
+    """Return each device's program; none for other kinds of work."""
+    return by_device(workload.programs, names) if isinstance(workload, ProgramsPart) else {}
+
+
+def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
+    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
+    roles = {name: name.rstrip("0123456789") for name in names}
+    for wanted in written:
+        if wanted not in names and wanted not in roles.values():
+            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
+    found = {name: written.get(name) or written.get(roles[name]) for name in names}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+class ProgramsPart(WorkloadPart):
+    """Keys of the user's own programs."""
+
+    task: Literal["program"] = Field("program", description="what the devices do together")
+    method: MethodPart = Field(MethodPart(name=_METHOD), description="always `program`; left out")
+    programs: dict[str, ProgramPart] = Field(
+        min_length=1,
+        description="what runs on a device, by its name or that of several (worker for worker1, worker2, ...)",
+    )
+
+    progress: ClassVar[str] = "exit"
+    unit: ClassVar[str] = "request"
+    needs_record: ClassVar[bool] = False
+    why_not_simulated: ClassVar[str | None] = "programs run in containers alone: leave '--runtime simulate' out"
+    uses_gpu: ClassVar[bool] = True
+    counts_links: ClassVar[bool] = False
+    own_programs: ClassVar[bool] = True
+
+    @field_validator("method")
+    @classmethod
+    def _no_other_method(cls, method: MethodPart) -> MethodPart:
+        if method != MethodPart(name=_METHOD):
+            raise ValueError("of the task program there is no method: leave that out")
+        return method
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_of_a_model(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if given := [key for key in ("epochs", "steps", "requests") if value.get(key) is not None]:
+            raise ValueError(f"programs decide when they are over: leave '{given[0]}' out")
+        if value.get("reproducible"):
+            raise ValueError("the kernels of own programs are fixed by variables in their 'environment', not here")
+        return value
+
+    def title(self) -> str:
+        """Return what reports call the work."""
+        return "programs of one's own"
+
+    def labels(self) -> Iterator[str]:
+        """Yield the facts in the head of a report."""
+        yield "programs of one's own: they take the host's time, held by cpus and memory alone"
+
+
+@dataclass(frozen=True)
+class ProgramsProblem(Problem[Options]):
+    """The problem of programs."""
+
+    workload: ProgramsPart
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What the programs find in their folder, by the name in the scenario."""
+
+
+class Programs(Workload):
+    """Runs commands of the user's; a device is given the files of its own."""
+
+    name = "program"
+    Part = ProgramsPart
+
+    def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
+        """Read the files of all programs; raises `InputError`."""
+        return _with_files(given, _files(scenario))
+
+    def own_facts(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the files of a device's program."""
+        assert isinstance(problem, ProgramsProblem)
+        found: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json")
+        return {"files": found}
+
+    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
+        """Return the problem on a device with the files of its program."""
+        return _with_files(given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"]))
+
+
+def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
+    assert isinstance(given.workload, ProgramsPart)
+    return ProgramsProblem(given.devices, given.links, given.workload, given.options, given.seed, files)
+
+
+def _files(scenario: Scenario) -> dict[str, bytes]:
+    """Return what the programs find in their folders, by name. Raises `InputError`."""
+    assert isinstance(scenario.workload, ProgramsPart)
+    found: dict[str, bytes] = {}
+    for device, part in scenario.workload.programs.items():
+        for name in part.files:
+            file = scenario.source.folder / name
+            try:
+                found[name] = file.read_bytes()
+            except OSError as error:
+                text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
+                raise InputError(text, ("programs", device, "files")) from None
+    if sum(map(len, found.values())) > MOST_BYTES:
+        raise InputError(f"the files of all programs are more than {formats.size(MOST_BYTES)}", ("programs",))
+    return found

@@ -1,0 +1,343 @@
+"""Training and inference as workloads: a model, data that devices own, and weights to begin with."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from testbed import method as core
+from testbed.common.errors import Diagnostic, InputError
+from testbed.common.lazy import Lazy
+from testbed.common.seeds import derive
+from testbed.common.usercode import Code
+from testbed.ml import kernels
+from testbed.ml.fields import Entering, Fields
+from testbed.ml.lazy import torch
+from testbed.ml.method import Job, Method, Problem
+from testbed.ml.models import create
+from testbed.ml.models.chain import Model
+from testbed.ml.models.own import create_own
+from testbed.ml.workload import LearningPart
+from testbed.plan import Plan
+from testbed.trace.outcome import Outcome
+from testbed.wire import arrays
+from testbed.work import WorkloadPart
+from testbed.workload import Inputs, Prepared, Workload
+
+if TYPE_CHECKING:
+    from testbed.ml import preparation
+    from testbed.ml.data.dataset import Dataset
+    from testbed.scenario.schema import Scenario
+else:
+    preparation = Lazy("testbed.ml.preparation")  # devices prepare nothing
+
+Weights = Mapping[str, "torch.Tensor"]
+
+
+class Facts(BaseModel):
+    """What a device is told of the model and its data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    shape: tuple[int, ...]
+    """Shape of a sample."""
+    classes: int
+    integers: bool
+    """Whether the model takes samples of whole numbers."""
+    fields: Fields = ()
+    """The inputs that a sample consists of, where there are several."""
+    samples: dict[str, int] = {}
+    """Training samples by device, of those that own data."""
+    model_code: Code | None = None
+    """Source text of a model that is no part of this code."""
+    codes: dict[str, Code] = {}
+    """The same of what its training takes from files."""
+
+
+class Learning(Workload):
+    """What training and inference have in common; the keys of their workload say which of the two it is."""
+
+    Part = LearningPart
+    arrays = "torch"
+
+    def problems(self, scenario: Scenario, method: core.Method | None) -> Iterator[Diagnostic]:
+        """Yield what is wrong with numerics, model, data and folders."""
+        return preparation.problems(scenario, method)
+
+    def problem(self, given: core.Problem, scenario: Scenario, method: core.Method) -> Problem:
+        """Describe the data and create the model, without weights."""
+        workload = preparation.part_of(scenario)
+        codes = preparation.codes_of(scenario, given.options)
+        kind = preparation.described_data(scenario)
+        code = preparation.model_code(scenario)
+        model = model_of(workload, code, kind.classes, kind.entering)
+        return _posed(given, method, model, {}, codes, code)
+
+    def divide(
+        self, scenario: Scenario, method: core.Method, problem: core.Problem
+    ) -> tuple[Problem, preparation.Division]:
+        """Share the samples among the devices that own data, and check what does not depend on a plan."""
+        assert isinstance(method, Method)
+        assert isinstance(problem, Problem)
+        return preparation.divide(scenario, method, problem)
+
+    def check(self, method: core.Method, problem: core.Problem, plan: Plan) -> None:
+        """Refuse plans that divide units which share a weight."""
+        assert isinstance(method, Method)
+        assert isinstance(problem, Problem)
+        preparation.check_tied(method, problem, plan)
+
+    def total(self, scenario: Scenario) -> int | None:
+        """Return the steps or requests; None where only the data's files can tell, or who owns how many."""
+        return preparation.total(scenario)
+
+    def facts(self, problem: core.Problem) -> Mapping[str, Any]:
+        """Return the facts of the model and the data."""
+        assert isinstance(problem, Problem)
+        model = problem.model
+        return {
+            "shape": model.input,
+            "classes": model.classes,
+            "integers": model.integers,
+            "fields": TypeAdapter(Fields).dump_python(model.fields, mode="json"),
+            "samples": dict(problem.samples),
+            "model_code": problem.model_code and problem.model_code.model_dump(mode="json"),
+            "codes": {name: code.model_dump(mode="json") for name, code in problem.codes.items()},
+        }
+
+    def posed(self, given: core.Problem, method: core.Method, facts: Mapping[str, Any]) -> Problem:
+        """Create the model on a device."""
+        known = Facts.model_validate(facts)
+        assert isinstance(given.workload, LearningPart)
+        entering = Entering(known.shape, known.integers, known.fields)
+        model = model_of(given.workload, known.model_code, known.classes, entering)
+        return _posed(given, method, model, known.samples, known.codes, known.model_code)
+
+    def begin(self, workload: WorkloadPart) -> None:
+        """Fix torch's kernels if the scenario asks for that: torch reads their variables as it is imported."""
+        if workload.is_reproducible:
+            kernels.fix()
+
+    def load(self, prepared: Prepared) -> Dataset:
+        """Read the samples; raises `InputError` where a batch is larger than all of them."""
+        return preparation.load_data(prepared)
+
+    def inputs(self, prepared: Prepared, data: Any, weights: Weights | None) -> LearningInputs:
+        """Return samples and weights by device."""
+        return LearningInputs(prepared, data, weights)
+
+    def prepare_device(self, problem: core.Problem) -> dict[str, Any] | None:
+        """Import torch and fix its kernels if the scenario asks for that."""
+        assert isinstance(problem, Problem)
+        import_torch()
+        kernels.switch(problem.workload.reproducible)
+        return kernels.computing()
+
+    def read_data(self, body: bytearray) -> Dataset:
+        """Return the samples that `LearningInputs.data` has written."""
+        from testbed.ml.data.dataset import unpack
+
+        return unpack(body)
+
+    def job(
+        self,
+        device: str,
+        problem: core.Problem,
+        plan: Plan,
+        data: Any,
+        weights: Weights | None,
+        on_weights: Callable[[], None],
+    ) -> Job:
+        """Return the job with the samples of the device; frozen weights become a part of the model."""
+        assert isinstance(problem, Problem)
+        return _job(device, problem, plan, data, weights, frozen_part(problem, weights), on_weights)
+
+    @contextmanager
+    def _computing(self, problem: Problem) -> Iterator[None]:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with torch.random.fork_rng(devices=[]), kernels.chosen(problem.workload.reproducible):
+                torch.manual_seed(derive(problem.seed, "torch"))
+                yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def computing(self, problem: core.Problem) -> AbstractContextManager[None]:
+        """Seed torch, keep it on one thread, and fix its kernels if the scenario asks for that."""
+        assert isinstance(problem, Problem)
+        return self._computing(problem)
+
+    def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
+        """Return the file of the weights with its digest, or how they are drawn."""
+        return preparation.initial_weights(prepared)
+
+    def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
+        """Return how many training samples of which classes each device owns."""
+        return preparation.owned(prepared)
+
+    def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
+        """Return an outcome whose weights have the names of the user's own network, where there is one."""
+        return preparation.exported(prepared, outcome)
+
+    def described(self) -> dict[str, Any] | None:
+        """Return the processor, the instruction set and the version of torch."""
+        return kernels.computing()
+
+
+class Training(Learning):
+    """Training of a model."""
+
+    name = "train"
+
+
+class Inference(Learning):
+    """Inference with a model."""
+
+    name = "infer"
+
+
+class LearningInputs(Inputs):
+    """Samples by their owners, the weights to begin with on the lead, and frozen ones on every device."""
+
+    def __init__(self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None) -> None:
+        assert isinstance(prepared.problem, Problem)
+        self._prepared = prepared
+        self._problem: Problem = prepared.problem
+        self._dataset = dataset
+        self._weights = weights
+        self._frozen = frozen_part(self._problem, weights)
+        """What all devices are given of the weights."""
+        self.begins_with_weights = weights is not None
+
+    def job(
+        self, device: str, problem: core.Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None
+    ) -> Job:
+        """Return the job with the samples that a device owns."""
+        assert isinstance(problem, Problem)
+        lead = device == self._prepared.plan.lead
+        own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
+        job = _job(device, problem, plan, own, self._weights if lead else None, self._frozen, on_weights)
+        return replace(job, shared=shared)
+
+    def data(self, device: str) -> bytes | None:
+        """Return the samples that a device owns; drawn for all epochs, if they are augmented."""
+        from testbed.ml.data.dataset import pack
+
+        own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
+        return None if own is None else pack(own)
+
+    def weights(self, device: str) -> bytes | None:
+        """Return the weights to begin with on the lead, and the frozen ones elsewhere."""
+        if device == self._prepared.plan.lead and self._weights is not None:
+            return arrays.pack(self._weights)
+        return self._frozen_body
+
+    @cached_property
+    def _frozen_body(self) -> bytes | None:
+        return arrays.pack(self._frozen) if self._frozen else None
+
+    def complete(self, weights: bytes) -> bytes:
+        """Return the weights that a run leaves with the frozen ones, which no message has carried."""
+        return complete(self._problem, weights, self._weights)
+
+
+def _posed(
+    given: core.Problem,
+    method: core.Method,
+    model: Model,
+    samples: Mapping[str, int],
+    codes: Mapping[str, Code],
+    model_code: Code | None,
+) -> Problem:
+    assert isinstance(given.workload, LearningPart)
+    return Problem(
+        devices=given.devices,
+        links=given.links,
+        workload=given.workload,
+        options=given.options,
+        seed=given.seed,
+        model=model,
+        samples=samples,
+        codes=codes,
+        model_code=model_code,
+        frozen_placed="fixed_units" in method.supports,
+    )
+
+
+def _job(
+    device: str,
+    problem: Problem,
+    plan: Plan,
+    dataset: Dataset | None,
+    weights: Weights | None,
+    frozen: Weights,
+    on_weights: Callable[[], None],
+) -> Job:
+    given = None
+    if device == plan.lead and weights is not None:
+        given = {name: tensor for name, tensor in weights.items() if name not in frozen}
+    posed = with_frozen(problem, frozen)
+    return Job(problem=posed, plan=plan, dataset=dataset, given=given, on_weights=on_weights)
+
+
+def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
+    """Return the given weights that are placed on every device before the run; empty where messages carry them all."""
+    model = problem.model
+    if weights is None or problem.training.frozen_travels or not model.frozen:
+        return {}
+    from testbed.ml.models.modules import frozen_names
+
+    with torch.device("meta"):
+        names = frozen_names(model.build(0, len(model.units), 0))
+    return {name: tensor for name, tensor in weights.items() if name in names}
+
+
+def with_frozen(problem: Problem, frozen: Weights) -> Problem:
+    """Return a problem whose model builds frozen weights with these values instead of the seed's."""
+    return replace(problem, model=replace(problem.model, given=frozen)) if frozen else problem
+
+
+def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
+    """Return the weights that a run leaves with the frozen ones, which no message has carried; both safetensors."""
+    model = problem.model
+    if problem.training.frozen_travels or not model.frozen:
+        return trained
+    from testbed.ml.models.modules import frozen_names
+
+    placed = with_frozen(problem, frozen_part(problem, given)).model
+    module = placed.build(0, len(model.units), problem.seed)
+    whole, frozen = arrays.unpack(bytearray(trained)), frozen_names(module)
+    whole |= {name: tensor for name, tensor in module.state_dict().items() if name in frozen}
+    return arrays.pack(whole)
+
+
+def model_of(workload: LearningPart, code: Code | None, classes: int, entering: Entering) -> Model:
+    """Return a workload's model for what the data are; ``code`` is the text of one's own. Raises `InputError`."""
+    part = workload.model
+    if code is None:
+        return create(part.name, part.options(), entering.shape, classes).initialised(
+            workload.initialisation or "lecun"
+        )
+    if workload.initialisation is not None:
+        text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
+        raise InputError(text, ("initialisation",))
+    shape, whole, fields = entering.shape, entering.integers, entering.fields
+    return create_own(code, part.options(), shape, classes, part.units, whole, fields)
+
+
+@cache
+def import_torch() -> None:
+    """Import torch and let it set itself up, so that no program's first batch pays for it."""
+    gc.disable()
+    torch.set_num_threads(1)
+    image = torch.zeros(1, 1, 4, 4)
+    kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
+    torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
+    gc.freeze()  # what modules consist of stays: nobody has to look through it again
+    gc.enable()
