@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,31 +17,38 @@ from tests.helpers import ROOT
 PAPERS = {folder.name: folder for folder in sorted((ROOT / "papers").glob("*/testbed_*"))}
 FLOORS = {
     "testbed": (
-        ("testbed.simulation",),
-        ("testbed.prepare",),
-        ("testbed.validation",),
-        ("testbed.deployment",),
-        ("testbed.methods",),
+        ("testbed.ml.learning",),
+        ("testbed.ml.preparation",),
         ("testbed.ml.methods",),
         ("testbed.ml.rounds", "testbed.ml.slots"),
         ("testbed.ml.pipeline",),
         ("testbed.ml.layers",),
         ("testbed.ml.transfer",),
+        ("testbed.ml.method",),
+        ("testbed.ml.partition",),
+        ("testbed.ml.schedule",),
+        ("testbed.ml.models", "testbed.ml.data"),
+        ("testbed.ml.workload",),
+        ("testbed.ml.training",),
+        ("testbed.ml.fields", "testbed.ml.kernels"),
+        ("testbed.ml.arrays",),
+        ("testbed.ml.lazy",),
+        ("testbed.simulation",),
+        ("testbed.prepare",),
+        ("testbed.validation",),
+        ("testbed.deployment",),
+        ("testbed.methods",),
+        ("testbed.workload",),
         ("testbed.messaging",),
         ("testbed.method",),
         ("testbed.scenario",),
         ("testbed.trace",),
         ("testbed.experiment", "testbed.plan"),
         ("testbed.faults",),
-        ("testbed.ml.partition",),
-        ("testbed.ml.schedule",),
-        ("testbed.ml.models", "testbed.ml.data", "testbed.network"),
-        ("testbed.workload", "testbed.hardware"),
-        ("testbed.ml.training",),
-        ("testbed.ml.fields", "testbed.ml.kernels"),
+        ("testbed.network",),
+        ("testbed.hardware",),
+        ("testbed.work",),
         ("testbed.device",),
-        ("testbed.ml.arrays",),
-        ("testbed.ml.lazy",),
         ("testbed.wire",),
         ("testbed.common",),
     ),
@@ -154,3 +163,32 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
         TopologicalSorter({module: imported(path) - {module} for module, path in MODULES.items()}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+CORE = {name: path for name, path in MODULES.items() if name.startswith("testbed.") and "ml" not in name.split(".")}
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_imports_neither_torch_nor_machine_learning(module: str) -> None:
+    """Local and type-only imports count, too."""
+    modules = set()
+    for node in ast.walk(ast.parse(CORE[module].read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    assert [each for each in sorted(modules) if each.startswith(("torch", "testbed.ml"))] == []
+
+
+def test_the_core_works_where_torch_and_machine_learning_are_missing() -> None:
+    program = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = sys.modules['testbed.ml'] = None\n"
+        "for module in sys.argv[1:]: importlib.import_module(module)\n"
+        "from testbed.scenario.loading import load\n"
+        "from testbed.scenario.expand import trials\n"
+        "from testbed.prepare import prepare\n"
+        "print(prepare(trials(load('examples/programs'))[0]).plan.method)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *CORE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("program\n", "")
