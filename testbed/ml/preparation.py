@@ -32,7 +32,8 @@ from testbed.ml.workload import LearningPart, ModelPart, SplitPart
 from testbed.plan import Plan
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
-from testbed.scenario.loading import explain, load
+from testbed.scenario.explaining import explain
+from testbed.scenario.loading import load
 from testbed.scenario.schema import Scenario
 from testbed.trace.outcome import Outcome
 from testbed.wire import arrays
