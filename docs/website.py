@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed.common import yamltext
-from testbed.ml.method import Method
+from testbed.method import Method
 from testbed.methods import METHODS
 from testbed.scenario.finding import find, named
 from testbed.scenario.loading import load

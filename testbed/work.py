@@ -33,10 +33,10 @@ _DEFAULT = "train"
 
 
 class MethodPart(Part):
-    """A method by name, with its options (see `testbed methods`)."""
+    """A method by name, with its options (see `testbed show methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(description="one of `testbed methods`, or of `file`; further keys are its options")
+    name: str = Field(description="one of `testbed show methods`, or of `file`; further keys are its options")
     file: str | None = Field(
         None,
         description="Python file that defines the method, relative to the scenario file; it is sent to the devices",
