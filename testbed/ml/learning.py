@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from testbed import method as core
+from testbed.common.collector import keep_imports
 from testbed.common.errors import Diagnostic, InputError
 from testbed.common.lazy import Lazy
 from testbed.common.seeds import derive
@@ -334,10 +334,9 @@ def model_of(workload: LearningPart, code: Code | None, classes: int, entering: 
 @cache
 def import_torch() -> None:
     """Import torch and let it set itself up, so that no program's first batch pays for it."""
-    gc.disable()
-    torch.set_num_threads(1)
-    image = torch.zeros(1, 1, 4, 4)
-    kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
-    torch.nn.functional.conv2d(image, kernel).flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]
-    gc.freeze()  # what modules consist of stays: nobody has to look through it again
-    gc.enable()
+    with keep_imports():
+        torch.set_num_threads(1)
+        image = torch.zeros(1, 1, 4, 4)
+        kernel = torch.zeros(1, 1, 3, 3, requires_grad=True)
+        convolved = torch.nn.functional.conv2d(image, kernel)
+        convolved.flatten(1).log_softmax(1).sum().backward()  # type: ignore[no-untyped-call]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
+from testbed.common.collector import rare_collection
 from testbed.faults.conditions import Changed, Conditions, DeviceState
 from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
@@ -335,17 +336,6 @@ def drop_finished() -> None:
     """Free the simulations that are over, if there are any: each is a circle of devices and tasks, with its events."""
     if _WORLDS:
         gc.collect()
-
-
-@contextmanager
-def rare_collection() -> Iterator[None]:
-    """Look for garbage less often: nearly all that is made of a simulation is kept, as events, or freed at once."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _OwnedTask(asyncio.Task[Any]):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
+from testbed.common.collector import rare_collection
 from testbed.prepare import Prepared, batches
-from testbed.simulation.world import drop_finished, rare_collection
+from testbed.simulation.world import drop_finished
 from testbed_controller.results.run import Run
 from testbed_controller.running.inputs import InitialWeights
 from testbed_controller.running.live import SHOWN, LiveProgress

@@ -249,7 +249,7 @@ def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[t
 @click.option("--pace", type=click.FloatRange(min=0, min_open=True), help="Seconds of the run to show in each second.")
 @click.option("--open/--no-open", "show_page", default=True, help="Open the page in a browser.  [default: open]")
 def watch(run: str | None, pace: float | None, show_page: bool) -> None:
-    """Show RUN on a page in the browser: devices, links, learning, what each device does, and faults as they strike.
+    """Show RUN on a page in the browser: devices, links, learning, what each device does, and faults.
 
     RUN is a run that is up (default: the only one), or a folder of results, which is replayed at --pace (1: real time).
     While a run is up, faults can be injected from the page. It is served on 127.0.0.1 until Ctrl-C.

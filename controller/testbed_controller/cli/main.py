@@ -4,45 +4,92 @@ from __future__ import annotations
 
 import atexit
 import errno
-import gc
 import importlib
 import logging
 import os
-import re
 import signal
 import sys
-from pathlib import Path
 
 import click
 
 from testbed.common import plugins
+from testbed.common.collector import collect_rarely, keep_everything
 from testbed.common.errors import HostError, InputError, TestbedError
 from testbed.common.formats import visible
 from testbed.common.logs import LEVEL, LEVELS, PACKAGES, LineFormatter
 from testbed.common.version import VERSION
-from testbed_controller.cli.options import CommandGroup, sentence
+from testbed_controller.cli.options import CommandGroup
 from testbed_controller.lab.paths import abandoned
 
 COMMANDS = {
-    "init": "testbed_controller.cli.validate:init",
-    "validate": "testbed_controller.cli.validate:validate",
-    "plan": "testbed_controller.cli.plan:plan",
-    "run": "testbed_controller.cli.run:run",
-    "up": "testbed_controller.cli.lab:up",
-    "down": "testbed_controller.cli.lab:down",
-    "watch": "testbed_controller.cli.lab:watch",
-    "ps": "testbed_controller.cli.lab:ps",
-    "logs": "testbed_controller.cli.lab:logs",
-    "exec": "testbed_controller.cli.lab:execute",
-    "fault": "testbed_controller.cli.changes:fault",
-    "link": "testbed_controller.cli.changes:link",
-    "show": "testbed_controller.cli.catalogue:show",
-    "report": "testbed_controller.cli.report:report",
-    "compare": "testbed_controller.cli.report:compare",
-    "export": "testbed_controller.cli.export:export",
-    "doctor": "testbed_controller.cli.machine:doctor",
-    "setup": "testbed_controller.cli.machine:setup",
+    "init": (
+        "testbed_controller.cli.validate:init",
+        "Create FOLDER with a scenario, a network, a method and a test to start a study from.",
+    ),
+    "validate": (
+        "testbed_controller.cli.validate:validate",
+        "Check scenario files: keys, units, devices, links, the plan, faults and expectations.",
+    ),
+    "plan": (
+        "testbed_controller.cli.plan:plan",
+        "Show who holds which part of the model, and what that costs, without running anything.",
+    ),
+    "run": (
+        "testbed_controller.cli.run:run",
+        "Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.",
+    ),
+    "up": (
+        "testbed_controller.cli.lab:up",
+        "Create the devices and links of SCENARIO and leave them up, with nothing running on them.",
+    ),
+    "down": (
+        "testbed_controller.cli.lab:down",
+        "Remove a run: its containers, networks and state, even if only part of it is left.",
+    ),
+    "watch": (
+        "testbed_controller.cli.lab:watch",
+        "Show RUN on a page in the browser: devices, links, learning, what each device does, and faults.",
+    ),
+    "ps": (
+        "testbed_controller.cli.lab:ps",
+        "List the containers of every run on the engine, what each device does, and how far the run has come.",
+    ),
+    "logs": (
+        "testbed_controller.cli.lab:logs",
+        "Print the log of DEVICE and the output of its program (`shaper` for the one that shapes the links).",
+    ),
+    "exec": ("testbed_controller.cli.lab:execute", "Run COMMAND in the container of DEVICE, and exit with its status."),
+    "fault": (
+        "testbed_controller.cli.changes:fault",
+        "Inject faults into the devices and links of a lab that is up, and undo them.",
+    ),
+    "link": ("testbed_controller.cli.changes:link", "Show, change and measure the links of a lab that is up."),
+    "show": (
+        "testbed_controller.cli.catalogue:show",
+        "Show the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios.",
+    ),
+    "report": (
+        "testbed_controller.cli.report:report",
+        "Rebuild the report of a run from its events and print its table.",
+    ),
+    "compare": (
+        "testbed_controller.cli.report:compare",
+        "Compare the figures of runs side by side, each also as a ratio to the first run's.",
+    ),
+    "export": (
+        "testbed_controller.cli.export:export",
+        "Write the tables of a run, or a whole lab, for other programs; `export DIR` is `export run DIR`.",
+    ),
+    "doctor": (
+        "testbed_controller.cli.machine:doctor",
+        "Report what the testbed finds on this machine, and how to fix what is missing.",
+    ),
+    "setup": (
+        "testbed_controller.cli.machine:setup",
+        "Prepare this machine: build images, look at hosts, download data sets, measure a device profile.",
+    ),
 }
+"""The name of each command, its object, and the line of `testbed --help`; the object is imported on use."""
 RENAMED = {
     "start": "testbed run SCENARIO --on",
     "schema": "testbed show schema",
@@ -67,7 +114,7 @@ def _command_of(found: object) -> click.Command:
 
 
 class _LazyGroup(CommandGroup):
-    """A group whose subcommands live in modules that are imported on use; their list is read off the source text."""
+    """A group whose subcommands live in modules that are imported on use."""
 
     renamed = RENAMED
 
@@ -78,22 +125,19 @@ class _LazyGroup(CommandGroup):
         if cmd_name not in COMMANDS:
             point = plugins.installed(GROUP).get(cmd_name)
             return None if point is None else plugins.load(point, (), _command_of)
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def describe(self, ctx: click.Context, name: str) -> str:
-        """Return the first sentence of a command's docstring, without importing what the command needs."""
+        """Return the line of a command in the list."""
         if name not in COMMANDS:
             try:
                 return super().describe(ctx, name)
             except InputError as error:  # a broken package must not cost the user the other commands
                 return str(error)
-        module, _, function = COMMANDS[name].partition(":")
-        text = (Path(__file__).parent / f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-        docstring = re.search(rf'^def {function}\(.*?"""(.*?)"""', text, re.DOTALL | re.MULTILINE)
-        return sentence(click.Command(name, help=docstring and docstring[1]))
+        return COMMANDS[name][1]
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -148,10 +192,8 @@ def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
 
 def main() -> None:
     """Run the command line; turn a `TestbedError` into one line and its exit status."""
-    # What imports make stays: to look for garbage among it takes time and finds none.
-    gc.set_threshold(100_000, 50, 100)
-    # So does what is there at the end: to look through torch's modules once more as Python ends takes 0.6 s.
-    atexit.register(gc.freeze)
+    collect_rarely()
+    atexit.register(keep_everything)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import gc
 import json
 import os
 import socket
@@ -21,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from testbed.common.collector import never_collect
 from testbed.common.errors import HostError
 from testbed.network.link import Link
 from testbed_controller.shaping import nfqueue
@@ -72,8 +72,7 @@ def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     control.send(json.dumps({"priority": prioritise()}).encode())
     give_up_capabilities()
-    # Nothing in these loops makes cycles, and a collection in the wrong moment would make packets late.
-    gc.disable()
+    never_collect()
     loop(control).run()
 
 

@@ -14,8 +14,9 @@ from testbed.hardware import PROFILES
 from testbed.methods import METHODS
 from testbed.ml.models import CATALOG
 from testbed.network.parts import PRESETS
-from testbed_controller.cli.main import COMMANDS, RENAMED, main
+from testbed_controller.cli.main import COMMANDS, RENAMED, main, testbed
 from testbed_controller.cli.main import testbed as command_line
+from testbed_controller.cli.options import sentence
 
 
 @pytest.fixture
@@ -247,3 +248,11 @@ def test_a_network_of_ones_own_is_shown_for_data_of_ones_own(call, tmp_path):
     assert (
         json.loads(call("show", "models", str(file), "Text", "--data", str(tmp_path / "text.npz"), "--json")) == shown
     )
+
+
+def test_the_list_of_commands_has_the_first_sentence_of_each() -> None:
+    context = click.Context(testbed)
+    for name, (_, line) in COMMANDS.items():
+        command = testbed.get_command(context, name)
+        assert command is not None
+        assert sentence(command) == line
