@@ -51,6 +51,10 @@ _PLAIN: Mapping[str, Callable[[object], object]] = {
 }
 
 
+_INNER = ("schema", "items_schema", "values_schema", "choices")
+"""Keys of a schema that hold the schemas of its parts."""
+
+
 def _restricted(schema: Any) -> Any:
     """Return the schema of a value, of which all numbers are plain and have bounds."""
     kind = schema["type"]
@@ -60,17 +64,15 @@ def _restricted(schema: Any) -> Any:
         upper = {} if {"le", "lt"} & schema.keys() else {"le": MOST}
         lower = {} if {"ge", "gt"} & schema.keys() else {"ge": -MOST}
         return no_info_before_validator_function(_PLAIN[kind], {**schema, **upper, **lower})
-    found = dict(schema)
-    for key in ("schema", "items_schema", "values_schema"):
-        if isinstance(inner := schema.get(key), dict):
-            found[key] = _restricted(inner)
-        elif isinstance(inner, list):
-            found[key] = [_restricted(each) for each in inner]
-    if kind == "union":
-        found["choices"] = [
-            (_restricted(each[0]), each[1]) if isinstance(each, tuple) else _restricted(each)
-            for each in schema["choices"]
-        ]
-    if kind == "tagged-union":
-        found["choices"] = {tag: _restricted(each) for tag, each in schema["choices"].items()}
-    return found
+    return schema | {key: _restricted_parts(schema[key]) for key in _INNER if key in schema}
+
+
+def _restricted_parts(parts: Any) -> Any:
+    """Return the same of one schema, of several, or of the choices of a union by their tags."""
+    if isinstance(parts, list | tuple):
+        return type(parts)(map(_restricted_parts, parts))
+    if not isinstance(parts, dict):
+        return parts  # the label of a choice
+    if isinstance(parts.get("type"), str):
+        return _restricted(parts)
+    return {tag: _restricted_parts(each) for tag, each in parts.items()}
