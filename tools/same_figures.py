@@ -48,7 +48,8 @@ def shortened(scenario: dict[str, Any]) -> dict[str, Any]:
         scenario["sweep"] = {
             key: values[:1] if isinstance(values, list) else values for key, values in scenario["sweep"].items()
         }
-    scenario.pop("expect", None)
+    for key in ("expect", "paper"):  # older revisions have publications in the scenario
+        scenario.pop(key, None)
     return scenario | {"repetitions": 1}
 
 
