@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from testbed_comparison.rows import Plot
+from testbed_comparison.rows import Plot, Row
 from testbed_comparison.tables import System
 
 FOLDER = "plots"
@@ -42,17 +43,19 @@ def _figure(system: System, plot: Plot) -> Any:
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.add_subplot(title=plot.title, xlabel=plot.axis)
     for number, series in enumerate(plot.series):
-        rows = [system.figures.row(name) for name in series.rows]
-        values = [system.ours(row) for row in rows]
-        places = [(x, each) for x, each in zip(plot.x, values, strict=True) if each is not None]
-        if places:
-            means, halves = [each.low for _, each in places], [each.half_width or 0 for _, each in places]
-            axes.errorbar([x for x, _ in places], means, halves, color=f"C{number}", marker="o", label=series.label)
-        printed = [(x, row.paper) for x, row in zip(plot.x, rows, strict=True) if isinstance(row.paper, str)]
-        paper = [(x, float(value)) for x, value in printed if value not in ("larger", "similar")]
-        if paper:
-            xs, ys = zip(*paper, strict=True)
-            axes.plot(xs, ys, color=f"C{number}", marker="x", linestyle="--", label=f"{series.label}, paper")
-        axes.set_ylabel(rows[0].unit)
+        rows = dict(zip(plot.x, map(system.figures.row, series.rows), strict=True))
+        _draw_ours(axes, system, rows, color=f"C{number}", label=series.label)
+        paper = {x: float(row.paper) for x, row in rows.items() if isinstance(row.paper, str)}
+        style: dict[str, Any] = {"color": f"C{number}", "marker": "x", "linestyle": "--"}
+        axes.plot([*paper], [*paper.values()], label=f"{series.label}, paper", **style)
+        axes.set_ylabel(next(iter(rows.values())).unit)
     axes.legend()
     return figure
+
+
+def _draw_ours(axes: Any, system: System, rows: Mapping[float | str, Row], **style: str) -> None:
+    """Draw our values with their intervals, as far as they were run."""
+    found = {x: ours for x, ours in ((x, system.ours(row)) for x, row in rows.items()) if ours is not None}
+    means = [each.low for each in found.values()]
+    halves = [each.half_width or 0.0 for each in found.values()]
+    axes.errorbar([*found], means, halves, marker="o", **style)

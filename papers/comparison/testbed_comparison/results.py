@@ -134,9 +134,7 @@ def _key(value: Value) -> str:
 def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any]:
     """Return the values and the provenance of a scenario's runs; raises `InputError` for runs that do not count."""
     runs = [result.run for result in results]
-    for run in runs:
-        if run.outcome.status != "finished" or run.metrics["verdict"]["kind"] == "not trusted":
-            raise InputError(f"{run.path}: the run did not finish or is not trusted; its report names the reason")
+    _check(results)
     manifests = [run.manifest for run in runs]
     computing = {json.dumps(each) for one in manifests for each in one["host"].get("computing") or ()}
     return {
@@ -151,21 +149,29 @@ def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any
     }
 
 
+def _check(results: Sequence[Result]) -> None:
+    for run in (result.run for result in results):
+        if run.outcome.status != "finished" or run.metrics["verdict"]["kind"] == "not trusted":
+            raise InputError(f"{run.path}: the run did not finish or is not trusted; its report names the reason")
+
+
 def _values(results: Sequence[Result], value: Value) -> list[float]:
     """Return a value for each repetition, in their order."""
-    points: dict[str, list[Result]] = {}
+    points: dict[str, list[float]] = {}
     for result in results:
-        point = result.run.trial.point
-        if all(_swept(point, key) == wanted for key, wanted in value.at.items()):
-            points.setdefault(json.dumps(point, sort_keys=True), []).append(result)
-    found = [[_metric(result, value.metric) for result in group] for group in points.values()]
-    numbers = [[each for each in group if each is not None] for group in found]
-    numbers = [group for group in numbers if group]
-    if value.least and numbers:
-        return min(numbers, key=fmean)
+        if _is_at(result, value):
+            numbers = points.setdefault(json.dumps(result.run.trial.point, sort_keys=True), [])
+            number = _metric(result, value.metric)
+            numbers += [] if number is None else [number]
+    if value.least:
+        return min(filter(None, points.values()), key=fmean, default=[])
     if len(points) != 1:
         raise InputError(f"{value.metric} at {value.at}: {len(points)} points of the sweep match; name exactly one")
-    return numbers[0] if numbers else []
+    return next(iter(points.values()))
+
+
+def _is_at(result: Result, value: Value) -> bool:
+    return all(_swept(result.run.trial.point, key) == wanted for key, wanted in value.at.items())
 
 
 def _swept(point: Mapping[str, Any], key: str) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from testbed import InputError
 
@@ -99,23 +100,37 @@ class Row(_Part):
     note: str = ""
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """The paper's value, or the ends of its range that are not open."""
+        return tuple(filter(None, self.paper)) if isinstance(self.paper, tuple) else (self.paper,)
+
+    @property
     def expressions(self) -> tuple[Expression, ...]:
         """All expressions of the row."""
         return self.ours if isinstance(self.ours, tuple) else (self.ours,)
 
+    @field_validator("unit")
+    @classmethod
+    def _known(cls, unit: str) -> str:
+        if unit not in UNITS:
+            raise ValueError(f"unknown unit '{unit}'; available: {', '.join(UNITS)}")
+        return unit
+
+    @field_validator("note")
+    @classmethod
+    def _without_numbers(cls, note: str) -> str:
+        if PAPERS_NUMBER.search(REFERENCE.sub("", note)):
+            raise ValueError("a paper's number is graded in a row of its own; remove it from the note")
+        return note
+
     @model_validator(mode="after")
     def _check(self) -> Row:
-        if self.unit not in UNITS:
-            raise ValueError(f"unknown unit '{self.unit}'; available: {', '.join(UNITS)}")
         if (self.kind == "ranking") != (self.paper in ("larger", "similar")):
             raise ValueError("the paper's value of a ranking, and of no other row, is 'larger' or 'similar'")
         if self.kind == "ranking" and any(isinstance(each, Value) for each in self.expressions):
             raise ValueError("a ranking compares two values by a ratio or a difference")
-        for end in self.paper if isinstance(self.paper, tuple) else (self.paper,):
-            if self.kind != "ranking" and end is not None:
-                float(end)
-        if PAPERS_NUMBER.search(REFERENCE.sub("", self.note)):
-            raise ValueError("a paper's number is graded in a row of its own; remove it from the note")
+        if self.kind != "ranking":
+            list(map(float, self.ends))
         return self
 
 
@@ -190,13 +205,16 @@ class Figures(_Part):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"each row needs a name of its own: {', '.join(twice)}")
-        used = [name for headline in self.headlines for name in headline.rows]
-        used += [name for plot in self.plots for series in plot.series for name in series.rows]
-        used += [each.row for each in self.sensitivity]
-        unknown = sorted(set(used) - set(names))
+        unknown = sorted(self._named() - set(names))
         if unknown:
             raise ValueError(f"unknown rows: {', '.join(unknown)}")
         return self
+
+    def _named(self) -> set[str]:
+        """Return the names of rows that headlines, plots and sensitivity use."""
+        lists = [headline.rows for headline in self.headlines]
+        lists += [series.rows for plot in self.plots for series in plot.series]
+        return {*chain.from_iterable(lists), *(each.row for each in self.sensitivity)}
 
     def row(self, name: str) -> Row:
         """Return the row of that name."""

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from testbed_comparison.results import Results
@@ -80,14 +81,9 @@ def _range(system: System, rows: list[Row]) -> tuple[str, str]:
     if rows[0].kind == "ranking":
         paper = f"{len(rows)} rankings"
     else:
-        ends = sorted({each for row in rows for each in _ends(row)}, key=float)
+        ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
         paper = _with_unit(" to ".join(dict.fromkeys([ends[0], ends[-1]])), unit)
     return paper, _with_unit(" to ".join(ours), unit) if ours else NONE
-
-
-def _ends(row: Row) -> list[str]:
-    ends = row.paper if isinstance(row.paper, tuple) else (row.paper,)
-    return [end for end in ends if end is not None]
 
 
 def _conditions(system: System) -> str:

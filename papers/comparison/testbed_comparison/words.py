@@ -77,20 +77,40 @@ def word_for(row: Row, ours: Ours | None) -> Word:
         return "not run"
     if row.data:
         return "not comparable"
+    word, holds = _claim(row, ours)
+    return word if holds else "differs"
+
+
+def _claim(row: Row, ours: Ours) -> tuple[Word, bool]:
+    """Return the best word that a row can get, and whether our value gets it."""
     if row.kind == "ranking":
-        return "same ranking" if _has_ranking(row, ours) else "differs"
-    low, high = _printed(row)
-    contains = low <= ours.most and ours.least <= high
-    if isinstance(row.paper, tuple):
-        contains = low <= ours.least and ours.most <= high
+        return "same ranking", _has_ranking(row, ours)
     if row.kind == "arithmetic":
-        return "exact" if contains else "differs"
+        return "exact", _contains(row, ours)
     if row.fitted:
-        margin = WITHIN * abs(ours.low)
-        return "calibrated" if low - margin <= ours.low and ours.high <= high + margin else "differs"
-    has_interval = ours.is_timing or isinstance(row.paper, tuple) or ours.half_width is not None
-    is_narrow = (ours.half_width or 0.0) <= WITHIN * abs(ours.low)
-    return "agrees" if contains and has_interval and is_narrow else "differs"
+        return "calibrated", _is_near(row, ours)
+    return "agrees", _contains(row, ours) and _is_narrow(row, ours)
+
+
+def _contains(row: Row, ours: Ours) -> bool:
+    """Return whether our interval contains the paper's value, or the paper's range contains ours."""
+    low, high = _printed(row)
+    if isinstance(row.paper, tuple):
+        return low <= ours.least and ours.most <= high
+    return low <= ours.most and ours.least <= high
+
+
+def _is_near(row: Row, ours: Ours) -> bool:
+    low, high = _printed(row)
+    margin = WITHIN * abs(ours.low)
+    return low - margin <= ours.low and ours.high <= high + margin
+
+
+def _is_narrow(row: Row, ours: Ours) -> bool:
+    """Return whether our interval is known and small."""
+    if ours.half_width is None:
+        return ours.is_timing or isinstance(row.paper, tuple)
+    return ours.half_width <= WITHIN * abs(ours.low)
 
 
 def _printed(row: Row) -> tuple[float, float]:

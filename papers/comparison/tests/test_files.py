@@ -157,3 +157,27 @@ def test_the_pages_of_the_papers_are_those_of_their_results():
         assert {row.scenario for row in system.figures.rows} <= {
             file.stem for file in (system.folder / "scenarios").glob("*.yaml")
         }
+
+
+def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    steps = [{"metric": "steps", "at": {"workload.epochs": epochs}} for epochs in (2, 1)]
+    write(folder, with_row(kind="arithmetic", paper="2.00", unit="x", ours={"ratio": steps}))
+    figures = load(folder)
+    figures = figures.model_copy(update={"rows": figures.rows[:1]})
+    results = Results(folder)
+    results.run("one", figures, jobs=1, again=False)
+    results.save()
+    kept = Results(folder)
+    assert kept.stale(figures) == []
+    assert kept.scenarios["one"]["command"] == "testbed run papers/one --runtime simulate"
+    assert kept.scenarios["one"]["computing"][0].keys() == {"processor", "instruction_set", "torch"}
+    assert kept.scenarios["one"]["trains"]
+    assert System(folder, figures, kept).word(figures.rows[0]) == "exact"
+
+
+def test_a_value_has_to_name_one_point_of_a_sweep(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    write(folder, with_row(ours={"metric": "steps"}))
+    with pytest.raises(InputError, match="2 points of the sweep match; name exactly one"):
+        Results(folder).run("one", load(folder), jobs=1, again=False)
