@@ -105,34 +105,27 @@ class RunRequest:
             stream_of(name)
         if self.resume is not None and self.out is not None:
             raise InputError("--out cannot be combined with --resume")
-        if self.one_run_per_host and (not self.where.hosts or self.runtime != "emulate"):
-            raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
-        if self.one_run_per_host and (self.where.place or self.where.faults or self.keep):
-            text = "every device of a run is on one host: leave --place, faults of hosts and --keep away"
-            raise InputError(f"--each-on-one-host: {text}")
-        together = self._together
-        if self.lab is not None:
-            self._check_lab()
-        if together in ("--cluster", "--jobs") and self.runtime != "simulate":
-            text = "containers need the host to themselves: add --runtime simulate, or leave"
-            raise InputError(f"{together}: {text} {together} away")
-        if together and (self.watch or self.streams):
-            raise InputError(f"{together}: runs side by side are neither watched nor streamed: leave {together} away")
         if self.watch and not self.events:
             raise InputError("--no-events: the page is made of them: leave --watch away")
+        if self.one_run_per_host:
+            self._check_one_run_per_host()
+        if self._together:
+            self._check_together(self._together)
 
-    def _check_lab(self) -> None:
-        """Raise InputError for options of runs that create their own devices."""
-        conflicts = {
-            "--runtime simulate": self.runtime == "simulate",
-            "--resume": self.resume,
-            self._together: self._together,
-            "--hosts": self.where.hosts,
-            "--keep": self.keep,
-        }
-        for name, given in conflicts.items():
-            if given:
-                raise InputError(f"--on cannot be combined with {name}")
+    def _check_one_run_per_host(self) -> None:
+        if not self.where.hosts or self.runtime != "emulate":
+            raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
+        if self.where.place or self.where.faults or self.keep:
+            text = "every device of a run is on one host: leave --place, faults of hosts and --keep away"
+            raise InputError(f"--each-on-one-host: {text}")
+
+    def _check_together(self, option: str) -> None:
+        """Raise InputError for options that serve a single run at a time."""
+        if option in ("--cluster", "--jobs") and self.runtime != "simulate":
+            text = "containers need the host to themselves: add --runtime simulate, or leave"
+            raise InputError(f"{option}: {text} {option} away")
+        if self.watch or self.streams:
+            raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
 
     @property
     def _together(self) -> str:
