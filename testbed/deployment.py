@@ -20,7 +20,7 @@ from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.hardware import DeviceSpec
 from testbed.method import Method, Problem
-from testbed.methods.external import code_of, from_code
+from testbed.methods.external import code_of, from_code, register_work
 from testbed.network.link import Link
 from testbed.plan import Plan
 from testbed.wire.token import data_token
@@ -59,6 +59,8 @@ class Deployment(BaseModel):
     """The kinds of devices there are, without names."""
     devices: dict[str, int]
     """Every device of the run in the order of the scenario, with the number of its kind."""
+    work_code: Code | None = None
+    """Source text of a kind of work that is no part of this code."""
     method_code: Code | None = None
     """Source text of a method that is no part of this code."""
     plan: Plan
@@ -106,6 +108,8 @@ def read(body: bytes | bytearray) -> Deployment:
                 f"this device reads version {VERSION} of the schema, not {version}: build the images again from the "
                 "same code with 'testbed setup images'"
             )
+        if document.get("work_code") is not None:  # before the keys are read that it defines
+            register_work(Code.model_validate(document["work_code"]))
         return Deployment.model_validate(document)
     except ValidationError as error:
         raise InputError(first_problem(error)) from error
@@ -133,6 +137,7 @@ class Deployments:
     """Address of each device on the data network."""
     broadcast: str | None = None
     method_code: Code | None = None
+    work_code: Code | None = None
 
     def of(self, device: str) -> bytes:
         """Return what a device is given, as JSON."""
@@ -185,6 +190,7 @@ class Deployments:
                 "facts": kind_of(problem.workload).facts(problem),
                 "specs": specs,
                 "devices": devices,
+                "work_code": self.work_code and self.work_code.model_dump(mode="json"),
                 "method_code": self.method_code and self.method_code.model_dump(mode="json"),
                 "broadcast": self.broadcast,
             }
@@ -208,5 +214,5 @@ def deployments(
 
     ``addresses`` are the devices' on the data network.
     """
-    code = code_of(prepared.method)
-    return Deployments(prepared.method, prepared.problem, prepared.plan, run, token, addresses, broadcast, code)
+    codes = code_of(prepared.method), code_of(prepared.workload)
+    return Deployments(prepared.method, prepared.problem, prepared.plan, run, token, addresses, broadcast, *codes)

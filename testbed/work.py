@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, Self
 
@@ -30,6 +31,7 @@ _CLASSES = {
     "program": "testbed.methods.program.workload:Programs",
 }
 _DEFAULT = "train"
+_registered: dict[str, Any] = {}
 
 
 class MethodPart(Part):
@@ -117,7 +119,7 @@ class WorkloadPart(Part):
         task = value.get("task", _DEFAULT)
         if not isinstance(task, str):
             return read(value)
-        if task not in _CLASSES and task not in plugins.installed(GROUP):
+        if task not in tasks():
             expected = {"expected": ", ".join(map(repr, tasks()))}
             error = {"type": "literal_error", "loc": ("task",), "input": task, "ctx": expected}
             raise ValidationError.from_exception_data(cls.__name__, [error])  # type: ignore[list-item]
@@ -131,7 +133,10 @@ class WorkloadPart(Part):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         if cls is not WorkloadPart:
             return super().__get_pydantic_json_schema__(core_schema, handler)
-        parts = dict.fromkeys(kind(task).Part for task in _CLASSES)
+        parts: dict[type[WorkloadPart], None] = {}
+        for task in tasks():
+            with suppress(InputError):  # a package that cannot be imported; it is reported where a scenario names it
+                parts[kind(task).Part] = None
         for part in parts:
             part.model_rebuild()
         return {"anyOf": [handler(part.__pydantic_core_schema__) for part in parts]}
@@ -139,12 +144,21 @@ class WorkloadPart(Part):
 
 def tasks() -> tuple[str, ...]:
     """Return the tasks of all kinds of work, those of installed packages among them."""
-    return tuple(dict.fromkeys([*_CLASSES, *plugins.installed(GROUP)]))
+    return tuple(dict.fromkeys([*_CLASSES, *_registered, *plugins.installed(GROUP)]))
+
+
+def register(task: str, made: Any) -> None:
+    """Use an object as the kind of work of a task: on a device, which has not the package that brings it."""
+    _registered[task] = made
+
+
+def kind(task: str) -> Any:
+    """Return the `testbed.workload.Workload` of a task; raises `InputError` naming those there are."""
+    return _registered.get(task) or _kind(task)
 
 
 @cache
-def kind(task: str) -> Any:
-    """Return the `testbed.workload.Workload` of a task; raises `InputError` naming those there are."""
+def _kind(task: str) -> Any:
     if task in _CLASSES:
         module, _, name = _CLASSES[task].partition(":")
         return getattr(importlib.import_module(module), name)()

@@ -15,6 +15,8 @@ from testbed.common.errors import InputError
 from testbed.common.usercode import Code
 from testbed.method import Method
 from testbed.trace.registry import figures_of
+from testbed.work import register
+from testbed.workload import Workload
 
 GROUP = "testbed.methods"
 """Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
@@ -29,6 +31,13 @@ def from_file(file: Path, name: str) -> Method:
 def from_code(code: Code) -> Method:
     """Import a method from its text; raises `InputError` saying what is wrong with it."""
     return _instance(_classes(usercode.load(code, FILE_KEY), code), code)
+
+
+def register_work(code: Code) -> None:
+    """Import a kind of work from its text and register it; raises `InputError` saying what is wrong with it."""
+    for found in vars(usercode.load(code, ("task",))).values():
+        if inspect.isclass(found) and issubclass(found, Workload) and vars(found).get("name") == code.name:
+            register(code.name, found())
 
 
 def _classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
@@ -63,8 +72,11 @@ def make(found: type[Method]) -> Method:
     return found()
 
 
-def code_of(method: Method) -> Code | None:
-    """Return a method as text for devices, None for one of this code; raises `InputError` for none or too much."""
+def code_of(method: Method | Workload) -> Code | None:
+    """Return a method or a kind of work as text for devices, None for one of this code.
+
+    Raises `InputError` for none or too much text.
+    """
     module = type(method).__module__
     if module == "testbed" or module.startswith("testbed."):
         return None

@@ -250,6 +250,8 @@ class LearningPart(WorkloadPart):
     def _moved_optimizer(cls, value: Any) -> Any:
         if isinstance(value, dict) and "optimizer" in value:
             raise ValueError("'optimizer' is a key of 'training' now: write training: {optimizer: {...}}")
+        if isinstance(value, dict) and value.get("programs") == {}:  # results of version 1.0 have it
+            value = {key: each for key, each in value.items() if key != "programs"}
         return value
 
     @model_validator(mode="after")

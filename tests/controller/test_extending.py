@@ -273,3 +273,66 @@ def test_methods_are_listed_beside_a_broken_package(packages: Path, tmp_path: Pa
 
 def test_a_method_of_a_package_runs(packages: Path, tmp_path: Path) -> None:
     assert simulate(packages, tmp_path)["requests"] == 1
+
+
+TALK = """
+name: talking
+devices: {worker: {profile: raspberry-pi-4b, count: 2}}
+network: {link: {rate: 50mbit, delay: 5ms}}
+workload:
+  task: talk
+  prompts: [how are you, fine]
+  method: {name: echo}
+expect: {words_per_second: '>= 9.9'}
+"""
+
+
+def test_a_workload_of_a_package_is_planned_simulated_and_reported(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "talking.yaml").write_text(TALK)
+    assert run(packages, tmp_path, "plan", "talking.yaml").returncode == 0
+    done = run(packages, tmp_path, "run", "talking.yaml", "--runtime", "simulate", "--json", "--out", "kept")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)["metrics"]
+    assert metrics["words_per_second"] == pytest.approx(10)
+    assert metrics["trusted"]
+    shown = run(packages, tmp_path, "report", "kept").stdout
+    assert "echo talk, 2 devices" in shown
+    assert "10 a second" in shown
+
+
+def test_keys_of_a_workload_of_a_package_are_checked(packages: Path, tmp_path: Path) -> None:
+    for change, text in (
+        (("prompts", "promts"), "unknown key 'promts': did you mean 'prompts'?"),
+        (("task: talk", "task: talks"), "did you mean 'talk'?"),
+        (("echo", "idle"), "the method 'idle' cannot talk: it can infer"),
+        (("task: talk", "task: torn"), "the package 'torn' that brings 'torn' cannot be used"),
+    ):
+        (tmp_path / "talking.yaml").write_text(TALK.replace(*change))
+        refused = run(packages, tmp_path, "validate", "talking.yaml")
+        assert refused.returncode == 2
+        assert text in refused.stdout + refused.stderr
+
+
+def test_the_text_of_a_workload_travels_to_devices_without_the_package(packages: Path, tmp_path: Path) -> None:
+    (tmp_path / "extended.yaml").write_text(TALK)
+    write = (
+        "from pathlib import Path\n"
+        "from testbed.prepare import prepare\n"
+        "from testbed.scenario.expand import trials\n"
+        "from testbed.scenario.loading import load\n"
+        "from tests.helpers.deployed import bodies\n"
+        "body = next(iter(bodies(prepare(trials(load('extended.yaml'))[0])).values()))\n"
+        "Path('body').write_bytes(body)\n"
+    )
+    read = (
+        "from pathlib import Path\n"
+        "from testbed.deployment import read\n"
+        "method, problem = read(Path('body').read_bytes()).problem()\n"
+        "print(method.name, *problem.workload.prompts)\n"
+    )
+    for program, path in ((write, f"{packages}:{ROOT}"), (read, str(ROOT))):
+        environment = {**os.environ, "PYTHONPATH": path}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "echo how are you fine\n"
