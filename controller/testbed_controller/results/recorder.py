@@ -122,7 +122,7 @@ class Recorder:
         trial: Trial,
         plan: Plan,
         runtime: Literal["emulate", "simulate"],
-        weights: Mapping[str, Any] | str | None = None,
+        weights: Mapping[str, Any] | str | None = "random, drawn from the seed",
         owned: Mapping[str, Mapping[int, int]] | None = None,
         events: bool = True,
     ) -> None:

@@ -22,7 +22,7 @@ def answers(devices=3, hidden=(9, 7), weights=None):
     model = f"workload.model={{name: mlp, hidden: {list(hidden)}{', weights: some' if weights else ''}}}"
     changes = [model, f"devices.source.count={devices}", "workload.requests=2"]
     (trial,) = trials(load(EXAMPLE, changes))
-    with patch("testbed.prepare._pretraining", return_value=None):  # the weights lie in no file
+    with patch("testbed.ml.preparation._pretraining", return_value=None):  # the weights lie in no file
         prepared = prepare(trial)
     data, network, found = load_data(trial.scenario.workload.data), prepared.problem.model, {}
 

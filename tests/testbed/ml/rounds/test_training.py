@@ -6,6 +6,7 @@ import torch
 from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.ml.models import create
+from testbed.ml.preparation import share as share_of
 from tests.helpers.collaborating import SHAPE, Plain, data, of, prepared, run, scenario, took_part
 
 METHODS = ("federated", "split-learning", "split-federated", "pipelearn")
@@ -16,7 +17,7 @@ RESNET18 = {"name": "resnet18", "batch_norm": False}
 
 def pieces(spec, device: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images and labels of a device's iteration."""
-    share = prepared(spec).share(data(spec.workload.data), f"device{device + 1}")
+    share = share_of(prepared(spec), data(spec.workload.data), f"device{device + 1}")
     assert share is not None
     chosen = batch(len(share.train_labels), size, spec.seed, step)
     return torch.from_numpy(share.train_images[chosen]), torch.from_numpy(share.train_labels[chosen])
