@@ -19,6 +19,9 @@ for scenarios in sorted(Path("papers").glob("*/scenarios")):
     FOLDERS[paper.name] = str(paper)
     BESIDE[f"{paper.name}.scenarios"] = str(scenarios)
 
+FOLDERS["testbed_generation"] = "generation/testbed_generation"
+BESIDE["testbed_generation.scenarios"] = "generation/scenarios"
+
 packages = [*BESIDE]
 for name, folder in FOLDERS.items():
     packages += [name, *(f"{name}.{below}" for below in find_packages(folder))]

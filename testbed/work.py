@@ -98,6 +98,10 @@ class WorkloadPart(Part):
         """Yield the keys that name data beside the scenario, which are not copied with it, and their values."""
         return iter(())
 
+    def sources(self) -> Mapping[str, Any]:
+        """Return the sub-keys that may name a Python file beside the scenario, each with its ``file`` and ``name``."""
+        return {"method": self.method}
+
     def files(self) -> Iterator[str]:
         """Yield the Python files beside the scenario that sub-keys name, without those of method, model and data."""
         return iter(())

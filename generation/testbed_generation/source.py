@@ -7,14 +7,14 @@ the same tokens as without it, and each token is recorded once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from testbed.device import Span
+from testbed.device import Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import Result, Step
@@ -189,36 +189,36 @@ def post_step(mailbox: Mailbox, model: CostModel, device: str, step: Step) -> No
     mailbox.post(device, replace(step, padding=padding))
 
 
-async def serve_requests(
-    mailbox: Mailbox,
-    drive: Drive,
-    requests: Sequence[Request],
-    concurrency: int,
-    end: int | None,
-) -> dict[int, list[int]]:
-    """Generate the texts of all requests; return their tokens.
+@dataclass(frozen=True)
+class Service:
+    """What a source has to do."""
 
-    ``concurrency`` requests are in flight at once, in the order of their arrival; ``end`` is the token after which a
-    text is complete, None: each has as many tokens as it may.
-    """
-    device = mailbox.device
-    slots = asyncio.Semaphore(concurrency)
-    texts: dict[int, list[int]] = {}
+    requests: Sequence[Request]
+    concurrency: int = 1
+    """Requests in flight at once, in the order of their arrival."""
+    end: int | None = None
+    """The token after which a text is complete; None: each has as many tokens as it may."""
+    complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
+    """Is called with the number and the tokens of a request that is complete."""
+
+
+async def serve_requests(device: Device, drive: Drive, service: Service) -> None:
+    """Generate the texts of all requests; records ``arrival``, ``token`` and ``request``."""
+    slots = asyncio.Semaphore(service.concurrency)
 
     async def serve(request: Request) -> None:
         await device.sleep(max(0.0, request.arrival - device.now()))
         device.record("arrival", request=request.number, tokens=len(request.prompt))
         async with slots:
             progress = Progress(request)
-            texts[request.number] = progress.tokens
-            while len(progress.tokens) < request.limit and progress.tokens[-1:] != [end]:
+            while len(progress.tokens) < request.limit and progress.tokens[-1:] != [service.end]:
                 token = await drive.next_token(progress)
                 progress.tokens.append(token)
                 device.record("token", request=request.number, index=len(progress.tokens) - 1, token=token)
             drive.forget(request.number)
+            service.complete(request.number, progress.tokens)
             device.record("request", request=request.number, latency=device.now() - request.arrival)
 
     async with asyncio.TaskGroup() as group:
-        for request in requests:
+        for request in service.requests:
             group.create_task(serve(request))
-    return texts

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed_generation.architecture import Architecture
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import Assign, Assigned, Copy, Ping, Pong, Release, Result, Step
 from testbed_generation.network import Cache, LayerShard, score
 from testbed_generation.sampling import Sampling
-from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, full_name, layer_shapes, read_layer
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
 
 
 @dataclass
@@ -218,19 +217,3 @@ class Holder:
             padding=0 if added is not None else size,
         )
         self._mailbox.post(neighbour, copy)
-
-
-def assigned_bytes(model: CostModel, assign: Assign) -> float:
-    """Return the bytes of the weights of an assignment as stored."""
-    layers = assign.last - assign.first
-    return layers * model.architecture.layer_bytes(model.storage) + model.end_memory(assign.first == 0, assign.final)
-
-
-def assigned_names(architecture: Architecture, assign: Assign) -> list[str]:
-    """Return the names of the weights that an assignment needs."""
-    names = []
-    for layer in range(assign.first, assign.last):
-        names += [full_name(layer, name) for name in layer_shapes(architecture)]
-    if assign.final:
-        names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
-    return names

@@ -6,6 +6,7 @@ et al., 2019). The source embeds tokens and sends the values to all, and chooses
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,6 +128,7 @@ class TensorParallelSource:
         self._embedder = embedder
         self._sampling = sampling
         self._number = 0
+        self._turn = asyncio.Lock()
         self._norm = self._output = None
         if source is not None:
             self._norm = source.read(NORM)
@@ -134,6 +136,10 @@ class TensorParallelSource:
 
     async def next_token(self, progress: Progress) -> int:
         """Return the next token of a request; the shards compute one forward after the other."""
+        async with self._turn:
+            return await self._next_token(progress)
+
+    async def _next_token(self, progress: Progress) -> int:
         position = len(progress.all_tokens) - 1 if progress.tokens else 0
         tokens = len(progress.all_tokens) - position
         values = await self._embedder.embed(progress, position)

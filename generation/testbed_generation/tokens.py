@@ -9,55 +9,81 @@ from typing import Any, Protocol
 from testbed.common.errors import InputError
 from testbed_generation.weights import Gguf
 
+UNKNOWN = "\ufffd".encode()
+"""What a token without text is shown as."""
+
 
 class Tokens(Protocol):
-    """Converts text to tokens and back."""
+    """Converts text to tokens, and knows the text of each token."""
 
     end: int | None
     """The token after which a text is complete; None: there is none."""
+    pieces: Sequence[bytes]
+    """What each token adds to a text, in UTF-8; a letter may be made of several tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+
+def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
+    """Return the text of tokens; what is no UTF-8, and tokens without text, become U+FFFD.
+
+    Example:
+        >>> text_of([104, 105], Bytes().pieces)
+        'hi'
+    """
+    known = [pieces[token] if token < len(pieces) else UNKNOWN for token in tokens]
+    return b"".join(known).decode(errors="replace")
 
 
 class Bytes:
-    """One token for each byte of UTF-8. Tokens from 256 on, which a network may still choose, are shown as U+FFFD.
-
-    Example:
-        >>> Bytes().encode("hi")
-        [104, 105]
-    """
+    """One token for each byte of UTF-8."""
 
     end: int | None = None
+    pieces: Sequence[bytes] = tuple(bytes([value]) for value in range(256))
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes; what is no UTF-8 becomes U+FFFD."""
-        known = b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens)
-        return known.decode(errors="replace")
 
-
-class File:
-    """The tokenizer of a checkpoint: its file ``tokenizer.json``, read by the package ``tokenizers``."""
+class Vocabulary:
+    """The tokens of a tokenizer of the package ``tokenizers``."""
 
     def __init__(self, tokenizer: Any, end: int | None) -> None:
         """Take a ``tokenizers.Tokenizer``."""
         self._tokenizer = tokenizer
         self.end = end
+        number = tokenizer.get_vocab_size()
+        self.pieces: Sequence[bytes] = [_piece(tokenizer.id_to_token(token)) for token in range(number)]
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
         return list(self._tokenizer.encode(text).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return str(self._tokenizer.decode(list(tokens)))
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters that stand for bytes in byte-level vocabularies, as GPT-2 assigns them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    letters = {chr(value): value for value in printable}
+    return letters | {chr(256 + place): value for place, value in enumerate(others)}
+
+
+_LETTERS = _byte_letters()
+
+
+def _piece(token: str | None) -> bytes:
+    """Return what a token of a vocabulary adds to a text, whose letters stand for bytes or for themselves."""
+    if token is None:
+        return UNKNOWN
+    if token.startswith("<0x") and len(token) == 6:
+        return bytes([int(token[3:5], 16)])
+    if "▁" in token:
+        return token.replace("▁", " ").encode()
+    if all(letter in _LETTERS for letter in token):
+        return bytes(_LETTERS[letter] for letter in token)
+    return token.encode()
 
 
 def _tokenizers(path: Path) -> Any:
@@ -81,7 +107,7 @@ def _from_checkpoint(path: Path) -> Tokens:
         raise InputError(f"{file}: no such file: put the model's tokenizer.json beside its weights")
     tokenizer = _tokenizers(path).Tokenizer.from_file(str(file))
     ends = [tokenizer.token_to_id(text) for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")]
-    return File(tokenizer, next((end for end in ends if end is not None), None))
+    return Vocabulary(tokenizer, next((end for end in ends if end is not None), None))
 
 
 def _from_gguf(path: Path) -> Tokens:
@@ -99,4 +125,4 @@ def _from_gguf(path: Path) -> Tokens:
     special = [text for text in texts if text.startswith("<|") and text.endswith("|>")]
     tokenizer.add_special_tokens(special)
     end = file.number("tokenizer.ggml.eos_token_id")
-    return File(tokenizer, None if end is None else int(end))
+    return Vocabulary(tokenizer, None if end is None else int(end))

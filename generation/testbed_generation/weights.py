@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
+from testbed.plan import Piece
 from testbed_generation.architecture import Architecture
+from testbed_generation.messages import Assign
 from testbed_generation.sharding import Shard
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -217,15 +219,6 @@ def open_weights(path: Path) -> Checkpoint | Gguf:
     return Gguf(path) if path.suffix == ".gguf" else Checkpoint(path)
 
 
-def check_shapes(source: Source, architecture: Architecture, names: Iterable[str]) -> None:
-    """Raise `InputError` for a weight whose shape is not the architecture's."""
-    expected = shapes(architecture)
-    for name in names:
-        found = tuple(source.read(name).shape)
-        if found != expected[name]:
-            raise InputError(f"weights: {name} has shape {found}, the model needs {expected[name]}: choose its preset")
-
-
 def read_layer(source: Source, architecture: Architecture, layer: int, shard: Shard | None = None) -> dict[str, Tensor]:
     """Return the weights of a layer, or of a shard of it, by their short names."""
     weights = {}
@@ -237,3 +230,52 @@ def read_layer(source: Source, architecture: Architecture, layer: int, shard: Sh
                 weight = weight[cut] if axis == 0 else weight[:, cut]
         weights[name] = weight.contiguous()
     return weights
+
+
+class Given:
+    """Weights that a device was given."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights by their names in a checkpoint."""
+        self._weights = weights
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32."""
+        return self._weights[name].float()
+
+
+def read_all(source: Source, architecture: Architecture) -> dict[str, Tensor]:
+    """Return all weights of a network by their names; raises `InputError` for one of another shape."""
+    weights = {}
+    for name, shape in shapes(architecture).items():
+        weight = source.read(name)
+        if tuple(weight.shape) != shape:
+            raise InputError(
+                f"weights: {name} has the shape {tuple(weight.shape)}, the model needs {shape}: choose its preset",
+                ("workload", "model", "weights"),
+            )
+        weights[name] = weight.contiguous()
+    return weights
+
+
+def names_of_layers(architecture: Architecture, first: int, last: int) -> list[str]:
+    """Return the names of the weights of layers; with the last layer, those of the output as well."""
+    names = []
+    for layer in range(first, last):
+        names += [full_name(layer, name) for name in layer_shapes(architecture)]
+    if last == architecture.layers:
+        names += [NORM, EMBEDDING if architecture.tied else OUTPUT]
+    return names
+
+
+def names_of_pieces(architecture: Architecture, pieces: Sequence[Piece]) -> list[str]:
+    """Return the names of the weights that the pieces of a device need."""
+    names: dict[str, None] = {}
+    for piece in pieces:
+        names |= dict.fromkeys(names_of_layers(architecture, piece.first, piece.last))
+    return list(names)
+
+
+def assigned_weights(weights: Mapping[str, Tensor], architecture: Architecture, assign: Assign) -> dict[str, Tensor]:
+    """Return the weights that an assignment needs."""
+    return {name: weights[name] for name in names_of_layers(architecture, assign.first, assign.last)}

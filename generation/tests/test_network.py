@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+
+from testbed.common.errors import InputError
 from testbed_generation.architecture import PRESETS, Architecture, preset
 from testbed_generation.formats import stored_bytes
 from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.sharding import apportion, divide_layer
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, full_name, read_layer, shapes
-
-from testbed.common.errors import InputError
 
 TINY = Architecture(3, 32, 4, 2, 48, 64, 128)
 

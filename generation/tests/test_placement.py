@@ -6,9 +6,9 @@ import random
 import time
 
 import pytest
-from testbed_generation.placement import Layers, Row, by_memory, even, least_bottleneck, least_latency
 
 from testbed.common.errors import InputError
+from testbed_generation.placement import Layers, Row, by_memory, even, least_bottleneck, least_latency
 
 
 def random_row(seed: int) -> Row:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+from testbed.messaging.mailbox import Mailbox
+from testbed.network.link import Link
 from testbed_generation.architecture import Architecture
 from testbed_generation.costs import CostModel
 from testbed_generation.messages import KINDS
@@ -14,12 +17,9 @@ from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.requests import Request
 from testbed_generation.row import Row, RowOptions
 from testbed_generation.sampling import Sampling
-from testbed_generation.source import AlongRow, Embedder, ThroughSource, serve_requests
+from testbed_generation.source import AlongRow, Embedder, Service, ThroughSource, serve_requests
 from testbed_generation.stage import Holder
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, read_layer
-
-from testbed.messaging.mailbox import Mailbox
-from testbed.network.link import Link
 from tests.helpers.worlds import events, world
 
 TINY = Architecture(6, 32, 4, 2, 48, 64, 128)
@@ -78,7 +78,7 @@ def serve(
                 table = None if seeded is None else seeded.read(EMBEDDING)
                 way = ThroughSource if recovery == "replay" else AlongRow
                 drive = way(mailbox, MODEL, row, Embedder(mailbox, MODEL, table), 0.1)
-                texts.update(await serve_requests(mailbox, drive, REQUESTS, concurrency, None))
+                await serve_requests(device, drive, Service(REQUESTS, concurrency, None, texts.__setitem__))
 
         return run
 

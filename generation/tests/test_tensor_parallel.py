@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from test_serving import GREEDY, LINK, MODEL, REQUESTS, SPEED, TINY, alone
+
+from testbed.messaging.mailbox import Mailbox
 from testbed_generation.architecture import Architecture
 from testbed_generation.collectives import Ring, Star
 from testbed_generation.costs import CostModel
 from testbed_generation.sharding import divide_layer
-from testbed_generation.source import Embedder, serve_requests
+from testbed_generation.source import Embedder, Service, serve_requests
 from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
 from testbed_generation.weights import EMBEDDING, Seeded
-
-from testbed.messaging.mailbox import Mailbox
 from tests.helpers.worlds import events, world
 
 
@@ -33,7 +33,7 @@ def serve(names: str, reduce: Any, model: CostModel = MODEL, numerics: bool = Tr
                     await holder.serve()
                 embedder = Embedder(mailbox, model, None if source is None else source.read(EMBEDDING))
                 drive = TensorParallelSource(mailbox, model, names, holder, embedder, GREEDY, source)
-                texts.update(await serve_requests(mailbox, drive, REQUESTS, 1, None))
+                await serve_requests(device, drive, Service(REQUESTS, 1, None, texts.__setitem__))
 
         return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -303,6 +303,10 @@ class LearningPart(WorkloadPart):
         """Yield the keys that name data and weights beside the scenario."""
         yield from (("data.folder", self.data.folder), ("data.path", self.data.path))
         yield "model.weights", self.model.weights
+
+    def sources(self) -> Mapping[str, Any]:
+        """Return method, model and data."""
+        return {"method": self.method, "model": self.model, "data": self.data}
 
     def files(self) -> Iterator[str]:
         """Yield the Python files that the training names."""

@@ -143,7 +143,5 @@ def sentence(command: click.Command) -> str:
 
 def in_results(scenario: Scenario) -> bool:
     """Say whether a scenario names Python files beside the results of a run, which may have come from somebody else."""
-    workload = scenario.workload
-    parts = (getattr(workload, key, None) for key in ("method", "model", "data"))
-    named = any(part is not None and part.file is not None for part in parts)
+    named = any(part.file is not None for part in scenario.workload.sources().values())
     return named and (scenario.source.folder / "manifest.json").is_file()

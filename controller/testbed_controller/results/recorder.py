@@ -286,9 +286,8 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
     for file in _further_files(scenario.workload):
         if Path(file).name == file:
             _add_sources(sources, usercode.read(scenario.source.folder / file, "", ("training", "file")), "")
-    for key in ("method", "model", "data"):
-        part = getattr(scenario.workload, key, None)
-        if part is not None and part.file is not None:
+    for key, part in scenario.workload.sources().items():
+        if part.file is not None:
             code = usercode.read(scenario.source.folder / part.file, part.name, (key, "file"))
             parts[key] = part.model_copy(update={"file": _add_sources(sources, code, f"{key}/")})
     workload = scenario.workload.model_copy(update=parts)

@@ -1,0 +1,251 @@
+"""Methods of the workload ``generate``: ranges of layers in a row, and shards of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from testbed.common.errors import InputError
+from testbed.common.quantities import Duration
+from testbed.device import Device
+from testbed.messaging.mailbox import Mailbox
+from testbed.method import Method, Options, PlannedMessage
+from testbed.plan import Details, Piece, Plan
+from testbed_generation.placement import Layers
+from testbed_generation.planning import CHOICES, first_devices, pieces_of, room, row_over, shards_of
+from testbed_generation.workload import GenerateJob, GenerateProblem
+
+
+class StagesOptions(Options):
+    """Options of methods whose devices hold ranges of layers."""
+
+    partition: Literal["even", "memory", "latency", "throughput"] = Field(
+        "latency",
+        description="even: as many layers on each device; memory: in proportion to memory, as exo does; latency: the "
+        "devices, order and layers with the least time of a token; throughput: those with the most tokens a second "
+        "for many requests in flight. The last two may leave devices unused",
+    )
+    spares: tuple[str, ...] = Field((), description="devices without layers, which take those of a lost stage")
+    recovery: Literal["restart", "replay", "replicate"] = Field(
+        "restart",
+        description="what happens when a stage is lost. restart: layers are assigned anew, and requests in flight "
+        "begin at their prompts; replay: a replacement is sent again what the stage was sent (petals); replicate: each "
+        "stage copies its KV caches to the next one, which takes over",
+    )
+    heartbeat: Duration = Field(0.25, gt=0, description="time between two questions whether the stages are there")
+    failure_timeout: Duration = Field(0.5, gt=0, description="time without an answer after which a stage is lost")
+
+
+class StagesDetails(Details):
+    """What a plan of ranges of layers says; in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+    token_time: float
+    """Of one decoded token in the middle of a text, alone."""
+    bottleneck: float
+    """Between two tokens when many requests are in flight."""
+
+
+class Stages(Method[StagesOptions, StagesDetails]):
+    """Each device holds a range of layers with their KV caches; values pass from one to the next."""
+
+    name = "layer-ranges"
+    summary = "generation: ranges of layers on devices in a row, several requests in flight"
+    tasks = ("generate",)
+    Options = StagesOptions
+    Details = StagesDetails
+    supports = frozenset({"all_links"})
+    begins = frozenset({"embed", "prefill", "decode"})
+    through_source: ClassVar[bool] = False
+    """Whether each stage's values return to the source, which sends them to the next stage."""
+
+    def plan(self, problem: GenerateProblem[StagesOptions]) -> Plan[StagesDetails]:
+        """Choose devices and layers; raises `InputError` where the network does not fit."""
+        if problem.options.recovery == "replay" and not self.through_source:
+            raise InputError(
+                "replays what the source has sent to each stage, and here stages send to each other: use the method "
+                "'petals'",
+                ("workload", "method", "recovery"),
+            )
+        row = row_over(problem, first_devices(problem, problem.options.spares))
+        layers = CHOICES[problem.options.partition](row)
+        return Plan(
+            method=self.name,
+            lead=problem.devices[0].name,
+            pieces=pieces_of(problem, layers),
+            step_time=row.latency(layers),
+            details=StagesDetails(token_time=row.latency(layers), bottleneck=row.bottleneck(layers)),
+        )
+
+    def largest_messages(
+        self, problem: GenerateProblem[StagesOptions], plan: Plan[StagesDetails]
+    ) -> Iterator[PlannedMessage]:
+        """Return the values of the longest prompt between stages."""
+        size = problem.model.message_bytes(max(len(request.prompt) for request in problem.requests))
+        names = [plan.lead, *plan.devices]
+        for sender, receiver in pairwise(names):
+            if sender != receiver:
+                yield sender, receiver, size
+
+    async def program(self, device: Device, job: GenerateJob[StagesOptions, StagesDetails]) -> None:
+        """Hold layers; on the source, serve the requests."""
+        from testbed_generation.messages import KINDS
+        from testbed_generation.programs import embedding_of, load_seconds, sampling_of, service_of, weights_of
+        from testbed_generation.row import Row, RowOptions
+        from testbed_generation.source import AlongRow, Drive, Embedder, ThroughSource, serve_requests
+        from testbed_generation.stage import Holder
+        from testbed_generation.weights import Given, assigned_weights
+
+        problem, lead = job.problem, job.plan.lead
+        options, model = problem.options, problem.model
+        source = weights_of(job)
+        async with Mailbox(device, problem.links, KINDS) as mailbox:
+            holder = Holder(
+                mailbox,
+                lead,
+                model,
+                sampling_of(problem),
+                lambda assign: source if not assign.weights else Given(assign.weights),
+                lambda assign: load_seconds(problem, assign.last - assign.first),
+            )
+            if device.name != lead:
+                await holder.serve()
+            mailbox.start(holder.serve())
+
+            def plan_over(there: Collection[str]) -> Layers:
+                names = [name for name in first_devices(problem, options.spares) if name in there]
+                spares = [name for name in options.spares if name in there]
+                while True:
+                    try:
+                        return CHOICES[options.partition](row_over(problem, names))
+                    except InputError:
+                        if not spares:
+                            raise
+                        names.append(spares.pop(0))
+
+            def sent_weights(assign: Any) -> Mapping[str, Any]:
+                placed = any(piece.first == assign.first and piece.last == assign.last for piece in job.plan.pieces)
+                if job.weights is None or placed:
+                    return {}
+                return assigned_weights(job.weights, model.architecture, assign)
+
+            row = Row(
+                mailbox,
+                [device.name for device in problem.devices],
+                plan_over,
+                lambda name: room(problem, problem.device(name)),
+                RowOptions(options.recovery, options.heartbeat, options.failure_timeout),
+                sent_weights,
+            )
+            await row.begin()
+            embedder = Embedder(mailbox, model, embedding_of(source))
+            drive: Drive
+            if self.through_source:
+                drive = ThroughSource(mailbox, model, row, embedder, options.heartbeat)
+            else:
+                drive = AlongRow(mailbox, model, row, embedder, options.heartbeat)
+            await serve_requests(device, drive, service_of(device, job))
+
+
+class EdgeShard(Stages):
+    """Zhang et al. (2024): devices are chosen, and layers assigned, for the least latency or the most throughput."""
+
+    name = "edgeshard"
+    summary = "generation: devices chosen and layers assigned for latency or throughput (Zhang et al., 2024)"
+
+    def plan(self, problem: GenerateProblem[StagesOptions]) -> Plan[StagesDetails]:
+        """Choose devices and layers; raises `InputError` where the network does not fit."""
+        if problem.options.partition not in ("latency", "throughput"):
+            raise InputError(
+                "EdgeShard optimizes latency or throughput: leave 'partition' out, or use the method 'sequential'",
+                ("workload", "method", "partition"),
+            )
+        return super().plan(problem)
+
+
+class PetalsOptions(StagesOptions):
+    """Options of `Petals`."""
+
+    recovery: Literal["replay", "restart"] = Field(
+        "replay",
+        description="what happens when a stage is lost. replay: a replacement is sent again what the stage was sent; "
+        "restart: requests in flight begin at their prompts",
+    )
+
+
+class Petals(Stages):
+    """Borzunov et al. (2023): the client sends values to each server and keeps them; a lost server is replaced."""
+
+    name = "petals"
+    summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
+    Options = PetalsOptions
+    through_source = True
+
+
+class ShardsOptions(Options):
+    """Options of `TensorParallel`."""
+
+    reduce: Literal["star", "ring"] = Field(
+        "star", description="star: parts are added up on the source; ring: in pieces round a ring of all devices"
+    )
+    shares: tuple[float, ...] | None = Field(
+        None, description="how much of a layer each device holds; default: in proportion to its rate for decoding"
+    )
+    power_of_two: bool = Field(False, description="refuse other numbers of devices, as distributed-llama does")
+
+
+class TensorParallel(Method[ShardsOptions]):
+    """Every device holds some heads and hidden columns of every layer, and all add up their results twice a layer."""
+
+    name = "tensor-parallel"
+    summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
+    tasks = ("generate",)
+    Options = ShardsOptions
+    begins = frozenset({"embed", "attention", "feed_forward", "choose"})
+
+    def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
+        """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
+        number = len(problem.devices)
+        if problem.options.power_of_two and number & (number - 1):
+            raise InputError(
+                f"{number} devices are no power of two: use 1, 2, 4, 8, ... devices, or leave 'power_of_two' out",
+                ("workload", "method", "power_of_two"),
+            )
+        model, pieces = problem.model, []
+        architecture = model.architecture
+        for device, shard in zip(problem.devices, shards_of(problem, problem.options.shares), strict=True):
+            share = shard.heads / architecture.kv_heads
+            memory = model.layer_memory() * architecture.layers * share + model.buffer_memory()
+            memory += model.end_memory(device is problem.devices[0], device is problem.devices[0])
+            if memory > device.memory:
+                raise InputError(
+                    f"{device.name} needs {memory / 1e9:.2f} GB for its part of the layers and has "
+                    f"{device.memory / 1e9:.2f} GB: add devices, shorten the sequences, or store in fewer bits",
+                    ("devices",),
+                )
+            part = f"heads {shard.first_head} to {shard.last_head - 1}"
+            pieces.append(Piece(device=device.name, first=0, last=architecture.layers, memory=memory, part=part))
+        return Plan(method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces))
+
+    async def program(self, device: Device, job: GenerateJob[ShardsOptions]) -> None:
+        """Hold a shard; on the source, serve the requests."""
+        from testbed_generation.collectives import Ring, Star
+        from testbed_generation.programs import embedding_of, sampling_of, service_of, weights_of
+        from testbed_generation.source import Embedder, serve_requests
+        from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
+
+        problem = job.problem
+        names = [each.name for each in problem.devices]
+        source = weights_of(job)
+        async with Mailbox(device, problem.links, KINDS) as mailbox:
+            reduce = (Star if problem.options.reduce == "star" else Ring)(mailbox, names)
+            shard = shards_of(problem, problem.options.shares)[names.index(device.name)]
+            holder = ShardHolder(mailbox, problem.model, shard, source, reduce)
+            if device.name != job.plan.lead:
+                await holder.serve()
+            embedder = Embedder(mailbox, problem.model, embedding_of(source))
+            drive = TensorParallelSource(mailbox, problem.model, names, holder, embedder, sampling_of(problem), source)
+            await serve_requests(device, drive, service_of(device, job))

@@ -1,0 +1,215 @@
+"""What a report says of generated text, in the terms of the field.
+
+TTFT is the time from the arrival of a request to its first token, TPOT the time between two tokens of one request
+after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from testbed.trace.events import EventType
+from testbed.trace.figures import Column, Curve, Figure, Reporting, Row, Table
+from testbed.trace.record import Record
+
+
+@dataclass
+class RequestTimes:
+    """When a request arrived, and when each of its tokens was there."""
+
+    request: int
+    arrival: float
+    prompt: int
+    """Tokens of the prompt."""
+    tokens: list[float] = field(default_factory=list)
+    end: float | None = None
+
+    @property
+    def first(self) -> float | None:
+        """Seconds until the first token."""
+        return self.tokens[0] - self.arrival if self.tokens else None
+
+    @property
+    def between(self) -> list[float]:
+        """Seconds between tokens."""
+        return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+def request_times(record: Record) -> list[RequestTimes]:
+    """Return the times of all requests that arrived, by their numbers."""
+    times: dict[int, RequestTimes] = {}
+    for event in record.events:
+        fields = event.fields
+        if event.event == "arrival":
+            times[fields["request"]] = RequestTimes(fields["request"], event.time, fields["tokens"])
+        elif event.event == "token":
+            times[fields["request"]].tokens.append(event.time)
+        elif event.event == "request" and fields["request"] in times:
+            times[fields["request"]].end = event.time
+    return [times[number] for number in sorted(times)]
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """Return the smallest value that at least this share of the values does not exceed."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _first_token(record: Record) -> float | None:
+    firsts = [each.first for each in request_times(record) if each.first is not None]
+    return median(firsts) if firsts else None
+
+
+def _between(record: Record) -> list[float]:
+    return [seconds for each in request_times(record) for seconds in each.between]
+
+
+def _median_between(record: Record) -> float | None:
+    seconds = _between(record)
+    return median(seconds) if seconds else None
+
+
+def _number(record: Record) -> int:
+    return sum(len(each.tokens) for each in request_times(record))
+
+
+def _rate(record: Record) -> float | None:
+    times = [each for each in request_times(record) if each.tokens]
+    if not times:
+        return None
+    seconds = max(each.tokens[-1] for each in times) - min(each.arrival for each in times)
+    return _number(record) / seconds if seconds > 0 else None
+
+
+def _rate_of_a_request(record: Record) -> float | None:
+    rates = []
+    for each in request_times(record):
+        if len(each.tokens) > 1 and each.tokens[-1] > each.tokens[0]:
+            rates.append((len(each.tokens) - 1) / (each.tokens[-1] - each.tokens[0]))
+    return median(rates) if rates else None
+
+
+def _longest_pause(record: Record) -> float | None:
+    return max(_between(record), default=None)
+
+
+def _bytes_per_token(record: Record) -> float | None:
+    number = _number(record)
+    if not number:
+        return None
+    sent: float = sum(event.fields["bytes"] for event in record.events if event.event == "send")
+    return sent / number
+
+
+def _share(pick: Callable[[Record, str], float]) -> Callable[[Record], dict[str, float]]:
+    """Return a metric for each device: seconds of something a token."""
+
+    def compute(record: Record) -> dict[str, float]:
+        number = _number(record)
+        if not number:
+            return {}
+        return {device: pick(record, device) / number for device in record.plan.devices}
+
+    return compute
+
+
+def _seconds_of(event_name: str) -> Callable[[Record, str], float]:
+    def pick(record: Record, device: str) -> float:
+        seconds = 0.0
+        for event in record.events:
+            if event.event == event_name and event.device == device:
+                seconds += event.fields["duration"]
+        return seconds
+
+    return pick
+
+
+def requests_list(record: Record) -> list[dict[str, Any]]:
+    """Return each request with its times."""
+    rows = []
+    for each in request_times(record):
+        rows.append(
+            {
+                "request": each.request,
+                "arrival": each.arrival,
+                "prompt": each.prompt,
+                "tokens": len(each.tokens),
+                "ttft": each.first,
+                "tpot": median(each.between) if each.between else None,
+                "latency": None if each.end is None else each.end - each.arrival,
+            }
+        )
+    return rows
+
+
+def tokens_list(record: Record) -> list[dict[str, Any]]:
+    """Return how many tokens were there, at the time of each."""
+    times = sorted(time for each in request_times(record) for time in each.tokens)
+    return [{"time": time, "tokens": number} for number, time in enumerate(times, start=1)]
+
+
+def texts_list(record: Record) -> list[dict[str, Any]]:
+    """Return the generated texts."""
+    return [
+        {"request": event.fields["request"], "text": event.fields["text"]}
+        for event in record.events
+        if event.event == "text"
+    ]
+
+
+GENERATION = Reporting(
+    figures=(
+        Figure("tokens", "number", "generated tokens", _number, brief=True, compared=True),
+        Figure("ttft", "seconds", "median time from a request's arrival to its first token", _first_token, True, True),
+        Figure("tpot", "seconds", "median time between two tokens of a request", _median_between, True, True),
+        Figure("tpot_p99", "seconds", "99th percentile of that time", lambda record: _quantile(_between(record), 0.99)),
+        Figure("longest_pause", "seconds", "longest time between two tokens of a request", _longest_pause),
+        Figure("token_rate", "number", "generated tokens a second, of all requests together", _rate, True, True),
+        Figure("request_token_rate", "number", "median of the tokens a second of each request", _rate_of_a_request),
+        Figure("token_bytes", "bytes", "bytes that all devices send for a token", _bytes_per_token, compared=True),
+        Figure(
+            "compute_per_token.<device>",
+            "seconds",
+            "time that a device computes for a token",
+            _share(_seconds_of("compute")),
+        ),
+        Figure(
+            "send_per_token.<device>", "seconds", "time that a device sends for a token", _share(_seconds_of("send"))
+        ),
+    ),
+    lists={"generation_list": requests_list, "token_list": tokens_list, "text_list": texts_list},
+    events=(
+        EventType("arrival", "a request arrived at the source", (), ("request", "tokens")),
+        EventType("token", "a token was chosen", ("request", "index"), ("request", "index", "token")),
+        EventType("text", "the text of a request is complete", (), ("request", "text")),
+    ),
+    rows=(
+        Row("First token", "{ttft}", "after the arrival of a request, median"),
+        Row("Time per token", "{tpot}", "median; 99th percentile {tpot_p99}"),
+        Row("Tokens", "{token_rate}", "{tokens} tokens, {token_bytes} on the network for each"),
+    ),
+    tables=(
+        Table(
+            "Requests",
+            "",
+            "generation_list",
+            (
+                Column("request", "number", "request"),
+                Column("arrival", "moment", "arrival"),
+                Column("prompt tokens", "number", "prompt"),
+                Column("tokens", "number", "tokens"),
+                Column("TTFT", "seconds", "ttft"),
+                Column("TPOT", "seconds", "tpot"),
+                Column("latency", "seconds", "latency"),
+            ),
+        ),
+        Table("Text", "", "text_list", (Column("request", "number", "request"), Column("text", "text", "text"))),
+    ),
+    curves=(Curve("Tokens", "generated tokens over time", "token_list", "tokens", "number"),),
+)
+"""Metrics, events and tables of all runs of the workload."""

@@ -1,0 +1,54 @@
+"""What the programs of all methods need of a job: weights, sampling, and the record of the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from testbed.device import Device
+from testbed_generation.sampling import Sampling
+from testbed_generation.source import Service
+from testbed_generation.tokens import text_of
+from testbed_generation.weights import EMBEDDING, Given, Seeded, Source
+from testbed_generation.workload import GenerateJob, GenerateProblem
+
+
+def weights_of(job: GenerateJob[Any, Any]) -> Source | None:
+    """Return where a device reads weights: what it was given, or the seed; None without numerics."""
+    problem = job.problem
+    if not problem.workload.is_computed:
+        return None
+    if job.weights is None:
+        return Seeded(problem.model.architecture, problem.seed)
+    job.on_weights()
+    return Given(job.weights)
+
+
+def embedding_of(source: Source | None) -> Tensor | None:
+    """Return the token embedding; None without numerics."""
+    return None if source is None else source.read(EMBEDDING)
+
+
+def sampling_of(problem: GenerateProblem[Any]) -> Sampling:
+    """Return how tokens are chosen."""
+    part = problem.workload.sampling
+    return Sampling(part.temperature, part.top_p, problem.seed)
+
+
+def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
+    """Return the seconds that a device reads so many layers from its disk."""
+    rate = problem.workload.load_rate
+    return 0.0 if rate is None else layers * problem.model.architecture.layer_bytes(problem.model.storage) / rate
+
+
+def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
+    """Return what the source has to do; records the text of each complete request, where tokens are computed."""
+    problem = job.problem
+
+    def complete(number: int, tokens: Sequence[int]) -> None:
+        if problem.workload.is_computed:
+            device.record("text", request=number, text=text_of(tokens, job.pieces))
+
+    return Service(problem.requests, problem.workload.concurrency, problem.end, complete)

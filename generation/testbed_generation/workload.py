@@ -1,0 +1,407 @@
+"""The workload ``generate``: a language model, prompts, and how many tokens each of them gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from testbed.common.errors import Diagnostic, InputError
+from testbed.common.part import Part
+from testbed.common.quantities import ByteRate, Duration
+from testbed.method import Job, Method, Problem, ProblemOptions
+from testbed.plan import Plan, PlanDetails
+from testbed.work import WorkloadPart
+from testbed.workload import Inputs, Prepared, Workload
+from testbed_generation.architecture import PRESETS, Architecture, preset
+from testbed_generation.costs import CostModel
+from testbed_generation.formats import Format
+from testbed_generation.metrics import GENERATION
+from testbed_generation.requests import Request, arrivals, random_prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from testbed.scenario.schema import Scenario
+    from testbed_generation.tokens import Tokens
+
+
+class LanguageModelPart(Part):
+    """A decoder-only transformer of the Llama family: a preset, or its shape."""
+
+    preset: str | None = Field(None, description=f"a published shape: {', '.join(PRESETS)}")
+    layers: int | None = Field(None, ge=1, description="default: the preset's")
+    width: int | None = Field(None, ge=2, description="values of a token between layers; default: the preset's")
+    heads: int | None = Field(None, ge=1, description="query heads; default: the preset's")
+    kv_heads: int | None = Field(None, ge=1, description="key and value heads; default: the preset's, or as many")
+    hidden: int | None = Field(None, ge=1, description="values within the feed-forward network; default: the preset's")
+    vocabulary: int | None = Field(None, ge=256, description="tokens that there are; default: the preset's")
+    context: int | None = Field(None, ge=1, description="tokens of the longest sequence; default: the preset's")
+    rope_base: float | None = Field(None, gt=1, description="base of the rotary positions; default: the preset's")
+    tied: bool | None = Field(None, description="whether the output matrix is the embedding; default: the preset's")
+    storage: Format = Field("f32", description="how weights are stored, which decides bytes and time, not the values")
+    weights: str | None = Field(
+        None,
+        description="file to read them from, relative to the scenario file: .gguf, .safetensors, or a folder of a "
+        "Hugging Face model with its tokenizer; default: random, drawn from the seed",
+    )
+
+    def architecture(self) -> Architecture:
+        """Return the network's shape; raises `InputError` for a key that is missing or numbers that do not fit."""
+        given = {
+            name: value
+            for name in ("layers", "width", "heads", "kv_heads", "hidden", "vocabulary", "context", "rope_base", "tied")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.preset is not None:
+            base = asdict(preset(self.preset))
+        else:
+            base = {"kv_heads": given.get("heads"), "context": 2048}
+            for name in ("layers", "width", "heads", "hidden", "vocabulary"):
+                if name not in given:
+                    raise InputError(f"name a 'preset', or give '{name}'", ("workload", "model", name))
+        architecture = Architecture(**{**base, **given})
+        if architecture.heads % architecture.kv_heads:
+            raise InputError(
+                f"{architecture.heads} heads do not divide over {architecture.kv_heads} key-value heads: give a number "
+                "that divides them",
+                ("workload", "model", "kv_heads"),
+            )
+        if not architecture.head_width and architecture.width % (2 * architecture.heads):
+            raise InputError(
+                f"a width of {architecture.width} does not divide over {architecture.heads} heads of an even number of "
+                f"values: give a multiple of {2 * architecture.heads}",
+                ("workload", "model", "width"),
+            )
+        return architecture
+
+
+class PromptsPart(Part):
+    """Texts of a file, one a line, or random tokens."""
+
+    file: str | None = Field(None, description="text file with a prompt a line, relative to the scenario file")
+    count: int = Field(1, ge=1, le=100_000, description="without a file: number of prompts")
+    length: int = Field(32, ge=1, description="without a file: random tokens of each prompt")
+
+
+class ArrivalsPart(Part):
+    """When requests arrive at the source."""
+
+    every: Duration = Field(0.0, ge=0, description="seconds between two requests; 0: all at once")
+    poisson: bool = Field(False, description="whether the times are random with that mean")
+
+
+class SamplingPart(Part):
+    """How the next token is chosen."""
+
+    temperature: float = Field(0.0, ge=0, description="0: always the most probable token")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the most probable tokens of this probability together")
+
+
+class GeneratePart(WorkloadPart):
+    """Keys of text generation."""
+
+    task: Literal["generate"] = Field("generate", description="what the devices do together")
+    model: LanguageModelPart = Field(description="the language model")
+    prompts: tuple[str, ...] | PromptsPart = Field(PromptsPart(), description="texts, or where they come from")
+    tokens: int = Field(32, ge=1, description="tokens to generate for each prompt, at most")
+    arrivals: ArrivalsPart = Field(ArrivalsPart(), description="when requests arrive")
+    concurrency: int = Field(1, ge=1, description="requests in flight at once")
+    sampling: SamplingPart = Field(SamplingPart(), description="how tokens are chosen")
+    numerics: Literal["full", "none"] = Field("full", description="none: times and bytes alone, without torch")
+    load_rate: ByteRate | None = Field(
+        None, gt=0, description="bytes a second at which a device reads weights from its disk; default: no time"
+    )
+
+    progress: ClassVar[str] = "request"
+    unit: ClassVar[str] = "request"
+
+    @model_validator(mode="after")
+    def _known(self) -> GeneratePart:
+        if not isinstance(self.prompts, PromptsPart) and not self.prompts:
+            raise ValueError("names no prompt: give at least one text")
+        if self.numerics == "none" and self.model.weights is not None:
+            raise ValueError("has weights and 'numerics: none', which computes nothing: leave one of them out")
+        return self
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether tokens are computed, not times alone."""
+        return self.numerics == "full"
+
+    @property
+    def initial_weights(self) -> str | None:
+        """Where the weights are read from."""
+        return self.model.weights
+
+    def paths(self) -> Iterator[tuple[str, str | None]]:
+        """Yield the keys that name files beside the scenario."""
+        yield "model.weights", self.model.weights
+        if isinstance(self.prompts, PromptsPart):
+            yield "prompts.file", self.prompts.file
+
+    def title(self) -> str:
+        """Return what reports call the work."""
+        model = self.model.preset or f"{self.model.layers} layers of {self.model.width}"
+        return f"{self.method.name}: generation by {model}"
+
+
+@dataclass(frozen=True)
+class GenerateProblem(Problem[ProblemOptions]):
+    """What planners and programs know of the work."""
+
+    workload: GeneratePart
+    model: CostModel = field(kw_only=True)
+    requests: tuple[Request, ...] = ()
+    """All on the source, none elsewhere."""
+    end: int | None = None
+    """The token after which a text is complete."""
+
+
+@dataclass(frozen=True)
+class GenerateJob(Job[ProblemOptions, PlanDetails]):
+    """What a device's program is started with."""
+
+    problem: GenerateProblem[ProblemOptions]
+    weights: Mapping[str, torch.Tensor] | None = None
+    """By their names in a checkpoint; None: they are drawn from the seed."""
+    on_weights: Callable[[], None] = lambda: None
+    """Is called by the source when it uses them."""
+    pieces: Sequence[bytes] = ()
+    """The text of each token, on the source."""
+
+
+class Generate(Workload):
+    """Generation of text."""
+
+    name = "generate"
+    Part = GeneratePart
+    arrays = "torch"
+    declared = GENERATION
+
+    def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
+        """Yield what is wrong with the model, the prompts and the files."""
+        try:
+            self._described(scenario)
+        except InputError as error:
+            yield Diagnostic(error.key, error.text)
+
+    def problem(self, given: Problem, scenario: Scenario, method: Method) -> GenerateProblem:
+        """Describe the network and read the prompts."""
+        model, requests, end = self._described(scenario)
+        return _posed(given, model, requests, end)
+
+    def _described(self, scenario: Scenario) -> tuple[CostModel, tuple[Request, ...], int | None]:
+        part = _part(scenario)
+        weights = None if part.model.weights is None else _path(scenario, part.model.weights)
+        architecture = _architecture(part, weights)
+        if architecture.experts and part.is_computed:
+            raise InputError(
+                f"{part.model.preset} is a mixture of experts, of which only times are known: add numerics: none",
+                ("workload", "numerics"),
+            )
+        prompts, end = _prompts(part, scenario, architecture, weights)
+        times = arrivals(len(prompts), part.arrivals.every, part.arrivals.poisson, scenario.seed)
+        requests = []
+        for number, (prompt, time) in enumerate(zip(prompts, times, strict=True)):
+            requests.append(Request(number, tuple(prompt), time, part.tokens))
+        longest = max(len(prompt) for prompt in prompts) + part.tokens
+        if longest > architecture.context:
+            raise InputError(
+                f"a prompt and its {part.tokens} tokens are {longest} tokens, the model's context is "
+                f"{architecture.context}: generate fewer, or shorten the prompt",
+                ("workload", "tokens"),
+            )
+        return CostModel(architecture, part.model.storage, longest, part.concurrency), tuple(requests), end
+
+    def facts(self, problem: Problem) -> Mapping[str, Any]:
+        """Return the network and the requests."""
+        assert isinstance(problem, GenerateProblem)
+        return {
+            "model": asdict(problem.model),
+            "requests": [asdict(request) for request in problem.requests],
+            "end": problem.end,
+        }
+
+    def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> GenerateProblem:
+        """Return the problem on a device."""
+        model = CostModel(**{**facts["model"], "architecture": Architecture(**facts["model"]["architecture"])})
+        requests = tuple(Request(**{**each, "prompt": tuple(each["prompt"])}) for each in facts["requests"])
+        return _posed(given, model, requests, facts["end"])
+
+    def load(self, prepared: Prepared) -> Loaded:
+        """Read the text of all tokens, and the weights of the file that the scenario names."""
+        part, problem = _part(prepared.scenario), prepared.problem
+        assert isinstance(problem, GenerateProblem)
+        if part.model.weights is None:
+            return Loaded(tokens_of(None).pieces, None)
+        from testbed_generation.weights import open_weights, read_all
+
+        path = _path(prepared.scenario, part.model.weights)
+        return Loaded(tokens_of(path).pieces, read_all(open_weights(path), problem.model.architecture))
+
+    def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
+        """Return the weights by device: all on the source, elsewhere those of the device's pieces."""
+        return GenerateInputs(prepared, data)
+
+    def read_data(self, body: bytearray) -> Sequence[bytes]:
+        """Return the text of each token."""
+        return [piece.encode("latin-1") for piece in json.loads(body)]
+
+    def prepare_device(self, problem: Problem) -> dict[str, Any] | None:
+        """Import torch where tokens are computed."""
+        assert isinstance(problem, GenerateProblem)
+        if not problem.workload.is_computed:
+            return None
+        from testbed.ml import kernels
+
+        return kernels.computing()
+
+    def job(
+        self,
+        device: str,
+        problem: Problem,
+        plan: Plan,
+        data: Any,
+        weights: Mapping[str, Any] | None,
+        on_weights: Callable[[], None],
+    ) -> GenerateJob:
+        """Return the job with the weights of the device."""
+        assert isinstance(problem, GenerateProblem)
+        return GenerateJob(problem, plan, weights=weights, on_weights=on_weights, pieces=data or ())
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        import torch
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+    def computing(self, problem: Problem) -> AbstractContextManager[None]:
+        """Keep torch on one thread."""
+        assert isinstance(problem, GenerateProblem)
+        return self._computing() if problem.workload.is_computed else super().computing(problem)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read of files."""
+
+    pieces: Sequence[bytes]
+    """The text of each token."""
+    weights: Mapping[str, torch.Tensor] | None
+    """All weights of the network; None: devices draw them from the seed."""
+
+
+class GenerateInputs(Inputs):
+    """The weights of each device, and the text of tokens on the source."""
+
+    def __init__(self, prepared: Prepared, loaded: Loaded) -> None:
+        """Take what was read of files."""
+        self.begins_with_weights = loaded.weights is not None
+        self._plan = prepared.plan
+        self._weights = loaded.weights
+        self._pieces = loaded.pieces
+        assert isinstance(prepared.problem, GenerateProblem)
+        self._architecture = prepared.problem.model.architecture
+
+    def _of(self, device: str) -> Mapping[str, torch.Tensor] | None:
+        if self._weights is None or device == self._plan.lead:
+            return self._weights
+        from testbed_generation.weights import names_of_pieces
+
+        names = names_of_pieces(self._architecture, self._plan.of(device))
+        return {name: self._weights[name] for name in names}
+
+    def job(
+        self, device: str, problem: Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None
+    ) -> GenerateJob:
+        """Return the job of a device in the process of a simulation."""
+        assert isinstance(problem, GenerateProblem)
+        pieces = self._pieces if device == self._plan.lead else ()
+        return GenerateJob(problem, plan, shared, self._of(device), on_weights, pieces)
+
+    def data(self, device: str) -> bytes | None:
+        """Return the text of each token, for the source in a container."""
+        if device != self._plan.lead:
+            return None
+        return json.dumps([piece.decode("latin-1") for piece in self._pieces]).encode()
+
+    def weights(self, device: str) -> bytes | None:
+        """Return the weights that a device in a container is sent."""
+        given = self._of(device)
+        if given is None:
+            return None
+        import safetensors.torch
+
+        return bytes(safetensors.torch.save(dict(given)))
+
+
+def _part(scenario: Scenario) -> GeneratePart:
+    assert isinstance(scenario.workload, GeneratePart)
+    return scenario.workload
+
+
+def _path(scenario: Scenario, name: str) -> Path:
+    return scenario.source.folder / name
+
+
+def _posed(given: Problem, model: CostModel, requests: tuple[Request, ...], end: int | None) -> GenerateProblem:
+    assert isinstance(given.workload, GeneratePart)
+    return GenerateProblem(
+        given.devices,
+        given.links,
+        given.workload,
+        given.options,
+        given.seed,
+        model=model,
+        requests=requests,
+        end=end,
+    )
+
+
+def _architecture(part: GeneratePart, weights: Path | None) -> Architecture:
+    """Return the shape that the scenario gives, or that of a GGUF file."""
+    if weights is not None and weights.suffix == ".gguf" and part.model.preset is None and part.model.layers is None:
+        from testbed_generation.weights import Gguf
+
+        return Gguf(weights).architecture
+    return part.model.architecture()
+
+
+def _prompts(
+    part: GeneratePart, scenario: Scenario, architecture: Architecture, weights: Path | None
+) -> tuple[Sequence[Sequence[int]], int | None]:
+    """Return the tokens of all prompts, and the token that ends a text."""
+    prompts = part.prompts
+    if isinstance(prompts, PromptsPart) and prompts.file is None:
+        numbers = range(prompts.count)
+        return [random_prompt(prompts.length, architecture.vocabulary, scenario.seed, each) for each in numbers], None
+    texts: Sequence[str]
+    if isinstance(prompts, PromptsPart):
+        assert prompts.file is not None
+        file = _path(scenario, prompts.file)
+        try:
+            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise InputError(f"{file}: {error.strerror or error}", ("workload", "prompts", "file")) from None
+    else:
+        texts = prompts
+    tokens = tokens_of(weights)
+    return [tokens.encode(text) for text in texts], tokens.end
+
+
+def tokens_of(weights: Path | None) -> Tokens:
+    """Return how text becomes tokens; raises `InputError`."""
+    from testbed_generation.tokens import open_tokens
+
+    return open_tokens(weights)
