@@ -16,11 +16,10 @@ from testbed.ml.data import large, load
 from testbed.ml.data.augment import Drawing, drawing
 from testbed.ml.data.dataset import Dataset, Images, pack, unpack
 from testbed.ml.preparation import load_data, owned, share, shares_of
-from testbed.ml.workload import AugmentPart, DataPart
+from testbed.ml.workload import AugmentPart, DataPart, LearningPart
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
-from testbed.work import WorkloadPart
 from tests.helpers.runs import of, scenario
 
 PICTURES = np.random.default_rng(1).random((20, 1, 8, 8)).astype(np.float32)
@@ -38,7 +37,7 @@ def noisy(picture: torch.Tensor) -> torch.Tensor:
 
 def drawn(dataset: Dataset, batch_size: int = 8, **length: int) -> Dataset:
     """Let samples be drawn anew in each epoch, without torchvision."""
-    part = WorkloadPart(model={"name": "mlp"}, method={"name": "single"}, batch_size=batch_size, **length)
+    part = LearningPart(model={"name": "mlp"}, method={"name": "single"}, batch_size=batch_size, **length)
     return replace(dataset, drawing=Drawing(noisy, 1, part, np.arange(len(dataset.train_labels))))
 
 
@@ -90,7 +89,7 @@ def test_transforms_of_torchvision_are_drawn_by_the_seed() -> None:
 
     def pictures(seed: int, epoch: int, *transforms: dict[str, object]) -> Images:
         part = DataPart(augment=AugmentPart(transforms=transforms, copies=2))
-        work = WorkloadPart(model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=part)
+        work = LearningPart(model={"name": "mlp"}, method={"name": "single"}, epochs=9, data=part)
         found = replace(small(), drawing=drawing(work, seed, PICTURES.shape[1:], len(PICTURES)))
         return found.batch(np.arange(20), epoch)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from testbed.ml.layers.feed import Requests, Score, Training
-from testbed.work import WorkloadPart
+from testbed.ml.workload import LearningPart
 
 
 def workload(**keys):
     tree = {"model": {"name": "mlp"}, "method": {"name": "single"}, "batch_size": 4, **keys}
-    return WorkloadPart.model_validate(tree)
+    return LearningPart.model_validate(tree)
 
 
 def test_training_is_as_long_as_the_workload_says(dataset):

@@ -11,10 +11,10 @@ import torch
 from testbed.ml.data.synthetic import make
 from testbed.ml.layers.feed import Training
 from testbed.ml.slots import samples
-from testbed.work import WorkloadPart
+from testbed.ml.workload import LearningPart
 
 DATA = make("synthetic-1x2x2-3", 40, 10)
-WORKLOAD = WorkloadPart.model_validate(
+WORKLOAD = LearningPart.model_validate(
     {"model": {"name": "mlp"}, "method": {"name": "edgepipe"}, "steps": 3, "batch_size": 10}
 )
 
