@@ -10,10 +10,10 @@ from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed.simulation import simulate
-from testbed.simulation.benchmark import messages_per_second
 from testbed.trace.metrics import metrics
 from testbed_controller.running.emulation import emulate
 from tools.bench.figure import Measurement
+from tools.bench.simulation import messages_per_second
 
 TOLERANCE = 0.1
 MESSAGES_PER_SECOND = 50_000

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 DEVICES, MESSAGES, PEERS = 1000, 200_000, 8
-"""As of `testbed.simulation.benchmark.messages_per_second`."""
+"""As of `tools.bench.simulation.messages_per_second`."""
 
 
 def simpy(_: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def simpy(_: dict[str, Any]) -> dict[str, Any]:
 
 def ours(_: dict[str, Any]) -> dict[str, Any]:
     """Return what `simpy` does of the testbed's simulator."""
-    from testbed.simulation.benchmark import messages_per_second
+    from tools.bench.simulation import messages_per_second
 
     return {"rate": messages_per_second(DEVICES, MESSAGES, PEERS).rate}
 

@@ -25,13 +25,13 @@ from testbed.common.version import VERSION
 from testbed.common.yamltext import written
 from testbed.plan import Plan
 from testbed.scenario.schema import Scenario, Trial
-from testbed.trace import perfetto
 from testbed.trace.events import Event, finite
 from testbed.trace.log import EventLog
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import Outcome
 from testbed.work import WorkloadPart
 from testbed_controller.lab.paths import ROOT
+from testbed_controller.results import perfetto
 from testbed_controller.results.declared import declared_by, keep
 from testbed_controller.results.run import Run
 

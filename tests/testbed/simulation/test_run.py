@@ -219,7 +219,7 @@ def test_torch_is_left_as_it_was():
 
 
 def test_speed_of_a_thousand_devices():
-    from testbed.simulation.benchmark import messages_per_second
+    from tools.bench.simulation import messages_per_second
 
     figure = messages_per_second(messages=20_000)
     assert figure.messages == 20_000

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from testbed.trace import perfetto
 from testbed.trace.events import TESTBED, Event
 from testbed.trace.gantt import bars
 from testbed.trace.intervals import lanes
-from testbed.trace.perfetto import deliveries
+from testbed_controller.results import perfetto
+from testbed_controller.results.perfetto import deliveries
 from tests.helpers import recorded
 
 
