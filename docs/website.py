@@ -108,7 +108,11 @@ def method_page(method: Method, scenarios: Sequence[Shipped]) -> str:
     events = [(f"`{each.name}`", each.meaning, ", ".join(each.fields)) for each in method.declared.events]
     text += "## Events\n\n" if events else ""
     text += table(("event", "what it says", "fields"), events)
-    of_it = [each for each in scenarios if each.scenario.workload.method.name == method.name]
+    of_it = []
+    for each in scenarios:
+        workload = each.scenario.workload
+        if workload.method.name == method.name and workload.task in method.tasks:
+            of_it.append(each)
     return text + ("## Scenarios\n\n" + _scenario_table(of_it) if of_it else "")
 
 

@@ -86,8 +86,12 @@ class Deployment(BaseModel):
 
     def problem(self) -> tuple[Method, Problem]:
         """Return the method, and the problem as the device's program is to see it; raises `InputError`."""
-        workload, name = self.workload, self.workload.method.name
-        method = methods.get(name) if self.method_code is None else from_code(self.method_code)
+        workload = self.workload
+        method = (
+            methods.get(workload.method.name, workload.task)
+            if self.method_code is None
+            else from_code(self.method_code)
+        )
         given: Problem = Problem(
             devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
             links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},

@@ -33,7 +33,7 @@ def problems(trial: Trial) -> Iterator[Diagnostic]:
 
 def find_method(scenario: Scenario) -> Method:
     """Return the method that a scenario names; raises `InputError` where there is none such."""
-    return methods.find(scenario.workload.method, scenario.source.folder)
+    return methods.find(scenario.workload, scenario.source.folder)
 
 
 def _workload_problems(scenario: Scenario) -> Iterator[Diagnostic]:

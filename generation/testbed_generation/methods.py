@@ -49,10 +49,10 @@ class StagesDetails(Details):
     """Between two tokens when many requests are in flight."""
 
 
-class Stages(Method[StagesOptions, StagesDetails]):
+class Sequential(Method[StagesOptions, StagesDetails]):
     """Each device holds a range of layers with their KV caches; values pass from one to the next."""
 
-    name = "layer-ranges"
+    name = "sequential"
     summary = "generation: ranges of layers on devices in a row, several requests in flight"
     tasks = ("generate",)
     Options = StagesOptions
@@ -150,7 +150,7 @@ class Stages(Method[StagesOptions, StagesDetails]):
             await serve_requests(device, drive, service_of(device, job))
 
 
-class EdgeShard(Stages):
+class EdgeShard(Sequential):
     """Zhang et al. (2024): devices are chosen, and layers assigned, for the least latency or the most throughput."""
 
     name = "edgeshard"
@@ -176,7 +176,7 @@ class PetalsOptions(StagesOptions):
     )
 
 
-class Petals(Stages):
+class Petals(Sequential):
     """Borzunov et al. (2023): the client sends values to each server and keeps them; a lost server is replaced."""
 
     name = "petals"

@@ -12,7 +12,7 @@ from testbed.common import plugins
 from testbed.common.errors import InputError, nearest
 from testbed.method import Method
 from testbed.methods import external
-from testbed.work import MethodPart
+from testbed.work import WorkloadPart
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -62,16 +62,21 @@ class _Registry(Mapping[str, "Method"]):
 
 
 METHODS: Mapping[str, Method] = _Registry()
-"""Those of this code, and those of installed packages."""
+"""Those of this code, and those of installed packages.
+
+A key ``TASK.NAME`` is a method NAME that a package brings for one task, beside the method NAME for other tasks.
+"""
 
 
-def get(name: str) -> Method:
-    """Return the method of that name; raises `InputError` naming those there are."""
-    if name not in METHODS:
-        raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}", ("method", "name"))
-    return METHODS[name]
+def get(name: str, task: str = "") -> Method:
+    """Return the method of that name, for a task where one is given; raises `InputError` naming those there are."""
+    for key in (f"{task}.{name}", name):
+        if key in METHODS:
+            return METHODS[key]
+    raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}", ("method", "name"))
 
 
-def find(part: MethodPart, folder: Path) -> Method:
+def find(workload: WorkloadPart, folder: Path) -> Method:
     """Return the method that a scenario names; its file is relative to a folder. Raises `InputError` as `get` does."""
-    return get(part.name) if part.file is None else external.from_file(folder / part.file, part.name)
+    part = workload.method
+    return get(part.name, workload.task) if part.file is None else external.from_file(folder / part.file, part.name)

@@ -64,7 +64,7 @@ def methods(name: str | None, as_json: bool) -> None:
             continue
         entries.append(
             {
-                "name": method.name,
+                "name": each,
                 "summary": method.summary,
                 "tasks": list(method.tasks),
                 "options": options(method.Options),

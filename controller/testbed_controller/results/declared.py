@@ -11,7 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from testbed.methods import METHODS
+from testbed import methods
+from testbed.common.errors import InputError
 from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType, finite
@@ -38,9 +39,12 @@ def keep(folder: Path, trial: Trial, declared: Reporting, metrics: Mapping[str, 
 
 def declared_in(folder: Path, trial: Trial) -> Reporting:
     """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
-    part = trial.scenario.workload.method
-    if part.file is None:
-        return reporting(METHODS[part.name], trial.scenario.workload) if part.name in METHODS else NOTHING
+    workload = trial.scenario.workload
+    if workload.method.file is None:
+        try:
+            return reporting(methods.get(workload.method.name, workload.task), workload)
+        except InputError:  # of a package that is no longer installed
+            return NOTHING
     try:
         kept = json.loads((folder / FILE).read_text(encoding="utf-8"))
         figures = folder / "metrics.json"  # not there yet, or the run was cut off

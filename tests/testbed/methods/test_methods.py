@@ -14,8 +14,11 @@ def test_methods_are_registered_under_their_names():
     assert {"single", "sequential", "pipeline"} <= set(METHODS)
     for name, method in METHODS.items():
         assert isinstance(method, Method)
-        assert method.name == name
+        task, dot, short = name.rpartition(".")
+        assert method.name == short
         assert get(name) is method
+        assert get(short, task) is method
+        assert not dot or method.tasks == (task,)
         assert "\n" not in method.summary
         assert method.Options()
 
@@ -25,6 +28,12 @@ def test_unknown_method_is_named_with_those_there_are():
         get("gossip")
     with pytest.raises(KeyError):
         METHODS["gossip"]
+
+
+def test_a_package_brings_a_method_of_the_same_name_for_another_task():
+    assert get("sequential", "generate") is METHODS["generate.sequential"]
+    assert get("sequential", "infer") is METHODS["sequential"]
+    assert get("sequential") is METHODS["sequential"]
 
 
 def test_planning_imports_no_torch():
