@@ -13,8 +13,10 @@ ifneq ($(filter-out .venv/bin/python$(NAMED),$(wildcard .venv/bin/python3.*)),)
 VENV := .venv-$(NAMED)
 endif
 endif
-# Named after the lock's content, so that it is redone when that changes and only then.
-READY := $(VENV)/ready-$(firstword $(shell sha256sum requirements.lock))$(TESTBED_TORCH:%=-%)
+# Named after the content of the lock and of what declares packages and entry points: the environment is redone when one
+# of them changes, and only then.
+DECLARED := requirements.lock pyproject.toml setup.py papers/comparison/pyproject.toml
+READY := $(VENV)/ready-$(firstword $(shell cat $(DECLARED) | sha256sum))$(TESTBED_TORCH:%=-%)
 TESTBED := $(VENV)/bin/testbed
 
 # Files are compiled once, and not again by each of the many processes of a test run.
@@ -78,7 +80,7 @@ images: $(READY) ## build the container images that the present files ask for
 
 environment: $(READY) ## the Python environment in .venv, from requirements.lock; PYTHON=python3.13 makes one of that; TESTBED_TORCH=cuda
 
-$(READY): requirements.lock
+$(READY): $(DECLARED)
 	@images/environment $(PYTHON) $(VENV) $@
 
 lock: $(READY) ## write requirements.lock from what is installed in .venv

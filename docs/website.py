@@ -69,13 +69,31 @@ class Shipped:
         return len(list(swept(self.scenario))) * self.scenario.repetitions
 
 
-def guide() -> dict[str, str]:
-    """Return the pages that are taken as they are, by title: those of the settings, then others by their heading."""
-    listed = {title: place for each in SETTINGS["nav"] for title, place in each.items()}
-    others = sorted({f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} - {*listed.values(), str(EXTRA)})
-    first = {(ROOT / place).read_text().partition("\n")[0].removeprefix("# "): place for place in others}
-    first.pop("Documentation", None)  # the list of them, which the site's navigation is
-    return {**listed, **first}
+Navigation = list[dict[str, Any]]
+"""Titles with their pages, or with a list of such."""
+
+
+def grouped() -> Navigation:
+    """Return the pages that are taken as they are, in the groups of the settings; others end the last group."""
+    groups: Navigation = [dict(group) for group in SETTINGS["nav"]]
+    known = set(places(groups))
+    last = next(iter(groups[-1].values()))
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        place = f"docs/{file.name}"
+        if place not in known and place not in ("docs/README.md", str(EXTRA)):
+            heading = file.read_text().partition("\n")[0].removeprefix("# ")
+            last.append({heading: place})
+    return groups
+
+
+def places(navigation: Navigation) -> Iterator[str]:
+    """Yield the pages of a navigation."""
+    for group in navigation:
+        for content in group.values():
+            if isinstance(content, str):
+                yield content
+            else:
+                yield from places(content)
 
 
 def shipped() -> list[Shipped]:
@@ -137,7 +155,7 @@ def paper_pages() -> Iterator[tuple[str, str]]:
 
 def pages(scenarios: Sequence[Shipped]) -> dict[str, str]:
     """Return the text of every page by its place, links as they are in the repository."""
-    found = {place: (ROOT / place).read_text() for place in guide().values()}
+    found = {place: (ROOT / place).read_text() for place in places(grouped())}
     found |= {f"docs/commands/{name}.md": (ROOT / f"docs/commands/{name}.md").read_text() for name in COMMANDS}
     found |= {f"methods/{name}.md": method_page(method, scenarios) for name, method in METHODS.items()}
     return found | dict(paper_pages())
@@ -166,11 +184,11 @@ def linked(place: str, text: str, known: Mapping[str, str], site: Path) -> str:
     return re.sub(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)", lead, re.sub(r"<!-- /?\w+ -->", "", text))
 
 
-def navigation() -> list[dict[str, Any]]:
+def navigation() -> Navigation:
     """Return mkdocs' navigation: titles with their pages, or with a list of such."""
     families = [{title: f"papers/{family}/README.md"} for family, title in PAPERS.items()]
     return [
-        *({title: place} for title, place in guide().items()),
+        *grouped(),
         {"Methods": [{name: f"methods/{name}.md"} for name in METHODS]},
         {"Papers": [{"Figures, theirs and ours": str(EXTRA)}, *families]},
         {"Commands": [{name: f"docs/commands/{name}.md"} for name in COMMANDS]},

@@ -1,4 +1,4 @@
-"""What the README shows works: its scenario validates; its method is the example's, and runs with its faults."""
+"""The scenario of the README and the first method of docs/method.md work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from testbed.trace.registry import figures_of
 from tests.helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
+METHOD = (ROOT / "docs" / "method.md").read_text().partition("## A program with messages")[0]
 EXAMPLES = ROOT / "scenarios" / "examples"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_scenario_is_one(tmp_path: Path) -> None:
@@ -30,8 +31,8 @@ def test_the_scenario_is_one(tmp_path: Path) -> None:
 
 
 def test_the_method_is_the_example() -> None:
-    assert blocks("python") == [(EXAMPLES / "ring.py").read_text()]
-    assert blocks("yaml")[1] in (EXAMPLES / "ring.yaml").read_text()
+    assert blocks("python", METHOD) == [(EXAMPLES / "ring.py").read_text()]
+    assert blocks("yaml", METHOD)[0] in (EXAMPLES / "ring.yaml").read_text()
 
 
 def test_the_method_runs_with_its_faults_and_its_figure_is_expected() -> None:
@@ -46,7 +47,7 @@ def test_the_method_runs_with_its_faults_and_its_figure_is_expected() -> None:
 
 
 def test_the_method_meets_the_faults_of_the_first_scenario_without_a_word_of_its_spans(tmp_path: Path) -> None:
-    (tmp_path / "ring.py").write_text(blocks("python")[0])
+    (tmp_path / "ring.py").write_text(blocks("python", METHOD)[0])
     (tmp_path / "mine.yaml").write_text(blocks("yaml")[0])
     changes = ["task=infer", "epochs=null", "requests=61", "method={file: ring.py, name: ring}"]
     prepared = prepare(trials(load(tmp_path / "mine.yaml", [f"workload.{change}" for change in changes]))[0])
