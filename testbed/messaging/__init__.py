@@ -1,1 +1,1 @@
-"""Messages between the devices of a run, who is there, and waiting for what can still come."""
+"""Messages between the devices of a run, their membership, and waits that end when a device fails."""

@@ -1,4 +1,4 @@
-"""How a program posts messages and waits for messages, and the tasks beside its main one."""
+"""A program's mailbox: posting, waiting for messages, and background tasks."""
 
 from __future__ import annotations
 
@@ -18,76 +18,76 @@ from testbed.wire.message import Message, WireError, size
 T = TypeVar("T")
 
 SLACK = 2.0
-"""How many times the predicted time of a transfer may pass before it counts as overdue."""
+"""A transfer counts as overdue after this multiple of its predicted time."""
 
 
 class MailboxFullError(RuntimeError):
-    """A program posts, or is sent, more messages than it is made for: nobody takes them."""
+    """Too many messages to one peer are unacknowledged, or too many received messages wait to be taken."""
 
 
 @dataclass(eq=False)
 class _Send:
     peer: str
     due: float
-    """When it should have been acknowledged, however slowly the link goes."""
+    """Instant by which the acknowledgement should have arrived over this link."""
     task: asyncio.Task[None]
 
 
 class Sends:
-    """Sends in the order of the calls without holding up the caller, and knows what is not acknowledged yet."""
+    """Messages sent in the background, in the order of the calls, until they are acknowledged."""
 
     def __init__(self, device: Device, links: Mapping[Pair, Link], tasks: Tasks, limit: int) -> None:
-        """``limit``: messages to one peer that may be unacknowledged at once."""
+        """``limit`` is the maximum number of unacknowledged messages to one peer."""
         self._device = device
         self._links = links
         self._tasks = tasks
         self._limit = limit
         self._sends: dict[_Send, None] = {}
-        """All that is not acknowledged, in the order of the calls; a server may have thousands of peers."""
+        """All unacknowledged messages, in the order of the calls; a server may have thousands of peers."""
         self._to: dict[str, dict[_Send, None]] = defaultdict(dict)
-        """The same by peer."""
+        """Unacknowledged messages by peer."""
         self.acknowledged: Callable[[str, float, float], None] = lambda peer, wire_bytes, posted: None
-        """Is called with each message that is acknowledged, at that instant: its peer, size and when it was posted."""
+        """Callback for each acknowledged message: peer, size on the wire in bytes, and the instant of posting."""
 
     def post(self, peer: str, message: Message) -> asyncio.Task[None]:
-        """Send, after what was posted to that peer before; retries until acknowledged or withdrawn.
+        """Send a message after all earlier ones to the peer; the runtime retries until it is acknowledged or
+        withdrawn.
 
-        What is returned may be awaited for the acknowledgement, or left alone. Raises `MailboxFullError`.
+        The returned task ends with the acknowledgement and may be ignored. Raises `MailboxFullError`.
         """
         if len(self._to[peer]) >= self._limit:
-            raise MailboxFullError(
-                f"{self._limit} messages to {peer} are not acknowledged; '{message.kind}' is one more"
-            )
+            raise MailboxFullError(f"{self._limit} messages to {peer} are unacknowledged: cannot send '{message.kind}'")
         posted, wire_bytes = self._device.now(), size(message, self._device.name)
-        carrying = transfer_time(self._links, self._device.name, peer, wire_bytes)
-        due = max(posted, self.due(peer)) + SLACK * carrying
+        transfer = transfer_time(self._links, self._device.name, peer, wire_bytes)
+        # The link carries one message after the other, so time starts when the earlier ones are through.
+        due = max(posted, self.due(peer)) + SLACK * transfer
         send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
         self._sends[send] = self._to[peer][send] = None
 
-        def over(task: asyncio.Task[None]) -> None:
+        def remove(task: asyncio.Task[None]) -> None:
             del self._sends[send], self._to[peer][send]
             if not task.cancelled() and task.exception() is None:
                 self.acknowledged(peer, wire_bytes, posted)
 
-        send.task.add_done_callback(over)
+        send.task.add_done_callback(remove)
         return send.task
 
     def withdraw(self) -> None:
-        """Take back everything that is not acknowledged yet."""
+        """Cancel all unacknowledged messages."""
         for send in self._sends:
             send.task.cancel()
 
     def due(self, peer: str) -> float:
-        """Return when all that was posted to a peer should have been acknowledged, however slowly the link goes."""
+        """Return the instant by which all messages to a peer should be acknowledged, at the speed of the link."""
         return max((send.due for send in self._to[peer]), default=self._device.now())
 
-    def waiting(self) -> bool:
-        """Say whether anything is under way that is not overdue."""
+    def is_busy(self) -> bool:
+        """Return whether a message is in transit and not overdue."""
         now = self._device.now()
         return any(send.due >= now for send in self._sends)
 
     def overdue(self) -> dict[str, float]:
-        """Return the peers that should have acknowledged something by now, and for how many seconds."""
+        """Return how many seconds the acknowledgements are overdue, for each peer with an overdue message."""
         now = self._device.now()
         late: dict[str, float] = {}
         for send in self._sends:
@@ -97,17 +97,19 @@ class Sends:
 
 
 def transfer_time(links: Mapping[Pair, Link], source: str, target: str, wire_bytes: float) -> float:
-    """Return the predicted seconds until this many bytes on the wire are acknowledged; 0 where there is no link."""
-    there, back = links.get((source, target)), links.get((target, source))
-    if there is None or back is None:
+    """Return the predicted seconds until ``wire_bytes`` are acknowledged; 0 if no link exists."""
+    outward, return_link = links.get((source, target)), links.get((target, source))
+    if outward is None or return_link is None:
         return 0.0
-    return there.delay + there.transmission_time(wire_bytes) + back.delay
+    return outward.delay + outward.transmission_time(wire_bytes) + return_link.delay
 
 
 class Tasks:
-    """A task group that ends with its program: the first task to fail fails the program, its end cancels the others.
+    """A task group for background work: its first failure fails the program, and the program's end cancels all tasks.
 
-    Used as ``async with Tasks() as tasks``; what is raised is the first failure itself, not a group of them.
+    Used as ``async with Tasks() as tasks``. Unlike `asyncio.TaskGroup`, the group raises the first failure itself
+    instead of an
+    exception group.
     """
 
     def __init__(self) -> None:
@@ -115,13 +117,13 @@ class Tasks:
         self._running: dict[asyncio.Task[Any], None] = {}
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run beside the program."""
+        """Run a coroutine in the background."""
         task = self._group.create_task(work)
         self._running[task] = None
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._remove)
         return task
 
-    def _over(self, task: asyncio.Task[Any]) -> None:
+    def _remove(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
 
     async def __aenter__(self) -> Self:
@@ -131,6 +133,7 @@ class Tasks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Cancelling before the group's exit keeps a program that has ended from waiting for endless tasks.
         for task in list(self._running):
             task.cancel()
         try:
@@ -144,43 +147,47 @@ K = TypeVar("K", bound=Typed)
 Kinds = type[K] | tuple[type[K], ...]
 
 LIMIT = 10_000
-"""Messages to one peer that are not acknowledged, and messages that nobody has taken, at most."""
+"""Maximum number of unacknowledged messages to one peer, and of received messages not yet taken."""
 ANY: Hashable = object()
-"""Stands for every key."""
+"""A key that matches every message."""
 
 
 @dataclass(eq=False)
 class _Waiter:
     kinds: tuple[str, ...]
     key: Hashable
-    found: asyncio.Future[Any]
+    message: asyncio.Future[Any]
 
-    def wants(self, message: Typed) -> bool:
-        return message.kind in self.kinds and self.key in (ANY, message.identity) and not self.found.done()
+    def matches(self, message: Typed) -> bool:
+        if message.kind not in self.kinds or self.key not in (ANY, message.identity):
+            return False
+        return not self.message.done()
 
 
 class MessageCodec(Protocol):
-    """Changes how the arrays of messages travel."""
+    """A conversion of message tensors, such as compression, applied before sending and after receiving."""
 
     def pack(self, message: Message) -> Message:
         """Return the message to send."""
 
     def unpack(self, message: Message) -> Message:
-        """Return the message that was packed."""
+        """Return the original message."""
 
 
 class Mailbox:
-    """The messages of one device's program, and the tasks beside it::
+    """The messages and background tasks of one device's program::
 
         async with Mailbox(device, links, kinds) as mailbox:
             mailbox.post("worker1", Activation(0, batch, outputs))
             gradient = await mailbox.take(Gradient, batch, deadline=device.now() + 2)
 
-    A message is given to the handler of its kind, if there is one; else to the first `take` that waits for it; else it
-    is kept. Casts arrive in the same way. What is not acknowledged when the mailbox closes is withdrawn.
+    A received message goes to the handler of its kind, if registered; otherwise to the first matching `take`;
+    otherwise it is stored. Broadcasts are received in the same way. Closing the mailbox withdraws unacknowledged
+    messages.
 
-    ``configuration`` numbers the arrangements of devices. Messages of a lower one are dropped here and nowhere else;
-    those of a higher one are too, unless their kind ``opens`` it.
+    ``configuration`` is the number of the current assignment of roles. Messages of lower configurations are dropped,
+    and so are
+    messages of higher ones, unless their kind ``opens`` a configuration.
     """
 
     def __init__(
@@ -191,10 +198,10 @@ class Mailbox:
         limit: int = LIMIT,
         codecs: Mapping[str, MessageCodec] = {},
     ) -> None:
-        """``codecs`` carry the tensors of messages to other devices, by their kinds."""
+        """``codecs`` convert the tensors of messages to other devices, by kind of message."""
         self.configuration = 0
         self.arrived = 0
-        """Messages of what was the present configuration when they came."""
+        """Number of messages received in the configuration that was current at their arrival."""
         self.device = device
         self.links = links
         self._kinds = {kind.kind: kind for kind in kinds}
@@ -222,38 +229,39 @@ class Mailbox:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def _listen(self) -> None:
-        await self.device.listen(self._take_in)
+        await self.device.listen(self._receive)
 
-    def _take_in(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         kind = self._kinds.get(message.kind)
         if kind is None:
-            raise WireError(f"{message.sender} sent '{message.kind}', which this method does not know")
+            raise WireError(f"unknown message kind '{message.kind}' from {message.sender}: the method must register it")
         codec = self._codecs.get(message.kind)
         self._deliver(decode(kind, message if codec is None else codec.unpack(message)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task beside the program: its failure is the program's, the program's end is its own."""
+        """Run a background task: its failure fails the program, and the program's end cancels it."""
         return self._tasks.start(work)
 
     def start_in_configuration(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task beside the program that ends with the present configuration."""
+        """Run a background task that is cancelled when the current configuration ends."""
         task = self._tasks.start(work)
         self._in_configuration[task] = None
         task.add_done_callback(lambda _: self._in_configuration.pop(task, None))
         return task
 
     def on(self, kind: type[K], handler: Callable[[K], None]) -> None:
-        """Hand every message of a kind to a function that never waits."""
+        """Register a synchronous handler for a message type."""
         self._handlers[kind.kind] = handler
 
     def on_open(self, callback: Callable[[], None]) -> None:
-        """Call something whenever a new configuration begins."""
+        """Register a callback for the start of each new configuration."""
         self._opened.append(callback)
 
     def open(self, configuration: int) -> None:
-        """Begin a configuration, if it is higher than the present one, of which nothing is left then."""
+        """Switch to a newer configuration and discard all state of the current one; ignore older numbers."""
         if configuration <= self.configuration:
             return
+        # Set first: callbacks and cancelled tasks see the new number.
         self.configuration = configuration
         self.sends.withdraw()
         self._kept.clear()
@@ -264,7 +272,7 @@ class Mailbox:
             callback()
 
     def post(self, peer: str, message: Typed) -> asyncio.Future[None]:
-        """Send without waiting, after what was posted to that peer before; awaited, it is acknowledged.
+        """Send in the background, after all earlier messages to the peer; the result ends with the acknowledgement.
 
         A message to the device itself is delivered at once. Raises `MailboxFullError`.
         """
@@ -277,7 +285,7 @@ class Mailbox:
         return done
 
     async def cast(self, peers: Collection[str], message: Typed) -> None:
-        """Transmit once, best effort; return when it has left the device."""
+        """Broadcast once, best effort; return when the message has left the device."""
         await self.device.cast(peers, encode(message))
 
     @overload
@@ -287,34 +295,38 @@ class Mailbox:
     async def take(self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float) -> K | None: ...
 
     async def take(self, kinds: Kinds[K], key: Hashable = ANY, *, deadline: float | None = None) -> K | None:
-        """Return a message of these kinds and this key as soon as it is there, once; without a key the oldest.
+        """Wait for a message of the given kinds and key and remove it (oldest first).
 
-        None when it has not come by ``deadline``, an instant on the device's clock.
+        Returns None if no such message arrives by ``deadline``, an instant on the device's clock, in seconds.
+        Example::
+
+            gradient = await mailbox.take(Gradient, (batch, micro))
         """
-        found = self.pop(kinds, key)
-        if found is not None:
-            return found
-        waiter = _Waiter(_names(kinds), key, asyncio.get_running_loop().create_future())
+        stored = self.pop(kinds, key)
+        if stored is not None:
+            return stored
+        waiter = _Waiter(_kind_names(kinds), key, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
+        timeout = None if deadline is None else deadline - self.device.now()
         try:
-            return await _wait(waiter.found, None if deadline is None else deadline - self.device.now())
+            return await _wait_for(waiter.message, timeout)
         finally:
             self._waiters.remove(waiter)
 
     async def peek(self, kind: type[K]) -> K:
-        """Return the oldest message of a kind as soon as there is one, and leave it there."""
+        """Wait for a message of a kind and return the oldest one without removing it."""
         while not self._kept.get(kind.kind):
             await self.changed()
         return next(iter(self._kept[kind.kind].values()))  # type: ignore[return-value]
 
     def holds(self, kind: type[Typed], key: Hashable = ANY) -> bool:
-        """Say whether a message could be taken at once."""
+        """Return whether a matching message is stored."""
         kept = self._kept.get(kind.kind, {})
         return bool(kept) if key is ANY else key in kept
 
     def pop(self, kinds: Kinds[K], key: Hashable = ANY) -> K | None:
-        """Return what `take` would, or None if it is not there."""
-        for name in _names(kinds):
+        """Remove and return the oldest matching stored message, or return None."""
+        for name in _kind_names(kinds):
             kept: dict[Hashable, Any] = self._kept.get(name, {})
             if kept and key is ANY:
                 return kept.pop(next(iter(kept)))  # type: ignore[no-any-return]
@@ -323,63 +335,76 @@ class Mailbox:
         return None
 
     def discard_before(self, kind: type[Typed], key: Any) -> None:
-        """Drop what was not taken of a kind with a lower key, and whatever of it still comes."""
+        """Drop stored and future messages of a kind whose key is lower than ``key``."""
         self._expired[kind.kind] = key
         kept = self._kept.get(kind.kind, {})
-        for old in [old for old in kept if old < key]:
-            del kept[old]
+        for stored in list(kept):
+            if stored < key:
+                del kept[stored]
 
     async def changed(self, seconds: float | None = None) -> bool:
-        """Wait until any message arrives, at most this long; say whether one did."""
+        """Wait for the arrival of any message, at most ``seconds``; return whether one arrived."""
         news: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._news.append(news)
         try:
-            return bool(await _wait(news, seconds))
+            return bool(await _wait_for(news, seconds))
         finally:
             if news in self._news:
                 self._news.remove(news)
 
     def _deliver(self, message: Typed) -> None:
-        if self._counts(message):
+        if self._is_current(message):
             handler = self._handlers.get(message.kind)
             if handler is not None:
                 handler(message)
-            elif (waiter := next((waiter for waiter in self._waiters if waiter.wants(message)), None)) is not None:
-                waiter.found.set_result(message)
+            elif (waiter := self._find_waiter(message)) is not None:
+                waiter.message.set_result(message)
             else:
-                self._keep(message)
+                self._store(message)
         if self._news:
             news, self._news = self._news, []
             for waiting in news:
                 if not waiting.done():
                     waiting.set_result(True)
 
-    def _counts(self, message: Typed) -> bool:
-        """Say whether a message is of the present configuration, or begins another, and not too late."""
+    def _find_waiter(self, message: Typed) -> _Waiter | None:
+        for waiter in self._waiters:
+            if waiter.matches(message):
+                return waiter
+        return None
+
+    def _is_current(self, message: Typed) -> bool:
+        """Return whether a message belongs to the current configuration or opens a new one, and has not expired."""
         configuration = getattr(message, "configuration", None)
         self.arrived += configuration == self.configuration
         if configuration is not None and configuration != self.configuration:
             return configuration > self.configuration and message.opens
         return message.kind not in self._expired or message.identity >= self._expired[message.kind]
 
-    def _keep(self, message: Typed) -> None:
-        kept = self._kept.setdefault(message.kind, {})
+    def _store(self, message: Typed) -> None:
+        stored = self._kept.setdefault(message.kind, {})
+        # A number keeps messages without a key apart; of two messages with one key, the first is kept.
         key = message.identity if message.key else next(self._numbers)
-        if len(kept) >= self._limit:
-            raise MailboxFullError(f"{self._limit} messages '{message.kind}' wait to be taken, and here is one more")
-        kept.setdefault(key, message)
+        if len(stored) >= self._limit:
+            raise MailboxFullError(f"{self._limit} messages '{message.kind}' wait to be taken: the limit is reached")
+        stored.setdefault(key, message)
 
 
-def _names(kinds: Kinds[Any]) -> tuple[str, ...]:
-    return tuple(kind.kind for kind in kinds) if isinstance(kinds, tuple) else (kinds.kind,)
+def _kind_names(kinds: Kinds[Any]) -> tuple[str, ...]:
+    if isinstance(kinds, tuple):
+        return tuple(kind.kind for kind in kinds)
+    return (kinds.kind,)
 
 
-async def _wait(future: asyncio.Future[T], seconds: float | None) -> T | None:
-    """Wait for a future, at most this long; None when it has no result by then."""
+async def _wait_for(future: asyncio.Future[T], seconds: float | None) -> T | None:
+    """Return a future's result, or None after ``seconds``."""
     if seconds is None:
         return await future
     try:
         async with asyncio.timeout(max(0.0, seconds)):
             return await future
     except TimeoutError:
-        return future.result() if future.done() and not future.cancelled() else None
+        # The result may have arrived in the same turn of the loop as the time-out, and must not be lost.
+        if future.done() and not future.cancelled():
+            return future.result()
+        return None

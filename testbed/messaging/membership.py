@@ -1,6 +1,6 @@
-"""Who is there, and what each device is for its coordinator: it answers, and has the role that it is given.
+"""Presence of the devices in a run, as the coordinator sees it, and the roles that they hold.
 
-Information only. What to do about a device that is silent is a recovery's business.
+This module only informs; a recovery policy decides about silent devices.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Numbered, Typed
 
 Held = Sequence[tuple[int, int, Sequence[int]]]
-"""(configuration, step, units) of every state of which a device has a replica; as it travels."""
+"""Encoded replicas of a device: a (configuration, step, units) for each replicated state."""
 
 
 @dataclass(frozen=True)
 class Hello(Typed, kind="hello"):
-    """To the coordinator: the program has started and holds nothing."""
+    """Message to the coordinator: the program has started without state."""
 
     incarnation: float
-    """When it started, which distinguishes it from the one before a restart."""
+    """Start time of the program; a restarted program has a larger one."""
 
 
 @dataclass(frozen=True)
 class Probe(Numbered, kind="probe", opens=True):
-    """From the coordinator: are you there? Whatever is of a lower configuration is void."""
+    """Message from the coordinator that requests an `Alive`; lower configurations become void."""
 
     question: int
 
 
 @dataclass(frozen=True)
 class Alive(Numbered, kind="alive"):
-    """The answer to a probe."""
+    """A device's reply to a probe."""
 
     question: int
     holds: int
-    """The configuration that the device has a role in, given up now if lower than the probe's; 0 for none."""
+    """Configuration of the device's role, which ends now if it is lower than the probe's; 0 without a role."""
     incarnation: float
     actions: int
-    """Pieces of work done in that role so far."""
+    """Number of tasks completed in the role."""
     computing: bool
-    """Whether the device computes or sends, which may take long."""
+    """Whether the device is computing or sending."""
     overdue: Mapping[str, float]
-    """Peers that should have acknowledged something, and for how many seconds."""
+    """Seconds by which the acknowledgements of each peer are overdue."""
     held: Held = ()
 
 
 @dataclass(frozen=True)
 class Configured(Numbered, kind="configured"):
-    """To the coordinator: ready for work in this configuration."""
+    """Message to the coordinator: the device is ready for its role in the configuration."""
 
     incarnation: float
 
 
 ARRIVING_INTERVAL = 0.5
-"""Seconds after which to look again whether a message still arrives."""
+"""Interval, in seconds, at which the arrival of a message's bytes is checked."""
 _NOBODY: Mapping[str, float] = {}
 
 MEMBERSHIP_KINDS: tuple[type[Typed], ...] = (Hello, Probe, Alive, Configured)
@@ -65,7 +65,7 @@ MEMBERSHIP_KINDS: tuple[type[Typed], ...] = (Hello, Probe, Alive, Configured)
 
 @dataclass(frozen=True)
 class Status:
-    """What a device can say of its role; see `Alive`."""
+    """A device's report on its role; the fields are those of `Alive`."""
 
     holds: int = 0
     actions: int = 0
@@ -74,91 +74,92 @@ class Status:
 
 
 class Presence:
-    """Answers the coordinator's probes, on every device."""
+    """The part of every device that replies to the coordinator's probes."""
 
     def __init__(self, mailbox: Mailbox, coordinator: str, status: Callable[[], Status]) -> None:
         self.incarnation = mailbox.device.now()
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._status = status
-        mailbox.on(Probe, self._answer)
+        mailbox.on(Probe, self._answer_probe)
 
     def greet(self) -> None:
-        """Report to the coordinator that this device has started and holds nothing."""
+        """Report to the coordinator that this device has started without state."""
         self._mailbox.post(self._coordinator, Hello(self.incarnation))
 
     def answer(self) -> Alive:
-        """Return what this device says of itself."""
-        return self._say(self._status(), self._mailbox.configuration, 0)
+        """Return this device's own `Alive` message."""
+        return self._compose_reply(self._status(), self._mailbox.configuration, 0)
 
-    def _answer(self, probe: Probe) -> None:
+    def _answer_probe(self, probe: Probe) -> None:
         status = self._status()
         self._mailbox.open(probe.configuration)
-        self._mailbox.post(self._coordinator, self._say(status, probe.configuration, probe.question))
+        self._mailbox.post(self._coordinator, self._compose_reply(status, probe.configuration, probe.question))
 
-    def _say(self, status: Status, configuration: int, question: int) -> Alive:
+    def _compose_reply(self, status: Status, configuration: int, question: int) -> Alive:
         overdue = self._mailbox.sends.overdue()
         return Alive(configuration, question, incarnation=self.incarnation, overdue=overdue, **vars(status))
 
 
 class Membership:
-    """The other devices, as they answer in one configuration after the other."""
+    """The other devices of a run and their replies in the current configuration."""
 
     def __init__(self, mailbox: Mailbox, names: Collection[str]) -> None:
         self.others = [name for name in names if name != mailbox.device.name]
         self.assigned: frozenset[str] = frozenset()
-        """Devices that have a role in the present configuration."""
+        """Devices with a role in the current configuration."""
         self.present: dict[str, float] = {}
-        """Devices heard of since this configuration began, with their incarnations."""
+        """Incarnations of the devices that have sent a message in the current configuration."""
         self.known: dict[str, float] = {}
-        """Incarnations of the devices when they were given their roles."""
+        """Incarnations of the devices when their roles were assigned."""
         self.restarted: set[str] = set()
-        """Devices that have started again since they were given their roles, and so hold nothing any more."""
+        """Devices that have restarted since their roles were assigned, and therefore lost their state."""
         self.ready: set[str] = set()
-        """Devices that said that they are ready for their role."""
+        """Devices that have reported ready for their role."""
         self.answers: dict[str, Alive] = {}
-        """Answers to the last question."""
+        """Replies to the latest probe."""
         self.answered = 0
-        """Answers in what was the present configuration when they came."""
+        """Number of replies received in the configuration that was current at their arrival."""
         self.joiners: set[str] = set()
-        """Devices that answer and have no role."""
+        """Devices that reply and have no role."""
         self.excluded: set[str] = set()
-        """Devices that may answer, but are not to have a role again."""
+        """Devices that must not receive a role again, even if they reply."""
         self.refusal: str | None = None
-        """Why no device can join; None: any can."""
+        """Reason why no device may join, or None if devices may join."""
         self._refused: set[str] = set()
         self._device = mailbox.device
         self._mailbox = mailbox
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
-        mailbox.on_open(self._open)
-        mailbox.on(Hello, lambda hello: self._hear(hello.sender, hello.incarnation))
-        mailbox.on(Alive, self._take_answer)
-        mailbox.on(Configured, self._take_ready)
+        mailbox.on_open(self._reset)
+        mailbox.on(Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation))
+        mailbox.on(Alive, self._handle_answer)
+        mailbox.on(Configured, self._handle_ready)
 
-    def _open(self) -> None:
+    def _reset(self) -> None:
         self.present.clear()
         self.ready.clear()
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """Count a device that starts again from now on as one that has lost the role that it is being given."""
+        """Treat devices that restart from now on as having lost their new role."""
         self.restarted.clear()
         self.known = dict(self.present)
 
     def exclude(self, names: Collection[str]) -> None:
-        """Turn devices away for good, though they may answer: with them the others get nowhere."""
+        """Ban devices from roles for good, although they reply: the other devices make no progress with them."""
         for name in sorted({*names} - self.excluded):
             self._device.record(
-                "log", text=f"{name} is turned away: it may answer, but the others do not get on with it"
+                "log", text=f"{name} is excluded: it replies, but the other devices make no progress with it"
             )
         self.excluded |= {*names}
 
     def ask(self, names: Collection[str]) -> None:
-        """Forget earlier answers and put a new question; a probe that is still on its way is taken back."""
+        """Discard earlier replies and send a new probe; probes still in transit are cancelled."""
         self._question += 1
         self.answers.clear()
         for name in names:
+            # A cancelled probe leaves room on a slow link for the new one.
             if name in self._probes:
                 self._probes[name].cancel()
             self._probes[name] = self._mailbox.post(name, Probe(self._mailbox.configuration, self._question))
@@ -169,9 +170,11 @@ class Membership:
         enough: Callable[[], bool] = lambda: False,
         arriving: Mapping[str, float] = _NOBODY,
     ) -> set[str]:
-        """Ask for a sign of life; return who is silent for its ``allowed`` seconds beyond what was posted before.
+        """Probe devices and return those that stay silent.
 
-        A device has ``arriving`` seconds while a message from it arrives, since its answer comes behind that message.
+        ``allowed`` is the time of each device in seconds, counted from the due acknowledgement of earlier messages.
+        ``arriving`` is its time while one of its messages is arriving, since the reply queues behind that message. The
+        wait ends early when ``enough`` returns True.
         """
         self.ask(allowed)
         posted = {name: self._mailbox.sends.due(name) for name in allowed}
@@ -179,10 +182,11 @@ class Membership:
             now = self._device.now()
             left = max(posted[name] + allowed[name] for name in silent) - now
             if left <= 0:
-                ends = [
-                    posted[name] + arriving[name] for name in silent & arriving.keys() if self._device.receives(name)
-                ]
-                left = min(max(ends, default=now) - now, ARRIVING_INTERVAL)
+                extended = []
+                for name in silent & arriving.keys():
+                    if self._device.receives(name):
+                        extended.append(posted[name] + arriving[name])
+                left = min(max(extended, default=now) - now, ARRIVING_INTERVAL)
             if left <= 0:
                 return silent
             await self._mailbox.changed(left)
@@ -191,23 +195,26 @@ class Membership:
         return set()
 
     async def gather(self, deadlines: Mapping[str, float], greeted: bool = False) -> None:
-        """Ask all others and wait for some, each until its deadline; ``greeted``: that it has started will do."""
+        """Probe all other devices and wait for those in ``deadlines``, each until its instant.
+
+        With ``greeted``, a `Hello` in this configuration counts as a reply.
+        """
         self.ask(self.others)
         heard: Collection[str] = self.present if greeted else self.answers
         awaited = {name: until for name, until in deadlines.items() if name != self._device.name}
         while True:
             now = self._device.now()
-            left = [
-                until - now
-                for name, until in awaited.items()
-                if name not in heard and name not in self.excluded and until > now
-            ]
+            left = []
+            for name, until in awaited.items():
+                if name not in heard and name not in self.excluded and until > now:
+                    left.append(until - now)
             if not left:
                 return
             await self._mailbox.changed(max(left))
 
-    def _hear(self, name: str, incarnation: float) -> None:
+    def _note_presence(self, name: str, incarnation: float) -> None:
         self.present[name] = incarnation
+        # A different incarnation than at the assignment of roles: the device has lost its state.
         if self.known.setdefault(name, incarnation) != incarnation:
             self.restarted.add(name)
         if name in self.excluded | self.assigned:
@@ -215,17 +222,17 @@ class Membership:
         if self.refusal is None:
             self.joiners.add(name)
         elif name not in self._refused:
-            self._device.record("log", text=f"{name} is turned away: {self.refusal}")
+            self._device.record("log", text=f"{name} cannot join: {self.refusal}")
             self._refused.add(name)
 
-    def _take_answer(self, answer: Alive) -> None:
+    def _handle_answer(self, answer: Alive) -> None:
         self.answered += 1
-        self._hear(answer.sender, answer.incarnation)
+        self._note_presence(answer.sender, answer.incarnation)
         if answer.question == self._question:
             self.answers[answer.sender] = answer
 
-    def _take_ready(self, configured: Configured) -> None:
-        self._hear(configured.sender, configured.incarnation)
+    def _handle_ready(self, configured: Configured) -> None:
+        self._note_presence(configured.sender, configured.incarnation)
         self.ready.add(configured.sender)
 
 
@@ -233,50 +240,50 @@ R = TypeVar("R", bound="Role")
 
 
 class Role(Protocol):
-    """What a device is in one configuration, such as a stage."""
+    """The work of a device in one configuration, such as a pipeline stage."""
 
     @property
     def actions(self) -> int:
-        """Pieces of work done: rises as long as it gets on."""
+        """Number of completed tasks; rises as long as the role makes progress."""
 
     @property
     def computing(self) -> bool:
-        """Whether the device computes for it right now."""
+        """Whether the device is computing for the role."""
 
     async def prepare(self) -> None:
-        """Get ready, by loading weights for example."""
+        """Prepare for work, for example by loading weights."""
 
     async def serve(self) -> None:
         """Do the role's work until cancelled."""
 
 
 class RoleHolder:
-    """One device from the start of its program on; knows nothing from before.
+    """The role of one device since the start of its program.
 
-    A configuration higher than its own ends its role, whatever message brings it: the coordinator has given that up.
+    Any message of a higher configuration ends the role, since the coordinator has replaced its assignment.
     """
 
     def __init__(
         self, mailbox: Mailbox, coordinator: str, status: Callable[[Status], Status] = lambda status: status
     ) -> None:
-        """``status`` may add to what the device says of itself when it is asked."""
+        """``status`` may extend the device's report when the coordinator probes the device."""
         self.role: Role | None = None
         self.presence = Presence(mailbox, coordinator, lambda: status(self._status()))
         self._mailbox = mailbox
         self._coordinator = coordinator
-        mailbox.on_open(self._end)
+        mailbox.on_open(self._drop_role)
 
     def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
-        """Have each role that messages of this kind bring, as soon as it arrives; the kind opens its configuration."""
+        """Assume each role that a message of kind ``configure`` assigns; the message opens its configuration."""
 
-        def take(message: Any) -> None:
+        def assume_role(message: Any) -> None:
             if self.assume(message.configuration, lambda: role_of(message)):
-                self._mailbox.start_in_configuration(self._serve(announce=True))
+                self._mailbox.start_in_configuration(self._run_role(announce=True))
 
-        self._mailbox.on(configure, take)
+        self._mailbox.on(configure, assume_role)
 
     def assume(self, configuration: int, role_of: Callable[[], Role]) -> bool:
-        """Have a role from now on, unless there is one already or the configuration is over; say whether so."""
+        """Assume a role and return True, or return False if another role is held or the configuration is outdated."""
         self._mailbox.open(configuration)
         if self.role is not None or configuration < self._mailbox.configuration:
             return False
@@ -284,8 +291,8 @@ class RoleHolder:
         return True
 
     def begin(self) -> None:
-        """Do the role's work until the configuration ends."""
-        self._mailbox.start_in_configuration(self._serve())
+        """Do the role's work in the background until the configuration ends."""
+        self._mailbox.start_in_configuration(self._run_role())
 
     def ready(self) -> None:
         """Report to the coordinator that this device is ready for its role."""
@@ -293,11 +300,11 @@ class RoleHolder:
         self._mailbox.post(self._coordinator, configured)
 
     async def serve(self) -> None:
-        """Be there for the coordinator until cancelled: the program of every other device."""
+        """Serve the coordinator until cancelled: the program of every other device."""
         self.presence.greet()
         await asyncio.get_running_loop().create_future()
 
-    async def _serve(self, announce: bool = False) -> None:
+    async def _run_role(self, announce: bool = False) -> None:
         assert self.role is not None
         role = self.role
         await role.prepare()
@@ -305,13 +312,13 @@ class RoleHolder:
             self.ready()
         await role.serve()
 
-    def _end(self) -> None:
+    def _drop_role(self) -> None:
         self.role = None
 
     def _status(self) -> Status:
         role = self.role
         if role is None:
             return Status()
-        # A message that is still on its way, as long as it may take, is work like any other.
-        busy = role.computing or self._mailbox.sends.waiting()
+        # A message in transit counts as work: on a slow link, sending may take most of the time.
+        busy = role.computing or self._mailbox.sends.is_busy()
         return Status(self._mailbox.configuration, role.actions, busy)

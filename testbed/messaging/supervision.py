@@ -1,13 +1,16 @@
-"""Waiting for what devices bring about together, noticing that they cannot any more, and the loop that then recovers.
+"""Failure detection for devices that work together, and the loop that recovers from failures.
 
-Detection uses nothing but messages. Nothing heard for ``patience`` seconds makes the supervisor ask all devices that
-have a role; one that is slow answers and is waited for, one that is silent or holds nothing is lost. An answer comes
-behind all that its device is sending: one of which a message is arriving is waited for longer.
+Detection uses messages alone. After ``patience`` seconds without news, the supervisor probes all devices with a role.
+A
+slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind
+the device's earlier messages, so a device whose message is still arriving has more time.
 
-There are two `RecoveryPolicy`s: `testbed.ml.pipeline.checkpointing.FromCheckpoint` stops everything and
-goes on from the last checkpoint, `testbed.ml.pipeline.recovery.FromReplicas` from what the devices keep for
-each other. A method that goes on without those who are gone, or with substitutes for what they would have sent, needs
-neither: it takes its messages with a deadline, and asks `Membership` who is there.
+Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.FromCheckpoint` stops all devices and
+resumes from the last
+checkpoint; `testbed.ml.pipeline.recovery.FromReplicas` resumes from replicas that the devices hold for each other. A
+method that
+continues without lost devices needs neither: it takes messages with a deadline and asks `Membership` for the present
+devices.
 """
 
 from __future__ import annotations
@@ -31,41 +34,41 @@ K = TypeVar("K", bound=Typed)
 _LOG = logging.getLogger(__name__)
 
 MOST_ARRIVING = 8.0
-"""How many times longer a message that is arriving may take than is allowed for: a busy host delivers it late, but a
-link on which next to nothing gets through is of no use."""
+"""Multiple of the allowed time for a message that is still arriving: a busy host delivers late, but a nearly dead link
+is useless."""
 MAX_PATIENCE_FACTOR = 8.0
-"""How many times its first patience the supervisor may come to have with devices that turn out to be slow to reach."""
+"""Upper bound of the learned patience for slow devices, as a multiple of the configured patience."""
 
 
 class Lost(Exception):  # noqa: N818 - a state of the devices, which a recovery deals with
-    """The configuration cannot go on."""
+    """The current configuration cannot continue because of lost devices."""
 
     def __init__(self, missing: Collection[str], cut: Collection[str] = (), back: Collection[str] = ()) -> None:
-        super().__init__(", ".join(sorted(missing)) or "nothing moves")
+        super().__init__(", ".join(sorted(missing)) or "no progress")
         self.missing = sorted(missing)
-        """Devices that are silent, have started again, or are cut off from a neighbour."""
+        """Devices that are silent, have restarted, or cannot reach a neighbour."""
         self.cut = frozenset(cut)
-        """Those of them that answer but do not reach a neighbour: of no use."""
+        """The missing devices that reply but cannot reach a neighbour."""
         self.back = frozenset(back)
-        """Those of them that are there again, empty."""
+        """The missing devices that have restarted without state."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long to wait for what, in seconds."""
+    """Time-outs of the failure detection, in seconds."""
 
     patience: float
-    """Seconds without news before the devices are asked, and without an answer before they count as lost."""
+    """Time without news before the devices are probed, and without a reply before they count as lost."""
     return_window: float
-    """Seconds for lost devices to come back before the others go on without them."""
+    """Time for lost devices to return before the others continue without them."""
     standstill: float
-    """Seconds without anything done, though all devices answer."""
+    """Time without progress, although all devices reply, before the devices count as lost."""
     startup: float = 10.0
-    """Patience until the first configuration stands: devices do not all start at once."""
+    """Patience until the first configuration is established, since devices start at different times."""
 
 
 class Supervisor:
-    """Waits on the coordinator's device; raises `Lost` instead of waiting for ever."""
+    """The coordinator's wait for messages; raises `Lost` when a device fails."""
 
     def __init__(
         self,
@@ -75,9 +78,9 @@ class Supervisor:
         timeouts: Timeouts,
         backlog: Callable[[Piece], float],
     ) -> None:
-        """``presence`` is this device's own.
+        """``presence`` is this device's own presence.
 
-        ``backlog`` is how many bytes a device may be sending here when it is asked for a sign of life.
+        ``backlog`` returns the number of bytes that a device may be sending here when it is probed.
         """
         self.mailbox = mailbox
         self.device = mailbox.device
@@ -85,38 +88,39 @@ class Supervisor:
         self.timeouts = timeouts
         self.patience = max(timeouts.startup, timeouts.patience)
         self.progress = 0
-        """Rises with every piece of work done: recoveries without any in between are fruitless."""
+        """Number of completed tasks: if it is unchanged between two recoveries, the first was fruitless."""
         self.layout: Sequence[Piece] = ()
-        """Who has which part, in the order of the stages."""
+        """The pieces of the model in the order of the stages, with their devices."""
         self.presence = presence
         self._backlog = backlog
         self._established = False
         self._still: tuple[int, float] = (-1, 0.0)
-        """Pieces of work done by all devices together, and since when there are no more."""
+        """Total number of completed tasks on all devices, and the instant of its last change."""
         mailbox.on_open(self.begin)
 
     @property
     def stages(self) -> list[tuple[str, int, int]]:
-        """The layout as it is sent and recorded: (device, first unit, one after its last)."""
+        """The layout as recorded in events: (device, first unit, end unit)."""
         return [(part.device, part.first, part.last) for part in self.layout]
 
     def watch(self, layout: Sequence[Piece]) -> None:
-        """Count these devices as having a role, and wait for them, from now on."""
+        """Supervise the devices of a layout from now on."""
         self.layout = layout
         self.membership.assigned = frozenset(part.device for part in layout)
 
     def start(self, layout: Sequence[Piece]) -> None:
-        """Open the first configuration, numbered above those of a former program of this device."""
+        """Open the first configuration, with a number above those of earlier programs on this device."""
         self.watch(layout)
+        # Milliseconds of the run's clock: a restarted coordinator must not reuse a number.
         self.mailbox.open(int(self.device.now() * 1000) + 1)
 
     def begin(self) -> None:
-        """Note that the devices are given their roles now: one that starts again from here on has lost it."""
+        """Note the assignment of roles: a device that restarts from now on has lost its role."""
         self.membership.mark_configured()
         self._still = (-1, 0.0)
 
     async def take(self, kind: type[K], key: Hashable = ANY) -> K:
-        """Take a message like `Mailbox.take`; raises `Lost` when it cannot come any more."""
+        """Take a message as `Mailbox.take` does; raises `Lost` if a required device fails first."""
         await self.until(lambda: self.mailbox.holds(kind, key))
         message = self.mailbox.pop(kind, key)
         assert message is not None
@@ -127,63 +131,69 @@ class Supervisor:
         while not done():
             if restarted := self.membership.restarted & self.membership.assigned:
                 raise Lost(restarted, back=restarted)
-            heard = self._heard()
-            if not await self.mailbox.changed(self.patience) and self._heard() == heard:
-                await self._check()
+            heard = self._count_news()
+            if not await self.mailbox.changed(self.patience) and self._count_news() == heard:
+                await self._probe_devices()
 
     async def ready(self) -> None:
-        """Wait until all devices are ready for their roles; once they have been, patience is what was asked for."""
+        """Wait until all devices are ready for their roles; the startup patience then ends. Raises `Lost`."""
         await self.until(lambda: self.membership.ready >= self.membership.assigned)
         if not self._established:
             self._established = True
             self.patience = self.timeouts.patience
 
     def learn_patience(self, lost: Lost, known: Mapping[str, float]) -> None:
-        """Be more patient if a device was there all the time, only slow to reach.
+        """Increase the patience if a lost device was running and only slow to reach.
 
-        ``known`` are the incarnations that were given roles: one that has started again is not slow. What a device
-        holds says less, since it may be so slow to reach that it never heard what to be.
+        ``known`` are the incarnations at the assignment of roles: a restarted device is not slow. The device's
+        configuration
+        is no evidence, since a very slow link may not have delivered its role.
         """
         present, answers = self.membership.present, self.membership.answers
         answering = [name for name in lost.missing if name in answers and name not in lost.cut]
+        # A changed incarnation means a restart, not slowness.
         if any(known.get(name) == present[name] for name in answering):
             most = max(self.patience, MAX_PATIENCE_FACTOR * self.timeouts.patience)
             self.patience = min(2 * self.patience, most)
 
-    def _heard(self) -> int:
-        """Messages of this configuration but answers: rises as long as the devices get on."""
+    def _count_news(self) -> int:
+        """Return the number of messages in this configuration without replies: it rises as long as devices work."""
         return self.mailbox.arrived - self.membership.answered
 
-    async def _check(self) -> None:
-        """Ask every device for a sign of life; return if all gave it, or something has come meanwhile."""
-        members, before = self.membership, self._heard()
+    async def _probe_devices(self) -> None:
+        """Probe every device; return if all reply or a message arrives meanwhile, else raise `Lost`."""
+        members, before = self.membership, self._count_news()
 
-        def come() -> bool:
-            return self._heard() != before or bool(members.restarted & members.assigned)
+        def has_news() -> bool:
+            return self._count_news() != before or bool(members.restarted & members.assigned)
 
         others = [part for part in self.layout if part.device != self.device.name]
         transfers = {part.device: SLACK * self._transfer_seconds(part) for part in others}
         allowed = {name: seconds + self.patience for name, seconds in transfers.items()}
         arriving = {name: MOST_ARRIVING * seconds + self.patience for name, seconds in transfers.items()}
-        silent = await members.ping_all(allowed, come, arriving)
+        silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
             raise Lost(silent)
-        if come():
+        if has_news():
             return
-        strangers = {part.device for part in others if members.answers[part.device].holds != self.mailbox.configuration}
-        if strangers:
-            raise Lost(strangers)
+        without_role = set()
+        for part in others:
+            if members.answers[part.device].holds != self.mailbox.configuration:
+                without_role.add(part.device)
+        if without_role:
+            raise Lost(without_role)
         self._check_movement()
 
     def _transfer_seconds(self, part: Piece) -> float:
-        """Return the predicted seconds of all that a device may be sending here before its answer."""
+        """Return the predicted transfer time of everything that a device may be sending here before its reply."""
         return transfer_time(self.mailbox.links, part.device, self.device.name, size_around(self._backlog(part)))
 
     def _check_movement(self) -> None:
-        """Raise `Lost` if all devices answer but none has done anything for too long.
+        """Raise `Lost` if all devices reply but none has made progress for too long.
 
-        Named are those that another has not reached for so long; of two the later one. One without a role may be asked
-        for replicas, and not be reached either; that the coordinator does not reach such a device means nothing.
+        The lost devices are those that a peer has failed to reach for that time; within the layout, the later of the
+        two. A device outside the layout may be needed for its replicas, so it counts too, except for links from the
+        coordinator.
         """
         own, patience = self.device.name, self.timeouts.standstill
         answers = {**self.membership.answers, own: self.presence.answer()}
@@ -195,49 +205,60 @@ class Supervisor:
             return
         if now - self._still[1] < patience:
             return
-        cut = {
-            max(name, peer, key=order.index) if peer in order else peer
-            for name in order
-            for peer, seconds in answers[name].overdue.items()
-            if seconds >= patience and (peer in order or name != own)
-        }
+        cut = set()
+        for name in order:
+            for peer, seconds in answers[name].overdue.items():
+                if seconds < patience:
+                    continue
+                if peer in order:
+                    # A blocked link concerns two stages, and dropping one of them is enough.
+                    cut.add(max(name, peer, key=order.index))
+                elif name != own:
+                    cut.add(peer)
         raise Lost(cut, cut)
 
 
 MAX_RETRIES_WITH_LOST = 10
-"""Recoveries in a row, nothing having been done in between, after which devices that are lost again are left out."""
+"""Number of consecutive fruitless recoveries after which devices that fail again are excluded."""
 MAX_RETRIES = 20
-"""Recoveries in a row, nothing having been done in between, after which the run fails."""
+"""Number of consecutive fruitless recoveries after which the run fails."""
 
 
 class ResumableWork(Protocol):
-    """What is to be done, whatever happens to the devices meanwhile."""
+    """Work that can resume after the loss of devices."""
 
     @property
     def start(self) -> int:
-        """The step, or request, to go on with."""
+        """The step, or request, from which the work resumes."""
 
     async def run(self) -> None:
-        """Do what is left to do; called again after every recovery. Raises `Lost`."""
+        """Do the remaining work; called again after every recovery. Raises `Lost`."""
 
 
 class RecoveryPolicy(Protocol):
-    """Sets devices up, and does so again after a loss."""
+    """A strategy that assigns roles to devices, also after a loss."""
 
     async def establish(self) -> None:
-        """Send every device its role, and wait until all are ready. Raises `Lost`."""
+        """Send every device its role and wait until all are ready. Raises `Lost`."""
 
     async def recover(self, lost: Lost, start: int) -> None:
-        """Decide which devices to go on with, and from where. Raises `TestbedError` where that cannot be."""
+        """Choose the devices and the state to resume with. Raises `TestbedError` if no recovery is possible."""
 
 
 async def run_with_recovery(
     work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
 ) -> None:
-    """Work to the end; ``recovering``: devices were lost before. Raises `TestbedError` when nothing helps."""
+    """Run the work to its end, and recover from each loss of devices.
+
+    Set ``recovering`` if devices were lost before the call. Raises `TestbedError` after too many fruitless recoveries.
+    Example::
+
+        await run_with_recovery(training, FromCheckpoint(...), supervisor)
+    """
     record = supervisor.device.record
     fruitless = 0
-    await asyncio.sleep(0)  # devices that start at this very instant greet before they are sent anything
+    # Devices that start at the same instant send their greeting before they receive a role.
+    await asyncio.sleep(0)
     while True:
         before = supervisor.progress
         try:
@@ -254,8 +275,8 @@ async def run_with_recovery(
             fruitless = 0 if supervisor.progress > before else fruitless + 1
             if fruitless == MAX_RETRIES:
                 raise TestbedError(
-                    f"{MAX_RETRIES} recoveries in a row without getting on, the last for {lost}: if links or "
-                    "devices are slower than the scenario says, raise method.patience"
+                    f"giving up after {MAX_RETRIES} consecutive recoveries without progress (last: {lost}); "
+                    "if links or devices are slower than the scenario defines, raise method.patience"
                 ) from lost
             if fruitless >= MAX_RETRIES_WITH_LOST:
                 lost = Lost(lost.missing, lost.missing, lost.back)

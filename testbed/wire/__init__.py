@@ -1,1 +1,1 @@
-"""What travels between devices: messages, casts, tensors, and what each weighs on the wire."""
+"""Messages, broadcasts and tensors between devices: their encodings and their sizes on the wire."""

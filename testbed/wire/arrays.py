@@ -1,6 +1,7 @@
-"""The arrays that messages carry: numpy's, or those of a library registered under the entry points `testbed.arrays`.
+"""Conversion of message arrays between bytes and array libraries (numpy, torch, or an entry point of
+`testbed.arrays`).
 
-The arrays of a message are written by the library of their type, and read by the library that the process has chosen.
+A message's arrays are encoded by the library of their type and decoded by the library that the process has chosen.
 """
 
 from __future__ import annotations
@@ -20,45 +21,56 @@ _MODULES = {"numpy": "testbed.wire.numpyarrays", "torch": "testbed.ml.arrays"}
 
 
 class ArrayLibrary(Protocol):
-    """The functions of a module that converts the arrays of one library."""
+    """The functions that a module must provide to send and receive arrays of one library."""
 
     def to_raw(self, arrays: Mapping[str, Any]) -> list[Raw]:
-        """Return arrays as bytes: views where they are contiguous. Raises TensorError for types that do not travel."""
+        """Return arrays of any shapes as bytes, as views where they are contiguous.
+
+        Raises TensorError for a type that has no wire encoding.
+        """
 
     def from_raw(self, raws: Sequence[Raw]) -> dict[str, Any]:
-        """Return arrays, sharing writable memory; raises TensorError for types and shapes that the library lacks."""
+        """Return arrays that share writable memory with the buffer.
+
+        Raises TensorError for types and shapes that the library lacks.
+        """
 
     def copy(self, array: Any) -> Any:
-        """Return a copy of the values alone, as a receiver is to see them."""
+        """Copy the values of an array without its gradient or graph, as the receiver sees them."""
 
     def mask(self, array: Any, gaps: npt.NDArray[np.bool_]) -> tuple[Any, Any]:
-        """Return an array with zeros in its gaps, and the gaps as an array of the same library."""
+        """Return an array with zeros where ``gaps`` is True, and ``gaps`` as an array of the same library and shape."""
 
     def without_values(self, array: Any) -> Any:
-        """Return an array of the same shape and type that need not have values."""
+        """Return an array of the same shape and type whose values may be undefined."""
 
 
 @cache
 def library(name: str) -> ArrayLibrary:
-    """Return the library of that name; raises TensorError for one that is not registered."""
+    """Return a registered array library by name.
+
+    Raises TensorError if no package registers the name.
+    """
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    found: ArrayLibrary | None = plugins.find(GROUP, name, ())
-    if found is None:
-        raise TensorError(f"values of {name} do not travel: convert them to arrays of numpy or torch")
-    return found
+    registered: ArrayLibrary | None = plugins.find(GROUP, name, ())
+    if registered is None:
+        raise TensorError(f"arrays of '{name}' cannot be sent: convert them to numpy or torch arrays")
+    return registered
 
 
 @cache
-def _library_of(kind: type) -> ArrayLibrary:
-    for base in kind.__mro__:
-        if (name := base.__module__.partition(".")[0]) in _MODULES or name in plugins.installed(GROUP):
-            return library(name)
-    return library(kind.__module__)
+def _library_of(array_type: type) -> ArrayLibrary:
+    for ancestor in array_type.__mro__:
+        module = ancestor.__module__.partition(".")[0]
+        # A subclass, such as torch.nn.Parameter, belongs to the library of its ancestor.
+        if module in _MODULES or module in plugins.installed(GROUP):
+            return library(module)
+    return library(array_type.__module__)
 
 
 def library_of(array: Any) -> ArrayLibrary:
-    """Return the library that an array belongs to; raises TensorError where none is registered."""
+    """Return the library of an array; raises TensorError if none is registered for its type."""
     return _library_of(type(array))  # type: ignore[arg-type]  # the hash of a class
 
 
@@ -67,23 +79,35 @@ class _Chosen:
 
 
 def choose(name: str) -> None:
-    """Read the arrays of this process's messages as those of this library from now on."""
+    """Decode the arrays of all further messages in this process with the named library.
+
+    Example::
+
+        arrays.choose("numpy")  # a device whose programs do not need torch
+    """
     library(name)
     _Chosen.name = name
 
 
 def is_array_type(hint: Any) -> bool:
-    """Return whether an annotation is the array type of a library that this process has imported."""
+    """Return whether an annotation is the array type of numpy or torch.
+
+    Annotations of other libraries are plain values to a typed message.
+    """
     return isinstance(hint, type) and (hint.__module__, hint.__name__) in (("torch", "Tensor"), ("numpy", "ndarray"))
 
 
 def to_raw(arrays: Mapping[str, Any]) -> list[Raw]:
-    """Return the arrays of a message as bytes; raises TensorError for types that do not travel."""
-    return [raw for name, array in arrays.items() for raw in library_of(array).to_raw({name: array})]
+    """Return the arrays of a message as bytes; raises TensorError for a type without a wire encoding."""
+    raws = []
+    for name, array in arrays.items():
+        # One message may mix arrays of several libraries.
+        raws += library_of(array).to_raw({name: array})
+    return raws
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, Any]:
-    """Return arrays of the chosen library; raises TensorError for types and shapes that it lacks."""
+    """Return arrays of the chosen library; raises TensorError for types and shapes that the library lacks."""
     return library(_Chosen.name).from_raw(raws)
 
 
@@ -93,5 +117,5 @@ def pack(arrays: Mapping[str, Any]) -> bytes:
 
 
 def unpack(body: Buffer) -> dict[str, Any]:
-    """Return the arrays of a safetensors body; raises TensorError for anything else."""
+    """Return the arrays of a safetensors body; raises TensorError for malformed bytes."""
     return from_raw(tensors.read(body)[0])

@@ -1,22 +1,22 @@
-"""A cast as it travels: a message with as little around it as can be, since at 250 kbit/s 320 bytes take 10 ms.
+"""Compact encoding of broadcasts: at 250 kbit/s, every 320 bytes of overhead cost 10 ms.
 
-All devices of a run know the names of all, so a name is a number in their order, and the audience a bitmap. The
-sender's incarnation and the number of the cast stand before each datagram (`testbed_agent.casting`) and not again here.
-In this order:
+Every device knows all names of its run, so a name is encoded as an index into the sorted names and the audience as
+a bitmap. The sender's incarnation and the sequence number precede each datagram (`testbed_agent.casting`) and are not
+repeated here. The fields in order:
 
 ==================  ====================================================================================
-two bytes           number of the sender, little-endian
-a bit a device      whether it is for that device, from the lowest bit of the first byte on
+two bytes           index of the sender, little-endian
+a bit a device      whether the broadcast is for the device, from the lowest bit of the first byte on
 text                kind of the message
-length, JSON        the fields; of no fields nothing
-one byte            how many tensors there are
-of each             text: its name; one byte: its type; one byte: how many axes; length: each of them
-length              of the padding
+length, JSON        the fields; empty if the message has none
+one byte            number of tensors
+for each tensor     text: its name; one byte: its type; one byte: number of axes; length: size of each axis
+length              number of padding bytes
 the rest            values of all tensors, row by row, little-endian; padding
 ==================  ====================================================================================
 
-A text is a byte with its length, and UTF-8. A length has seven bits a byte, the lowest first, with the eighth set where
-another follows (LEB128).
+A text is UTF-8 after one byte with its length. A length is an unsigned LEB128 integer: seven bits a byte, the lowest
+first, and the eighth bit set if another byte follows.
 """
 
 from __future__ import annotations
@@ -39,12 +39,18 @@ _TYPES = tuple(safetensors.ITEM_SIZES)
 
 
 def size_around(tensor: float) -> float:
-    """Return about how many bytes on the wire a cast will have that carries one tensor of this many bytes."""
+    """Return the approximate wire size, in bytes, of a broadcast with one tensor of ``tensor`` bytes."""
     return cast_wire_bytes(tensor + HEADER)
 
 
 class CastForm:
-    """How a device casts messages to the others of its run, and reads theirs."""
+    """Encoder and decoder of the broadcasts of one run, for one device.
+
+    Example::
+
+        form = CastForm("worker1", ["worker1", "worker2"])
+        data = form.encode(Message("hello", {"step": 1}), ["worker2"])
+    """
 
     def __init__(self, name: str, devices: Iterable[str]) -> None:
         self.name = name
@@ -54,8 +60,12 @@ class CastForm:
         self._header_sizes: dict[object, int] = {}
 
     def header_size(self, message: Message, peers: Collection[str], fields: int) -> int:
-        """Return the bytes of `header`, mostly without making it, raising as it does; ``fields``: their JSON bytes."""
+        """Return the size of `header` in bytes, mostly from a cache; raises the same errors.
+
+        ``fields`` is the size of the message's fields as JSON, in bytes.
+        """
         tensors = ((name, tensor.dtype, tensor.shape) for name, tensor in message.tensors.items())
+        # The names and values of the fields do not matter for the size, and neither does the audience.
         form = (message.kind, fields, message.padding, *tensors)
         size = self._header_sizes.get(form)
         if size is None:
@@ -63,84 +73,99 @@ class CastForm:
         return size
 
     def header(self, message: Message, peers: Collection[str]) -> bytes:
-        """Return what stands before the values; raises WireError for what is no JSON, too long or does not travel."""
+        """Return the bytes before the tensor values.
+
+        Raises WireError if the fields are too long or not JSON, or if a tensor's type has no wire encoding.
+        """
         audience = sum(1 << self._places[peer] for peer in set(peers))
-        found = bytearray(self._places[self.name].to_bytes(2, "little"))
-        found += audience.to_bytes(self._bitmap, "little")
+        encoded = bytearray(self._places[self.name].to_bytes(2, "little"))
+        encoded += audience.to_bytes(self._bitmap, "little")
         try:
             fields = json.dumps(dict(message.fields), separators=(",", ":")).encode() if message.fields else b""
             if len(fields) > HEADER_LIMIT:
-                raise WireError(f"the fields of '{message.kind}' take {len(fields)} bytes of JSON")
-            found += _text(message.kind) + _length(len(fields)) + fields + bytes([len(message.tensors)])
+                raise WireError(
+                    f"the fields of '{message.kind}' take {len(fields)} bytes; at most {HEADER_LIMIT} are allowed"
+                )
+            encoded += _encode_text(message.kind) + _encode_length(len(fields)) + fields + bytes([len(message.tensors)])
             for name, tensor in message.tensors.items():
                 code = _TYPES.index(safetensors.type_of(name, tensor))
-                found += _text(name) + bytes([code, len(tensor.shape)])
+                encoded += _encode_text(name) + bytes([code, len(tensor.shape)])
                 for size in tensor.shape:
-                    found += _length(size)
+                    encoded += _encode_length(size)
         except (TypeError, ValueError, RecursionError) as error:
-            raise WireError(f"a message '{message.kind}' cannot be cast: {error}") from error
-        return bytes(found + _length(message.padding))
+            raise WireError(f"message '{message.kind}' cannot be broadcast: {error}") from error
+        return bytes(encoded + _encode_length(message.padding))
 
     def encode(self, message: Message, peers: Collection[str]) -> bytes:
-        """Return a message in one piece. Raises WireError as `header` does."""
+        """Return the bytes of a message for the named peers; raises WireError as `header` does."""
         values = [tensor.data for tensor in arrays.to_raw(message.tensors)] if message.tensors else []
         return b"".join([self.header(message, peers), *values, bytes(message.padding)])
 
     def decode(self, data: bytes | bytearray) -> tuple[Message, int] | None:
-        """Return a message and how many bytes its header has; None where it is for others.
+        """Return a message and the size of its header in bytes, or None if it is not addressed to this device.
 
-        Raises WireError for anything but what `encode` makes.
+        Raises WireError for bytes that `encode` cannot have written.
         """
         try:
             return self._decode(_Reader(data))
         except (IndexError, UnicodeDecodeError, RecursionError, TensorError, ValueError) as error:
-            raise WireError(f"not a cast: {error}") from error
+            raise WireError(f"malformed broadcast: {error}") from error
 
     def _decode(self, reader: _Reader) -> tuple[Message, int] | None:
-        sender = self._names[int.from_bytes(reader.take(2), "little")]
-        if not int.from_bytes(reader.take(self._bitmap), "little") >> self._places[self.name] & 1:
+        sender = self._names[int.from_bytes(reader.take_bytes(2), "little")]
+        if not int.from_bytes(reader.take_bytes(self._bitmap), "little") >> self._places[self.name] & 1:
             return None
-        kind, text = reader.text(), reader.take(reader.length())
+        kind, text = reader.read_text(), reader.take_bytes(reader.read_length())
         fields = json.loads(text) if text else {}
         if not isinstance(fields, dict):
-            raise WireError("the fields of a cast are no object")
+            raise WireError("the fields must be a JSON object")
         described = []
-        for _ in range(reader.take(1)[0]):
-            name, (code, axes) = reader.text(), reader.take(2)
-            described.append((name, _TYPES[code], tuple(reader.length() for _ in range(axes))))
-        padding, header = reader.length(), reader.place
+        for _ in range(reader.take_bytes(1)[0]):
+            name, (code, axes) = reader.read_text(), reader.take_bytes(2)
+            described.append((name, _TYPES[code], tuple(reader.read_length() for _ in range(axes))))
+        padding, header = reader.read_length(), reader.place
         raw = []
         for name, dtype, shape in described:
-            # A copy: values at any place in the datagrams would not be aligned.
-            values = memoryview(bytearray(reader.take(math.prod(shape) * safetensors.ITEM_SIZES[dtype])))
+            # Copy the values, since they are not aligned inside the datagrams.
+            values = memoryview(bytearray(reader.take_bytes(math.prod(shape) * safetensors.ITEM_SIZES[dtype])))
             raw.append(Raw(name, dtype, shape, values))
         if reader.left != padding:
-            raise WireError("a cast that is longer or shorter than it says")
+            raise WireError("payload length does not match the header")
         return Message(kind, fields, arrays.from_raw(raw) if raw else {}, sender, padding), header
 
 
 def with_gaps(message: Message, header: int, frame: int, lost: Iterable[int]) -> Message | None:
-    """Return what is left of a cast without some of its frames, of ``frame`` bytes each, from 0.
+    """Return a broadcast without the given lost frames of ``frame`` bytes each, numbered from 0.
 
-    None where one of them is of the ``header`` bytes before the values. A value is missing with any byte of it.
+    A value is missing if any of its bytes is lost; `Message.missing` marks it and the value becomes zero. Returns None
+    if
+    a lost frame holds some of the ``header`` bytes, since nothing can be decoded then.
     """
-    tensors, missing, end = dict(message.tensors), {}, header
     lost = sorted(lost)
     if lost and lost[0] * frame < header:
         return None
+    tensors = dict(message.tensors)
+    missing = {}
+    end = header
     for name, tensor in message.tensors.items():
         start, end = end, end + tensor.nbytes
         size = safetensors.ITEM_SIZES[safetensors.type_of(name, tensor)]
         gaps = np.zeros(math.prod(tensor.shape), np.bool_)
         for number in lost:
-            gaps[max(0, (number * frame - start) // size) : max(0, -(-((number + 1) * frame - start) // size))] = True
+            # Offsets of the frame from the first value of this tensor; a value cut by a frame's edge is lost.
+            first_byte = number * frame - start
+            first = first_byte // size
+            last = -(-(first_byte + frame) // size)
+            gaps[max(0, first) : max(0, last)] = True
         if gaps.any():
             tensors[name], missing[name] = arrays.library_of(tensor).mask(tensor, gaps.reshape(tuple(tensor.shape)))
-    return replace(message, tensors=tensors, missing=missing) if missing else message
+    if not missing:
+        return message
+    return replace(message, tensors=tensors, missing=missing)
 
 
 class _Reader:
-    """Takes bytes one after the other; raises IndexError where there are no more."""
+    """A cursor over the bytes of a broadcast; raises IndexError at the end."""
 
     def __init__(self, data: bytes | bytearray) -> None:
         self.place = 0
@@ -150,35 +175,36 @@ class _Reader:
     def left(self) -> int:
         return len(self._data) - self.place
 
-    def take(self, count: int) -> bytes:
+    def take_bytes(self, count: int) -> bytes:
         if count > self.left:
-            raise IndexError("it ends too early")
+            raise IndexError("the broadcast is truncated")
         self.place += count
         return bytes(self._data[self.place - count : self.place])
 
-    def text(self) -> str:
-        return self.take(self.take(1)[0]).decode()
+    def read_text(self) -> str:
+        return self.take_bytes(self.take_bytes(1)[0]).decode()
 
-    def length(self) -> int:
-        found = shift = 0
+    def read_length(self) -> int:
+        value = shift = 0
         while True:
-            byte = self.take(1)[0]
-            found |= (byte & 0x7F) << shift
+            byte = self.take_bytes(1)[0]
+            value |= (byte & 0x7F) << shift
             if not byte & 0x80:
-                return found
+                return value
             shift += 7
+            # Seven bytes hold every possible length; malformed bytes must not build huge numbers.
             if shift > 42:
-                raise ValueError("a length without an end")
+                raise ValueError("a length has more than seven bytes")
 
 
-def _length(value: int) -> bytes:
-    found = bytearray()
+def _encode_length(value: int) -> bytes:
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes(found + bytes([value]))
+    return bytes(encoded + bytes([value]))
 
 
-def _text(value: str) -> bytes:
+def _encode_text(value: str) -> bytes:
     encoded = value.encode()
     return bytes([len(encoded)]) + encoded

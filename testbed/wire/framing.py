@@ -1,7 +1,7 @@
-"""What a message weighs on the wire: content plus HTTP, TCP, IP and Ethernet headers.
+"""Size of messages on the wire: content plus HTTP, TCP, IP and Ethernet headers.
 
-A link's rate is charged on Ethernet frames, as the kernel's shaper counts them, so a rate of 50 mbit carries
-46.9 Mbit/s of tensor. Constants are those of IPv4 with TCP timestamps at an MTU of 1500 bytes.
+A link's rate applies to Ethernet frames, as the kernel's shaper counts them, so a rate of 50 mbit carries
+46.9 Mbit/s of tensor data. The constants are those of IPv4 with TCP timestamps at an MTU of 1500 bytes.
 """
 
 from __future__ import annotations
@@ -10,36 +10,43 @@ import math
 
 MTU = 1500
 ETHERNET_HEADER = 14
-"""Destination, source, type; the preamble and checksum are not seen by the kernel's shaper."""
+"""Destination, source and type; the kernel's shaper does not see the preamble and the checksum."""
 TCP_HEADERS = 20 + 32
 """IPv4, and TCP with its timestamp option."""
 SEGMENT = MTU - TCP_HEADERS
 """Bytes of a stream in one full TCP segment: 1448."""
 CAST_HEADER = 20
-"""Bytes of the agent's header in each datagram: which run, which cast and which part of it this is."""
+"""Bytes of the agent's header in each datagram: run, broadcast number and part number."""
 CAST_HEADERS = 20 + 8 + CAST_HEADER
-"""IPv4, UDP and the agent's own."""
+"""IPv4, UDP and the agent's header."""
 CAST_CHUNK = MTU - CAST_HEADERS
-"""Bytes of a cast in one datagram: 1452."""
+"""Bytes of a broadcast in one datagram: 1452."""
 WINDOW = 16 << 20
-"""Bytes of messages to one peer that may be unacknowledged: once there are as many, the next message waits."""
+"""Maximum number of unacknowledged message bytes to one peer; further messages wait."""
 CONGESTION_CONTROL = "reno"
-"""TCP's congestion control on the links of every device: the only algorithm that each Linux kernel holds and allows."""
+"""TCP congestion control of every device: the only algorithm that every Linux kernel has and allows."""
 HTTP_HEADERS = 132
-"""Request line and headers before one message, give or take some digits of its length and of the peer's address."""
+"""Size of the request line and headers of a message; the digits of its length and address change it slightly."""
 
 
 def wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of one message with this many bytes of content, sent over HTTP."""
+    """Return the bytes on the wire of a message with ``content`` bytes, sent over HTTP.
+
+    Example::
+
+        >>> wire_bytes(1000)
+        1198
+    """
     stream = content + HTTP_HEADERS
-    return stream + math.ceil(stream / SEGMENT) * (TCP_HEADERS + ETHERNET_HEADER)
+    segments = math.ceil(stream / SEGMENT)
+    return stream + segments * (TCP_HEADERS + ETHERNET_HEADER)
 
 
 def chunks(content: float) -> int:
-    """Return the number of datagrams in which this many bytes are cast."""
+    """Return the number of datagrams for a broadcast of ``content`` bytes."""
     return max(1, math.ceil(content / CAST_CHUNK))
 
 
 def cast_wire_bytes(content: float) -> float:
-    """Return the bytes on the wire of one cast with this many bytes of content, in as many datagrams as it takes."""
+    """Return the bytes on the wire of a broadcast with ``content`` bytes, including all datagram headers."""
     return content + chunks(content) * (CAST_HEADERS + ETHERNET_HEADER)

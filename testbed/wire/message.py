@@ -1,4 +1,4 @@
-"""Messages between devices, and their form on the wire (see ``encode``)."""
+"""Messages between devices and their encoding (see ``encode``)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ from testbed.wire.framing import wire_bytes
 from testbed.wire.tensors import Buffer, TensorError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-"""What a message has of that which it lacks; one for all, since most have no tensors."""
+"""An empty mapping shared by all messages, since most have no tensors."""
 
 
 @dataclass(slots=True, init=False)
 class Message:
-    """What one device sends to another. Nothing keeps a program from changing one, but what was sent is a copy already.
+    """A message from one device to another. Programs may modify a message after sending: the runtime sends a copy.
 
-    ``fields`` hold small JSON values; ``tensors`` travel as safetensors. ``sender`` is set by the runtime that delivers
-    the message, never trusted from its maker. ``padding`` is a number of bytes charged beside the content, for
+    ``fields`` hold small JSON values; ``tensors`` are sent as safetensors. ``sender`` is set by the runtime that
+    delivers
+    the message and never taken from the program. ``padding`` is a number of bytes charged in addition to the content,
+    for
     programs that study timing without tensors.
+
+    Example::
+
+        message = Message("gradient", {"batch": 3}, {"tensor": torch.zeros(8, 10)})
+        message["batch"]  # 3
     """
 
     kind: str
@@ -36,7 +43,7 @@ class Message:
     sender: str
     padding: int
     missing: Mapping[str, Any]
-    """Where values of a cast's tensors, by name, are missing since frames were lost; they are zeros then."""
+    """Masks by tensor name: True where a value of a broadcast was lost with its frame, and is zero here."""
 
     def __init__(
         self,
@@ -55,40 +62,40 @@ class Message:
         self.missing = NOTHING if missing is None else missing
 
     def __getitem__(self, key: str) -> Any:
-        """Return one of the fields."""
+        """Return a field's value."""
         return self.fields[key]
 
 
 MAGIC = b"EDGE"
 VERSION = 1
 HEADER_LIMIT = 1 << 20
-"""Bytes of JSON in one message, at most."""
+"""Maximum size of a message's JSON header, in bytes."""
 ENVELOPE = 320
-"""Bytes that `encode` puts around the one tensor of an activation or a gradient, about: prefix and headers."""
+"""Approximate overhead, in bytes, of a message with one tensor, such as an activation: prefix and headers."""
 _PREFIX = struct.Struct("<4sB3xIQ")
-"""Magic, version, bytes of the JSON header, bytes of everything after it but the padding."""
+"""Magic, version, size of the JSON header, size of the safetensors body (the padding is not counted)."""
 
 
 class WireError(ValueError):
-    """These bytes are no message, or this message cannot travel."""
+    """The bytes are not a valid message, or a message cannot be encoded."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A message as it arrived, with what distinguishes a repetition from a new one."""
+    """A received message with the numbers that identify retransmissions."""
 
     message: Message
     incarnation: int
-    """Larger for each later start of the sender's program."""
+    """Number of the start of the sender's program; increases with every restart."""
     sequence: int
-    """Larger for each later message of that incarnation to this receiver."""
+    """Sequence number within the incarnation; increases with every message to the receiver."""
 
 
 def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 0) -> bytes:
-    """Return a message in one piece: prefix, JSON header, safetensors, padding.
+    """Return a message as bytes: prefix, JSON header, safetensors, padding.
 
-    The tensors' values are copied, so the program may go on to change them. Raises WireError when the fields are not
-    JSON or the tensors of no type that travels.
+    The values of the tensors are copied, so the program may modify them afterwards. Raises WireError if the fields are
+    not JSON or a tensor's type has no wire encoding.
     """
     header = {
         "kind": message.kind,
@@ -98,7 +105,7 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
         "sequence": sequence,
         "padding": message.padding,
     }
-    text = _json(header, message.kind).encode()
+    text = _to_json(header, message.kind).encode()
     _check_header(len(text), message.kind)
     body: list[Buffer] = []
     if message.tensors:
@@ -111,48 +118,55 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
 
 
 def content_size(message: Message, sender: str) -> int:
-    """Return how many bytes `encode` makes of a message, without making them.
+    """Return the number of bytes that `encode` returns for a message, without encoding the message.
 
-    Exact where the sender's incarnation and the sequence number have as many digits as they usually have. Raises
-    WireError as `encode` does.
+    The result is exact if the incarnation and the sequence number have their usual number of digits. Raises WireError
+    as
+    `encode` does.
     """
     return _content_size(message, sender, _read_back(message)[1])
 
 
 def size(message: Message, sender: str) -> float:
-    """Return the bytes on the wire of a message to one peer: its content, and headers from HTTP down to Ethernet."""
+    """Return the bytes on the wire of a message to one peer, including headers from HTTP down to Ethernet."""
     return wire_bytes(content_size(message, sender))
 
 
 def size_around(tensor: float) -> float:
-    """Return about the bytes on the wire of a message that carries one tensor of this many bytes, for planners."""
+    """Return the approximate bytes on the wire of a message with one tensor of ``tensor`` bytes, for planners."""
     return wire_bytes(tensor + ENVELOPE)
 
 
 def delivered(message: Message, sender: str) -> tuple[Message, int]:
-    """Return the message as its receiver will see it, sharing nothing that can change, and its `content_size`.
+    """Return a message as its receiver sees it, independent of the sender's objects, and its `content_size`.
 
-    It is what `decode` makes of what `encode` writes, for those who need not really write it. Raises WireError as
+    The message equals the result of `encode` followed by `decode`, which the simulator skips. Raises WireError as
     `encode` does.
     """
     fields, length = _read_back(message)
-    return _copied(message, fields, sender), _content_size(message, sender, length)
+    return _copy_for_receiver(message, fields, sender), _content_size(message, sender, length)
 
 
 def as_cast(message: Message, sender: str) -> tuple[Message, int]:
-    """Return the message as `delivered` does, and the bytes of its fields; `testbed.wire.cast` says its size."""
+    """Return a broadcast as its receivers see it, and the size of its fields as JSON, in bytes.
+
+    `testbed.wire.cast.CastForm.header_size` needs that size. Raises WireError as `encode` does.
+    """
     fields, length = _read_back(message)
-    return _copied(message, fields, sender), length
+    return _copy_for_receiver(message, fields, sender), length
 
 
-def _copied(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
-    tensors = message.tensors
-    copied = {name: arrays.library_of(tensor).copy(tensor) for name, tensor in tensors.items()} if tensors else NOTHING
-    return Message(message.kind, fields, copied, sender, message.padding)
+def _copy_for_receiver(message: Message, fields: Mapping[str, Any], sender: str) -> Message:
+    copies: Mapping[str, Any] = NOTHING
+    if message.tensors:
+        copies = {}
+        for name, tensor in message.tensors.items():
+            copies[name] = arrays.library_of(tensor).copy(tensor)
+    return Message(message.kind, fields, copies, sender, message.padding)
 
 
 def _content_size(message: Message, sender: str, fields: int) -> int:
-    """Return the bytes of a message whose fields take this many."""
+    """Return the encoded size of a message whose fields take ``fields`` bytes of JSON."""
     padding = message.padding
     header = fields + _size_around(message.kind, sender, padding)
     _check_header(header, message.kind)
@@ -166,29 +180,29 @@ def _content_size(message: Message, sender: str, fields: int) -> int:
 
 
 def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
-    """Return the fields of a message as they come out of JSON, and how many bytes they take there."""
+    """Return the fields as JSON would return them (tuples become lists), and their size in JSON bytes."""
     fields = message.fields
     length = _flat_size(fields) if fields else 2
     if length:
         return dict(fields), length
-    text = _json(dict(fields), message.kind)
+    text = _to_json(dict(fields), message.kind)
     return json.loads(text), len(text)
 
 
 @lru_cache(10_000)
 def _size_around(kind: str, sender: str, padding: int) -> int:
-    """Return the bytes of a header but for its fields."""
+    """Return the size of a header without its fields."""
     return _SIZE_WITHOUT_TEXTS + _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
 
 
+# Cached for names of kinds, devices and fields, of which a run has few.
 @lru_cache(10_000)
 def _quoted_size(text: str) -> int:
-    """Return the bytes of a text as JSON: for names, of which there are few."""
     return len(quoted(text))
 
 
 def _flat_size(fields: Mapping[str, Any]) -> int:
-    """Return the bytes of a flat object as JSON, or 0 where it is not flat and has to be written to know."""
+    """Return the JSON size of an object without nested values, or 0 if only encoding can tell."""
     length = 1
     for key, value in fields.items():
         kind = type(value)
@@ -208,41 +222,42 @@ def _flat_size(fields: Mapping[str, Any]) -> int:
 
 def _check_header(size: int, kind: str) -> None:
     if size > HEADER_LIMIT:
-        raise WireError(f"the fields of '{kind}' take {size} bytes of JSON; large values travel as tensors")
+        text = f"the fields of '{kind}' take {size} bytes of JSON; at most {HEADER_LIMIT} are allowed"
+        raise WireError(f"{text}: send large values as tensors")
 
 
-def _json(value: Mapping[str, Any], kind: str) -> str:
+def _to_json(value: Mapping[str, Any], kind: str) -> str:
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"the fields of a message are JSON values, but those of '{kind}' are not: {error}") from error
+        raise WireError(f"the fields of '{kind}' must be JSON values: {error}") from error
 
 
 def decode(data: Buffer) -> Envelope:
-    """Read what `encode` wrote. Tensors share the memory of ``data`` when that is writable (a bytearray).
+    """Decode the bytes of `encode`. Tensors share the memory of ``data`` if it is writable (a bytearray).
 
-    The library of the tensors is imported only when there are some. Nothing in ``data`` decides how much memory is
-    taken. Raises WireError for anything else.
+    The tensor library is imported only for a message with tensors, and sizes in ``data`` are checked before memory is
+    allocated. Raises WireError for malformed bytes.
     """
     view = memoryview(data).cast("B")
     if len(view) < _PREFIX.size:
-        raise WireError("too short for a message")
+        raise WireError("truncated message: the prefix is incomplete")
     magic, version, header_size, body_size = _PREFIX.unpack_from(view)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"not a message of version {VERSION}")
     end = _PREFIX.size + header_size
     if header_size > HEADER_LIMIT or end + body_size > len(view):
-        raise WireError("a message that is cut off, or whose sizes are wrong")
+        raise WireError("truncated message, or sizes that do not match its length")
     try:
         header = json.loads(bytes(view[_PREFIX.size : end]))
     except (ValueError, RecursionError) as error:
         raise WireError("the header of the message is not JSON") from error
     if not isinstance(header, dict) or {key: type(value) for key, value in header.items()} != _HEADER_TYPES:
-        raise WireError("the header of the message lacks something or has something unknown")
+        raise WireError("the header of the message has missing, unknown or mistyped keys")
     if header["padding"] != len(view) - end - body_size:
-        raise WireError("the padding of the message is not as long as it says")
+        raise WireError("the padding of the message does not match its header")
     if not 0 <= header["incarnation"] < 1 << 63 or not 0 <= header["sequence"] < 1 << 63:
-        raise WireError("the message is numbered outside of what numbers are")
+        raise WireError("the incarnation or sequence number of the message is out of range")
     arrived = {}
     if body_size:
         try:
@@ -255,5 +270,5 @@ def decode(data: Buffer) -> Envelope:
 
 _HEADER_TYPES = {"kind": str, "fields": dict, "sender": str, "incarnation": int, "sequence": int, "padding": int}
 _SIZE_WITHOUT_TEXTS = len('{"kind":,"fields":,"sender":,"incarnation":,"sequence":,"padding":}') + 14 + 2
-"""Bytes of a header: its keys, the incarnation on a machine that has been on for a day, and the sequence number of a
-hundredth message."""
+"""Size of a header without its texts: the keys, 14 digits of incarnation (nanoseconds of a machine that has been up for
+a day) and 2 digits of sequence number."""

@@ -1,4 +1,4 @@
-"""Arrays of numpy in messages."""
+"""The numpy implementation of `testbed.wire.arrays.ArrayLibrary`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["copy", "from_raw", "mask", "to_raw", "without_values"]
 
 
 def copy(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy."""
+    """Return a copy of an array of any shape."""
     return np.array(array)
 
 
 def mask(array: npt.NDArray[Any], gaps: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """Return an array with zeros in its gaps, and the gaps."""
+    """Return an array with zeros where ``gaps`` is True, and ``gaps``; both have the same shape."""
     return np.where(gaps, np.zeros((), array.dtype), array), gaps
 
 

@@ -1,8 +1,8 @@
-"""Where agents and the shaper listen inside their containers."""
+"""Ports on which agents and the shaper listen inside their containers."""
 
 CONTROL_PORT = 8700
-"""HTTP of the controller: of every agent, on its loopback, and of the shaper."""
+"""HTTP port for the controller, on every agent's loopback interface and on the shaper."""
 DATA_PORT = 8701
-"""Messages between devices."""
+"""Messages between devices, over TCP."""
 CAST_PORT = 8702
-"""Casts, over UDP."""
+"""Broadcasts, over UDP."""

@@ -1,4 +1,4 @@
-"""An HTTP server that has a thread for a request once its head is there: who sends half a head keeps nobody waiting."""
+"""An HTTP server that assigns a thread to a request only after its complete head: slow senders block nobody."""
 
 from __future__ import annotations
 
@@ -19,56 +19,62 @@ from waitress.task import WSGITask
 from testbed.common.formats import visible
 
 STALLED_AFTER = 30
-"""Seconds without a single byte after which a request, an answer or an unused connection is given up."""
+"""Seconds without a byte after which a request, a response or an idle connection is closed."""
 MOST_WAITING = 256
-"""Connections without a whole head; beyond, one of the oldest is closed."""
+"""Maximum number of connections without a complete head; the least recently active one beyond is closed."""
 LARGEST_HEAD = 1 << 16
 _PIECE = 1 << 16
 _UNSENT = 1 << 20
-"""Bytes of an answer that wait for who reads it; the application waits with those beyond."""
+"""Maximum number of buffered response bytes per connection; beyond, the application waits."""
 _NEVER_A_FILE = 1 << 30
 _LOOK_SECONDS = 1
 _LONGEST_REFUSAL = 4000
 
-# It would warn of each request that waits for a thread.
+# Waitress would warn about each request that waits for a thread.
 logging.getLogger("waitress.queue").disabled = True
 
 
 def refusal(text: str) -> str:
-    """Return why a request is refused as an answer holds it: visible, and at most 4,000 bytes as JSON writes it."""
-    shown = visible(text)
+    """Return the reason for a refused request without control characters, at most 4,000 bytes long as JSON."""
+    printable = visible(text)
+    if len(json.dumps(printable)) <= _LONGEST_REFUSAL:
+        return printable
     # In JSON a character takes up to twelve bytes.
-    return shown if len(json.dumps(shown)) <= _LONGEST_REFUSAL else visible(text, _LONGEST_REFUSAL // 12 - 4)
+    return visible(text, _LONGEST_REFUSAL // 12 - 4)
 
 
 class Body(io.RawIOBase):
-    """The body of a request, which is read from its connection by whoever answers the request, if at all."""
+    """The body of a request, read from the connection on demand by the thread that answers the request."""
 
     def __init__(self, channel: Channel, length: int, early: bytes, expected: bool) -> None:
         self.left = length
-        """Bytes of it that nobody has read."""
+        """Number of bytes not yet read."""
         self.early = early
-        """What came with the head, and may reach into the next request."""
+        """Bytes received together with the head; they may include the next request."""
         self._channel = channel
         self._link = channel.socket
         self._expected = expected
 
     def readable(self) -> bool:
-        """Say that it can be read."""
+        """Return True: the stream supports reading."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read what there is, at least a byte; 0 at the end, and where the sender is gone. Raises TimeoutError."""
+        """Read at least one byte into the buffer; return 0 at the end or if the sender has disconnected.
+
+        Raises TimeoutError after `STALLED_AFTER` seconds without a byte.
+        """
         size = min(len(buffer), self.left)
         if self.early:
             count = min(size, len(self.early))
             buffer[:count], self.early = self.early[:count], self.early[count:]
         else:
-            count = self._receive(memoryview(buffer)[:size]) if size else 0
+            count = self._receive_into(memoryview(buffer)[:size]) if size else 0
         self.left -= count
         return count
 
-    def _receive(self, buffer: memoryview) -> int:
+    def _receive_into(self, buffer: memoryview) -> int:
+        # The client waits for this line with "Expect: 100-continue"; a refused request never reads the body.
         if self._expected:
             self._expected = False
             self._channel.write_soon(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -77,16 +83,16 @@ class Body(io.RawIOBase):
             poll.register(self._link, select.POLLIN)
             if poll.poll(STALLED_AFTER * 1000):
                 return int(self._link.recv_into(buffer))
-        except (OSError, ValueError):  # broken, or closed
+        except (OSError, ValueError):  # the connection is broken or closed
             return 0
-        raise TimeoutError(f"nothing came for {STALLED_AFTER} s")
+        raise TimeoutError(f"no data received for {STALLED_AFTER} s")
 
 
 class Request(HTTPRequestParser):
-    """Waitress's request, which is complete with its head, so that it can be refused before there is more of it."""
+    """A request that counts as complete after its head, so that it can be refused before its body arrives."""
 
     expect_continue: bool = False
-    # Waitress answers by the one, and logs the other, also where it could read neither.
+    # Waitress uses the version in its response and logs the path, even for a head that it cannot parse.
     version = "1.1"
     path = ""
 
@@ -95,88 +101,93 @@ class Request(HTTPRequestParser):
         self._channel = channel
 
     def received(self, data: bytes) -> int:
-        """Take in some of the head, or its end and all that came with it; return how much was taken in."""
+        """Parse a piece of the head, or its end with the first bytes of the body; return the number of bytes used."""
         count = int(super().received(data))
         if self.empty or not self.headers_finished:
             return count
         self.body = Body(self._channel, self.content_length, data[count:], self.expect_continue)
-        self.expect_continue = False  # else waitress would ask for the body at once
+        self.expect_continue = False  # otherwise waitress would request the body at once
         self.completed = True
         return len(data)
 
     def parse_header(self, head: bytes) -> None:
-        """Read the head; raises ParsingError where it is none."""
+        """Parse the head; raises ParsingError if the head is malformed."""
         try:
             super().parse_header(head)
-        except ValueError as error:  # for brackets that hold no IPv6 address, and for numbers of 5,000 digits
+        except ValueError as error:  # invalid IPv6 addresses in brackets, and numbers of 5,000 digits
             raise ParsingError(str(error)) from error
         if self.chunked:
-            # Waitress would hide it from the application, which is to refuse it: its end is not looked for.
+            # Waitress removes this header, but the application has to refuse the request: chunks are not parsed here.
             self.headers.update(TRANSFER_ENCODING="chunked", CONNECTION="close")
 
     def get_body_stream(self) -> Body:
-        """Return what the application reads the body from."""
+        """Return the stream from which the application reads the body."""
         return self.body
 
 
 class Task(WSGITask):
-    """Answers a request, and lets the next one of its connection begin."""
+    """The response to a request; its end lets the connection parse the next request."""
 
     def finish(self) -> None:
-        """End the answer."""
+        """Complete the response."""
         super().finish()
         if not self.close_on_finish:
-            self.channel.go_on(self.request.body)
+            self.channel.resume_after(self.request.body)
 
 
 class Channel(HTTPChannel):
-    """A connection."""
+    """An HTTP connection whose bodies are read by the application."""
 
     task_class = Task
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._unread = 0
         super().__init__(*arguments, **options)
-        self.sendbuf_len = _PIECE  # of what waits, waitress copies so much each time that some of it can be sent
+        # Waitress copies this much of its output buffer for each call of send.
+        self.sendbuf_len = _PIECE
 
     def parser_class(self, adjustments: Any) -> Request:
-        """Return the parser of the next request."""
+        """Return a parser for the next request."""
         return Request(self, adjustments)
 
     def received(self, data: bytes) -> bool:
-        """Parse bytes that arrive between two answers: the unread rest of the last body, then a head."""
+        """Skip the unread rest of the last body, then parse the next head."""
         skipped = min(self._unread, len(data))
         self._unread -= skipped
         return bool(super().received(data[skipped:]))
 
-    def go_on(self, body: Body) -> None:
-        """Parse the bytes that follow a request that is answered."""
+    def resume_after(self, body: Body) -> None:
+        """Parse the bytes that follow the body of an answered request."""
         self._unread = body.left
         self.received(body.early)
 
     def write_soon(self, data: bytes) -> int:
-        """Send something, piece by piece: waitress copies what cannot be sent yet, and large answers must not be."""
+        """Send bytes in pieces, since waitress copies the unsent rest and large responses must not be copied."""
         for start in range(0, len(data), _PIECE):
             super().write_soon(data[start : start + _PIECE])
         return len(data)
 
-    def waits(self) -> bool:
-        """Return whether the client has to act: to send a request, or to read an answer."""
-        # An answer that is just being sent, by whoever has the lock, does not wait.
+    def is_waiting(self) -> bool:
+        """Return whether the client has to act: send a request or read a response."""
+        # While a thread holds the lock, a response is being sent and the client is not stalled.
         with self.outbuf_lock:
             return not self.requests or self.total_outbufs_len > 0
 
 
 class PatientServer(TcpWSGIServer):
-    """Waitress's server, which leaves the bodies of requests to who answers them.
+    """Waitress's server without buffering of request bodies and of large responses.
 
-    Waitress would take in whole bodies, also of who may not ask, and write large ones into files.
+    Waitress would read whole bodies before authorisation and write large ones into files. Example::
+
+        server = PatientServer(("127.0.0.1", 0), application, threads=4)
+        threading.Thread(target=server.serve).start()
+        server.stop()
     """
 
     channel_class = Channel
 
     def __init__(self, address: tuple[str, int], application: Any, threads: int) -> None:
-        """Listen; nobody is answered before `serve`."""
+        """Bind the listening socket; requests are answered only after `serve` starts."""
         host, port = address
         super().__init__(
             application,
@@ -198,12 +209,12 @@ class PatientServer(TcpWSGIServer):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """The host and port of the listening socket."""
         host, port = self.socket.getsockname()
         return host, port
 
     def serve(self) -> None:
-        """Answer until `stop` is called."""
+        """Answer requests until `stop` is called."""
         try:
             while not self._stopping:
                 wasyncore.poll2(_LOOK_SECONDS, self._map)
@@ -214,21 +225,23 @@ class PatientServer(TcpWSGIServer):
             self._stopped.set()
 
     def stop(self) -> None:
-        """End `serve`, all connections and threads, and return when they have ended; to be called once."""
+        """Stop `serve`, close all connections and wait for the threads to end; must be called once only."""
         self._stopping = True
+        # The trigger interrupts the poll, which would otherwise last up to a second.
         self.pull_trigger()
         self._stopped.wait()
         self.close()
 
     def handle_accept(self) -> None:
-        """Accept a connection; if too many wait, close the one that was silent the longest."""
+        """Accept a connection; if too many wait, close the least recently active one."""
         super().handle_accept()
-        waiting = [each for each in self.active_channels.values() if each.waits()]
+        waiting = [channel for channel in self.active_channels.values() if channel.is_waiting()]
         if len(waiting) > MOST_WAITING:
-            min(waiting, key=lambda each: each.last_activity).handle_close()
+            stalest = min(waiting, key=lambda channel: channel.last_activity)
+            stalest.handle_close()
 
     def maintenance(self, now: float) -> None:
-        """Close connections whose client has stalled, also in the middle of an answer, which waitress would await."""
+        """Close stalled connections, including those in the middle of a response, which waitress would keep."""
         for channel in list(self.active_channels.values()):
-            if channel.waits() and now > channel.last_activity + STALLED_AFTER:
+            if channel.is_waiting() and now > channel.last_activity + STALLED_AFTER:
                 channel.handle_close()

@@ -1,10 +1,11 @@
-"""Tensors as safetensors, with one copy to write and none to read.
+"""A fast implementation of the safetensors format: one copy to write, none to read.
 
-The format is the safetensors library's: eight bytes with the length of a JSON header (name -> dtype, shape, offsets),
-the header, the values. The library takes 0.6 ms to write a megabyte and as much to read one that does not lie in a
-``bytes`` object already; a gigabit link is done with that megabyte in 8 ms. Here the values are joined once when
-written, and those read are views of the buffer that was received. The library stays the reference: tests read each
-one's output with the other.
+A body has eight bytes with the length of a JSON header (name -> dtype, shape, offsets), the header and the values. The
+safetensors library needs 0.6 ms to write a megabyte, and as long to read one outside a ``bytes`` object; a gigabit
+link
+transmits that megabyte in 8 ms. Here, values are joined once when written, and read tensors are views of the received
+buffer. The tests
+read the output of each implementation with the other.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from testbed.common.lazy import np, npt
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 HEADER_LIMIT = 1 << 20
-"""Bytes of JSON, at most: room for ten thousand tensors."""
+"""Maximum size of the JSON header, in bytes; enough for ten thousand tensors."""
 _ALIGNMENT = 64
 _LARGEST = 1 << 48
 ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8, "F64": 8}
-"""Types of values, and the bytes of each."""
+"""Size of a value of each type, in bytes."""
 NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -38,21 +39,21 @@ NAMES = {
     "I64": "int64",
     "F64": "float64",
 }
-"""What numpy and torch call these types."""
+"""Names of the types in numpy and torch."""
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class TensorError(ValueError):
-    """These bytes are not tensors, or these tensors cannot be written."""
+    """The bytes are not a valid safetensors body, or a tensor cannot be encoded."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """One tensor as bytes."""
+    """A tensor as bytes."""
 
     name: str
     dtype: str
-    """The type as safetensors calls it, e.g. ``F32``."""
+    """The safetensors name of the type, such as ``F32``."""
     shape: tuple[int, ...]
     data: memoryview
     """The values in row-major order, little-endian."""
@@ -61,17 +62,22 @@ class Raw:
 def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, offset: int = 0) -> list[Buffer]:
     """Return the pieces of a safetensors body, to be joined or sent one after the other.
 
-    The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that whoever
-    receives both in one buffer has them aligned. Raises TensorError for too many tensors, or two of one name.
+    The values start at a multiple of 64 bytes, counted from ``offset`` bytes before the body, so that a receiver of a
+    prefix
+    and the body in one buffer has aligned values. Raises TensorError for duplicate names or too many tensors.
+    Example::
+
+        body = b"".join(tensors.write(tensors.from_numpy({"weight": np.zeros((3, 4), np.float32)})))
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
         if tensor.name == "__metadata__" or tensor.name in header:
-            raise TensorError(f"two tensors cannot be called '{tensor.name}'")
+            raise TensorError(f"duplicate or reserved tensor name '{tensor.name}'")
         start, end = end, end + tensor.data.nbytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (start, end)}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # JSON allows trailing spaces, which align the values for torch and numpy.
     text += b" " * (-(offset + 8 + len(text)) % _ALIGNMENT)
     if len(text) > HEADER_LIMIT:
         raise TensorError(
@@ -81,8 +87,10 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
 
 
 def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
-    """Return how many bytes `write` makes of tensors from ``offset`` on; raises TensorError as it does."""
-    header, end = len("{}") - 1, 0
+    """Return the number of bytes that `write` returns for tensors of any shapes; raises TensorError as `write` does."""
+    # Each entry has a trailing comma, and the last one replaces a brace.
+    header = len("{}") - 1
+    end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         dtype = type_of(name, tensor)
@@ -94,21 +102,27 @@ def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
 
 
 def type_of(name: str, tensor: Any) -> str:
-    """Return what the type of a tensor of any shape is called. Raises TensorError for one that does not travel."""
+    """Return the safetensors name of a tensor's type, for any shape.
+
+    Raises TensorError if the format has no such type.
+    """
     dtype = _DTYPES.get(str(tensor.dtype).rpartition(".")[2])
     if dtype is None:
-        raise TensorError(f"tensor '{name}' is of {tensor.dtype}, which does not travel; convert it first")
+        raise TensorError(f"tensor '{name}' has unsupported dtype {tensor.dtype}: convert it first")
     return dtype
 
 
 def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
-    """Return the tensors of a safetensors body, as views, and its metadata; raises TensorError for anything else."""
+    """Return the tensors of a safetensors body, as views of the body, and its metadata.
+
+    Raises TensorError for malformed bytes.
+    """
     view = memoryview(body).cast("B")
     if len(view) < 8:
-        raise TensorError("too short for tensors")
+        raise TensorError("truncated tensors: the length of the header is incomplete")
     length = int.from_bytes(view[:8], "little")
     if length > min(HEADER_LIMIT, len(view) - 8):
-        raise TensorError("the header of the tensors is longer than it may be")
+        raise TensorError("the header of the tensors exceeds its limit or the body")
     try:
         header = json.loads(bytes(view[8 : 8 + length]))
     except (ValueError, RecursionError) as error:
@@ -117,39 +131,45 @@ def read(body: Buffer) -> tuple[list[Raw], dict[str, str]]:
         raise TensorError("the header of the tensors is not an object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise TensorError("the metadata of the tensors is not text")
+        raise TensorError("the metadata of the tensors must map text to text")
     values = view[8 + length :]
-    tensors = sorted((_entry(name, entry, len(values)) for name, entry in header.items()), key=lambda item: item[2:])
+    entries = [_parse_entry(name, entry, len(values)) for name, entry in header.items()]
+    # The safetensors format allows neither gaps nor overlaps.
+    entries.sort(key=lambda entry: entry[2:])
     end = 0
     result = {}
-    for name, (dtype, shape), first, last in tensors:
+    for name, (dtype, shape), first, last in entries:
         if first != end:
             raise TensorError(f"tensor '{name}' does not start where the one before it ends")
         end = last
         result[name] = Raw(name, dtype, shape, values[first:last])
     if end != len(values):
-        raise TensorError("there are values that belong to no tensor")
+        raise TensorError("trailing bytes after the last tensor")
     return [result[name] for name in header], metadata
 
 
-def _entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
-    """Check one tensor's header: (name, (dtype, shape), first byte, last byte)."""
+def _parse_entry(name: str, entry: object, available: int) -> tuple[str, tuple[str, tuple[int, ...]], int, int]:
+    """Validate the header of a tensor; return (name, (dtype, shape), first byte, end byte)."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise TensorError(f"the header of tensor '{name}' is not one")
+        raise TensorError(f"the header of tensor '{name}' must have the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise TensorError(f"tensor '{name}' has an unknown dtype")
     if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= available:
         raise TensorError(f"tensor '{name}' lies outside the body")
     if not _is_shape(shape):
-        raise TensorError(f"tensor '{name}' has no valid shape")
+        raise TensorError(f"tensor '{name}' has an invalid shape")
     if math.prod(shape) * ITEM_SIZES[dtype] != offsets[1] - offsets[0]:
-        raise TensorError(f"tensor '{name}' has another size than its shape")
+        raise TensorError(f"the size of tensor '{name}' does not match its shape")
     return name, (dtype, tuple(shape)), offsets[0], offsets[1]
 
 
 def _is_shape(value: object) -> bool:
-    return _whole_numbers(value) and len(value) <= 32 and math.prod(size for size in value if size) <= _LARGEST
+    if not _whole_numbers(value) or len(value) > 32:
+        return False
+    # Zeros are skipped, so that an empty axis does not hide huge other ones.
+    elements = math.prod(size for size in value if size)
+    return elements <= _LARGEST
 
 
 def _whole_numbers(value: object) -> TypeGuard[list[int]]:
@@ -157,19 +177,25 @@ def _whole_numbers(value: object) -> TypeGuard[list[int]]:
 
 
 def from_numpy(arrays: Mapping[str, npt.NDArray[Any]]) -> list[Raw]:
-    """Return arrays as bytes, views where contiguous; raises TensorError for a type that does not travel."""
+    """Return numpy arrays of any shapes as bytes, as views where contiguous.
+
+    Raises TensorError for a type without a wire encoding.
+    """
     dtypes = {np.dtype(_numpy_name(dtype)): dtype for dtype in ITEM_SIZES if dtype != "BF16"}
     result = []
     for name, array in arrays.items():
         if array.dtype not in dtypes:
-            raise TensorError(f"array '{name}' is of {array.dtype}, which does not travel; convert it first")
+            raise TensorError(f"array '{name}' has unsupported dtype {array.dtype}: convert it first")
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         result.append(Raw(name, dtypes[array.dtype], array.shape, flat.data))
     return result
 
 
 def to_numpy(tensors: Sequence[Raw]) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays that share the memory of the buffer; raises TensorError for bfloat16, which numpy lacks."""
+    """Return numpy arrays of the tensors' shapes that share the memory of the buffer.
+
+    Raises TensorError for bfloat16, which numpy lacks.
+    """
     result = {}
     for raw in tensors:
         if raw.dtype == "BF16":

@@ -1,4 +1,4 @@
-"""Who may ask agents, shaper and page, by tokens; and how long a container lives when nobody asks any more."""
+"""Tokens that authorise requests to agents, shaper and web page, and leases that limit a container's life."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 
-# What hmac calls by the same name where there is no OpenSSL, which takes a device that only compares 4 MB.
+# The implementation behind hmac.compare_digest without OpenSSL, which would cost a device 4 MB of memory.
 from _operator import _compare_digest as compare_digest
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,43 +17,48 @@ _LOG = logging.getLogger(__name__)
 
 
 def authorised(environ: Mapping[str, Any], token: str) -> bool:
-    """Say whether a WSGI request bears the token, compared in constant time.
+    """Return whether a WSGI request carries the token, compared in constant time.
 
-    As ``Authorization: Bearer <token>``; what only reads may have it as ``token`` in its query instead.
+    The token is sent as ``Authorization: Bearer <token>``; GET requests may send it as the query parameter ``token``
+    instead,
+    for links that a browser opens.
     """
-    given = environ.get("HTTP_AUTHORIZATION", "")
-    if not given and environ.get("REQUEST_METHOD") == "GET":
-        given = "Bearer " + parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]
-    return compare_digest(given.encode("utf-8", "replace"), f"Bearer {token}".encode())
+    credentials = environ.get("HTTP_AUTHORIZATION", "")
+    if not credentials and environ.get("REQUEST_METHOD") == "GET":
+        credentials = "Bearer " + parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]
+    return compare_digest(credentials.encode("utf-8", "replace"), f"Bearer {token}".encode())
 
 
 def derived(token: str, *purpose: str) -> str:
-    """Return a token for one purpose alone, which says nothing of the one that it is made of.
+    """Derive a token for one purpose; the original token cannot be computed from the derived one.
 
-    The token of a run makes one for the control of each device and of the shaper, and one for the messages from each
-    device to each other. It has 32 characters, as that has, since they count on the wire.
+    The run's token yields one token for the control of each device and of the shaper, and one for the messages of each
+    pair of
+    devices. Example::
+
+        control = derived(token, "control", "worker1")
     """
     import hmac
 
+    # 24 bytes give 32 characters of base64, the length of the run's token: tokens count as bytes on the wire.
     digest = hmac.digest(token.encode(), "\0".join(purpose).encode(), "sha256")
     return base64.urlsafe_b64encode(digest[:24]).decode()
 
 
 def data_token(token: str, sender: str, receiver: str) -> str:
-    """Return what messages from one device to another bear, made of the token of their run."""
+    """Return the token of messages from ``sender`` to ``receiver``, derived from the token of their run."""
     return derived(token, "data", sender, receiver)
 
 
 LEASE = "TESTBED_LEASE"
-"""The variable of a container's environment that holds the seconds of its lease; without it there is none."""
+"""Environment variable with a container's lease in seconds; without the variable, the container has no lease."""
 _TICK = 5.0
 
 
 class Lease:
-    """Calls ``end`` when it has not been renewed for some seconds.
+    """A timer that calls ``end`` unless it is renewed in time.
 
-    They are counted in short sleeps of this process: while it is paused, or waits for a processor, none of the lease is
-    used up.
+    Time is counted in short sleeps of this process, so a paused or starved process does not use up its lease.
     """
 
     def __init__(self, environment: Mapping[str, str], end: Callable[[], None]) -> None:
@@ -61,16 +66,17 @@ class Lease:
         self._left = self._seconds
         self._end = end
         if environment.get(LEASE):
-            threading.Thread(target=self._count, name="lease", daemon=True).start()
+            threading.Thread(target=self._count_down, name="lease", daemon=True).start()
 
     def renew(self) -> None:
-        """Begin to count again."""
+        """Restart the countdown."""
         self._left = self._seconds
 
-    def _count(self) -> None:
+    def _count_down(self) -> None:
+        # Sleeping does not count while the container is paused, unlike the monotonic clock.
         tick = min(_TICK, self._seconds / 4)
         while self._left > 0:
             time.sleep(tick)
             self._left -= tick
-        _LOG.warning("nobody has renewed the lease of %g s: this container ends", self._seconds)
+        _LOG.warning("the lease of %g s was not renewed: this container stops", self._seconds)
         self._end()

@@ -43,7 +43,7 @@ def test_devices_that_greet_are_present_and_may_join():
 
     world = led(lead)
     assert [event.fields["text"] for event in world.events if event.event == "log"] == [
-        "two is turned away: it may answer, but the others do not get on with it"
+        "two is excluded: it replies, but the other devices make no progress with it"
     ]
 
 

@@ -146,7 +146,7 @@ def test_device_without_its_role_is_lost():
 
 def test_standstill_is_noticed_though_all_answer():
     when, error = lost(lambda lead: supervised(lead))
-    assert str(error) == "nothing moves"
+    assert str(error) == "no progress"
     assert 4 <= when < 6
 
 
@@ -238,7 +238,7 @@ def test_device_lost_again_and_again_is_left_out_though_it_answers():
 
 def test_without_progress_it_is_given_up():
     plan = Plan(*(Lost(["one"]) for _ in range(MAX_RETRIES)))
-    with pytest.raises(TestbedError, match=r"20 recoveries in a row .* the last for one: .*raise method.patience"):
+    with pytest.raises(TestbedError, match=r"20 consecutive recoveries .*last: one.*raise method.patience"):
         plan.run_with_recovery()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from testbed.common import usercode
-from testbed.messaging.typed import Fixed, Typed, _form, decode, encode
+from testbed.messaging.typed import Fixed, Typed, _classify_fields, decode, encode
 from testbed.ml.layers.shard import State
 from testbed.wire.message import Message, WireError, content_size
 
@@ -144,7 +144,7 @@ def test_examples_send_the_same_messages_as_modules_and_as_scenario_code(file: P
     loaded = usercode.load(code, ("method", "file"))
     for name, kind in vars(module).items():
         if isinstance(kind, type) and issubclass(kind, Typed) and kind.__module__ == module.__name__:
-            assert _form(kind) == _form(getattr(loaded, name))
+            assert _classify_fields(kind) == _classify_fields(getattr(loaded, name))
 
 
 def test_an_annotation_that_names_nothing_is_reported() -> None:
@@ -152,5 +152,5 @@ def test_an_annotation_that_names_nothing_is_reported() -> None:
     class Wrong(Typed, kind="wrong"):
         value: Nothing  # type: ignore[name-defined]  # noqa: F821
 
-    with pytest.raises(TypeError, match=r"Wrong.*cannot be resolved.*Nothing"):
+    with pytest.raises(TypeError, match=r"Wrong.*cannot resolve.*Nothing"):
         encode(Wrong(1))

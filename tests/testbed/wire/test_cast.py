@@ -36,7 +36,7 @@ def test_the_size_of_a_header_is_known_without_making_it():
         message = Message("outputs", {"batch": batch, "text": "é"}, {"x": torch.zeros(2, 200)}, padding=300)
         _, fields = as_cast(message, "pi1")
         assert form.header_size(message, ["pi2"], fields) == len(form.header(message, ["pi3"]))
-    with pytest.raises(WireError, match="cannot be cast"):
+    with pytest.raises(WireError, match="cannot be broadcast"):
         form.header_size(Message("outputs", {}, {"x": torch.zeros(2, dtype=torch.complex64)}), ["pi2"], 2)
 
 
@@ -89,7 +89,7 @@ def test_what_is_cut_off_is_refused():
 
 def test_what_cannot_be_cast_is_said():
     for message in (Message("m", {"a": object()}), Message("m", {}, {"x": torch.zeros(1, dtype=torch.complex64)})):
-        with pytest.raises(WireError, match="a message 'm' cannot be cast"):
+        with pytest.raises(WireError, match="message 'm' cannot be broadcast"):
             FORMS["pi1"].header(message, ["pi2"])
 
 
