@@ -19,7 +19,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.explaining import published_schema
 from testbed.scenario.loading import load
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Figure, Reporting
+from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.registry import COMMON, OF_DEVICES
 from testbed_controller.cli.main import COMMANDS, testbed
 from testbed_controller.lab.composing import project
@@ -80,7 +80,7 @@ def _events_table() -> str:
     return "\n".join(head + _declared(EVENTS, lambda declared: declared.events, _event_row))
 
 
-def _declared(common: Iterable[T], of: Callable[[Reporting], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
+def _declared(common: Iterable[T], of: Callable[[MetricsSpec], Iterable[T]], row: Callable[[T, str], str]) -> list[str]:
     """Return a row for each thing that every method declares, and for each that some do, with their names."""
     users: dict[T, list[str]] = {each: ["every method"] for each in common}
     for method in METHODS.values():
@@ -94,7 +94,7 @@ def _event_row(event: EventType, users: str) -> str:
     return f"| `{event.name}` | {event.meaning} | {keys} | {', '.join(event.fields)} | {users} |"
 
 
-def _figure_row(figure: Figure, users: str) -> str:
+def _figure_row(figure: Metric, users: str) -> str:
     return f"| `{figure.name}` | {figure.kind} | {figure.meaning} | {users} |"
 
 

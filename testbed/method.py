@@ -13,20 +13,20 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from typing_extensions import TypeVar
 
 from testbed.common.errors import nearest
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.quantities import Duration
 from testbed.device import Device
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link, Pair
 from testbed.plan import Details, Plan, PlanDetails
-from testbed.trace.figures import Reporting
+from testbed.trace.metrics_spec import MetricsSpec
 from testbed.work import MOST_STEPS, WorkloadPart
 
 Baselines = Mapping[str, Mapping[str, Any]]
 """Options by the name of a baseline, which stands for them."""
 
 
-class Options(Part):
+class Options(ConfigModel):
     """Base of a method's options: unknown keys are refused; `testbed show methods` shows each one's docstring."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
@@ -221,7 +221,7 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     """What a scenario may ask for, and what devices are given, beyond the least; see `Capability`."""
     begins: ClassVar[frozenset[str] | None] = None
     """Names of the spans that a device may begin, so that a fault on one that never comes is refused; None: unknown."""
-    declared: ClassVar[Reporting] = Reporting()
+    declared: ClassVar[MetricsSpec] = MetricsSpec()
     """Figures, events, rows and tables of its own."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:

@@ -11,7 +11,7 @@ from testbed import validation
 from testbed.common import formats, usercode
 from testbed.common.errors import Diagnostic, InputError, Key, TestbedError
 from testbed.faults import parts as fault_parts
-from testbed.faults.conditions import FaultSetting
+from testbed.faults.conditions import FaultContext
 from testbed.faults.device_actions import Retire
 from testbed.faults.script import traced_links
 from testbed.hardware import check_message
@@ -20,7 +20,7 @@ from testbed.plan import Plan
 from testbed.scenario.devices import device_names
 from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Scenario, Trial
-from testbed.trace.figures import events_of
+from testbed.trace.metrics_spec import events_of
 from testbed.validation import find_method, reporting
 from testbed.wire.message import ENVELOPE
 from testbed.workload import Prepared, kind_of
@@ -148,7 +148,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
     found = fault_parts.problems(
         experiment.faults,
-        FaultSetting(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
+        FaultContext(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
         events_of(reporting(method, trial.scenario.workload)),
         batches(trial.scenario, plan),

@@ -16,7 +16,7 @@ from testbed.network.checks import RESERVED_NAMES, has_room, no_room
 from testbed.scenario.expand import no_such_devices
 from testbed.scenario.explaining import explain
 from testbed.scenario.schema import Scenario, Trial
-from testbed.trace.figures import Figure, Reporting
+from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.registry import OF_DEVICES, figures_of
 from testbed.trace.registry import kind_of as kind_of_figure
 from testbed.work import WorkloadPart
@@ -69,12 +69,12 @@ def _located(error: InputError) -> Diagnostic:
     return Diagnostic(("workload", *error.key), error.text)
 
 
-def reporting(method: Method, workload: WorkloadPart) -> Reporting:
+def reporting(method: Method, workload: WorkloadPart) -> MetricsSpec:
     """Return the metrics, events and parts of reports that a method and its kind of work declare."""
     return kind_of(workload).declared.joined(method.declared)
 
 
-def _figures(scenario: Scenario) -> dict[str, Figure]:
+def _figures(scenario: Scenario) -> dict[str, Metric]:
     """Return the figures that a run of the scenario may have; with a method that there is not, those of all methods."""
     method = _method_or_problem(scenario)
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
@@ -93,7 +93,7 @@ def _name_problems(trial: Trial) -> Iterator[Diagnostic]:
             yield Diagnostic(("faults", index, *key), text)
 
 
-def _expect_problems(trial: Trial, figures: Mapping[str, Figure]) -> Iterator[Diagnostic]:
+def _expect_problems(trial: Trial, figures: Mapping[str, Metric]) -> Iterator[Diagnostic]:
     names = [device.name for device in trial.experiment.devices]
     for figure, text in trial.scenario.expect.items():
         key: Key = ("expect", figure)

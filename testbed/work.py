@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 
 from testbed.common import plugins
 from testbed.common.errors import InputError, nearest
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 
 MOST_STEPS = 10**9
 GROUP = "testbed.workloads"
@@ -34,7 +34,7 @@ _DEFAULT = "train"
 _registered: dict[str, Any] = {}
 
 
-class MethodPart(Part):
+class MethodPart(ConfigModel):
     """A method by name, with its options (see `testbed show methods`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -49,7 +49,7 @@ class MethodPart(Part):
         return dict(self.model_extra or {})
 
 
-class WorkloadPart(Part):
+class WorkloadPart(ConfigModel):
     """Keys of every workload. Each kind derives its own keys and overrides what the testbed has to know of them."""
 
     task: str = Field(_DEFAULT, description="what the devices do together")

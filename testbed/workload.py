@@ -15,7 +15,7 @@ from testbed.common.errors import Diagnostic
 from testbed.experiment import Experiment
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
-from testbed.trace.figures import NOTHING, Reporting
+from testbed.trace.metrics_spec import NOTHING, MetricsSpec
 from testbed.trace.outcome import Outcome
 from testbed.work import WorkloadPart, kind
 
@@ -82,7 +82,7 @@ class Workload(ABC):
     """Its keys."""
     arrays: ClassVar[str] = "numpy"
     """The library whose arrays programs receive in messages (`testbed.wire.arrays`)."""
-    declared: ClassVar[Reporting] = NOTHING
+    declared: ClassVar[MetricsSpec] = NOTHING
     """Metrics, events, rows, tables and curves of all runs of this kind, beside those of the method."""
 
     def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from testbed.trace.events import EventType
-from testbed.trace.figures import Column, Curve, Figure, Reporting, Row, Table
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.record import RunView
 
 
 @dataclass
@@ -38,7 +38,7 @@ class RequestTimes:
         return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
 
 
-def request_times(record: Record) -> list[RequestTimes]:
+def request_times(record: RunView) -> list[RequestTimes]:
     """Return the times of all requests that arrived, by their numbers."""
     times: dict[int, RequestTimes] = {}
     for event in record.events:
@@ -60,25 +60,25 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _first_token(record: Record) -> float | None:
+def _first_token(record: RunView) -> float | None:
     firsts = [each.first for each in request_times(record) if each.first is not None]
     return median(firsts) if firsts else None
 
 
-def _between(record: Record) -> list[float]:
+def _between(record: RunView) -> list[float]:
     return [seconds for each in request_times(record) for seconds in each.between]
 
 
-def _median_between(record: Record) -> float | None:
+def _median_between(record: RunView) -> float | None:
     seconds = _between(record)
     return median(seconds) if seconds else None
 
 
-def _number(record: Record) -> int:
+def _number(record: RunView) -> int:
     return sum(len(each.tokens) for each in request_times(record))
 
 
-def _rate(record: Record) -> float | None:
+def _rate(record: RunView) -> float | None:
     times = [each for each in request_times(record) if each.tokens]
     if not times:
         return None
@@ -86,7 +86,7 @@ def _rate(record: Record) -> float | None:
     return _number(record) / seconds if seconds > 0 else None
 
 
-def _rate_of_a_request(record: Record) -> float | None:
+def _rate_of_a_request(record: RunView) -> float | None:
     rates = []
     for each in request_times(record):
         if len(each.tokens) > 1 and each.tokens[-1] > each.tokens[0]:
@@ -94,11 +94,11 @@ def _rate_of_a_request(record: Record) -> float | None:
     return median(rates) if rates else None
 
 
-def _longest_pause(record: Record) -> float | None:
+def _longest_pause(record: RunView) -> float | None:
     return max(_between(record), default=None)
 
 
-def _bytes_per_token(record: Record) -> float | None:
+def _bytes_per_token(record: RunView) -> float | None:
     number = _number(record)
     if not number:
         return None
@@ -106,10 +106,10 @@ def _bytes_per_token(record: Record) -> float | None:
     return sent / number
 
 
-def _share(pick: Callable[[Record, str], float]) -> Callable[[Record], dict[str, float]]:
+def _share(pick: Callable[[RunView, str], float]) -> Callable[[RunView], dict[str, float]]:
     """Return a metric for each device: seconds of something a token."""
 
-    def compute(record: Record) -> dict[str, float]:
+    def compute(record: RunView) -> dict[str, float]:
         number = _number(record)
         if not number:
             return {}
@@ -118,8 +118,8 @@ def _share(pick: Callable[[Record, str], float]) -> Callable[[Record], dict[str,
     return compute
 
 
-def _seconds_of(event_name: str) -> Callable[[Record, str], float]:
-    def pick(record: Record, device: str) -> float:
+def _seconds_of(event_name: str) -> Callable[[RunView, str], float]:
+    def pick(record: RunView, device: str) -> float:
         seconds = 0.0
         for event in record.events:
             if event.event == event_name and event.device == device:
@@ -129,7 +129,7 @@ def _seconds_of(event_name: str) -> Callable[[Record, str], float]:
     return pick
 
 
-def requests_list(record: Record) -> list[dict[str, Any]]:
+def requests_list(record: RunView) -> list[dict[str, Any]]:
     """Return each request with its times."""
     rows = []
     for each in request_times(record):
@@ -147,13 +147,13 @@ def requests_list(record: Record) -> list[dict[str, Any]]:
     return rows
 
 
-def tokens_list(record: Record) -> list[dict[str, Any]]:
+def tokens_list(record: RunView) -> list[dict[str, Any]]:
     """Return how many tokens were there, at the time of each."""
     times = sorted(time for each in request_times(record) for time in each.tokens)
     return [{"time": time, "tokens": number} for number, time in enumerate(times, start=1)]
 
 
-def texts_list(record: Record) -> list[dict[str, Any]]:
+def texts_list(record: RunView) -> list[dict[str, Any]]:
     """Return the generated texts."""
     return [
         {"request": event.fields["request"], "text": event.fields["text"]}
@@ -162,23 +162,23 @@ def texts_list(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-GENERATION = Reporting(
+GENERATION = MetricsSpec(
     figures=(
-        Figure("tokens", "number", "generated tokens", _number, brief=True, compared=True),
-        Figure("ttft", "seconds", "median time from a request's arrival to its first token", _first_token, True, True),
-        Figure("tpot", "seconds", "median time between two tokens of a request", _median_between, True, True),
-        Figure("tpot_p99", "seconds", "99th percentile of that time", lambda record: _quantile(_between(record), 0.99)),
-        Figure("longest_pause", "seconds", "longest time between two tokens of a request", _longest_pause),
-        Figure("token_rate", "number", "generated tokens a second, of all requests together", _rate, True, True),
-        Figure("request_token_rate", "number", "median of the tokens a second of each request", _rate_of_a_request),
-        Figure("token_bytes", "bytes", "bytes that all devices send for a token", _bytes_per_token, compared=True),
-        Figure(
+        Metric("tokens", "number", "generated tokens", _number, brief=True, compared=True),
+        Metric("ttft", "seconds", "median time from a request's arrival to its first token", _first_token, True, True),
+        Metric("tpot", "seconds", "median time between two tokens of a request", _median_between, True, True),
+        Metric("tpot_p99", "seconds", "99th percentile of that time", lambda record: _quantile(_between(record), 0.99)),
+        Metric("longest_pause", "seconds", "longest time between two tokens of a request", _longest_pause),
+        Metric("token_rate", "number", "generated tokens a second, of all requests together", _rate, True, True),
+        Metric("request_token_rate", "number", "median of the tokens a second of each request", _rate_of_a_request),
+        Metric("token_bytes", "bytes", "bytes that all devices send for a token", _bytes_per_token, compared=True),
+        Metric(
             "compute_per_token.<device>",
             "seconds",
             "time that a device computes for a token",
             _share(_seconds_of("compute")),
         ),
-        Figure(
+        Metric(
             "send_per_token.<device>", "seconds", "time that a device sends for a token", _share(_seconds_of("send"))
         ),
     ),
@@ -210,6 +210,6 @@ GENERATION = Reporting(
         ),
         Table("Text", "", "text_list", (Column("request", "number", "request"), Column("text", "text", "text"))),
     ),
-    curves=(Curve("Tokens", "generated tokens over time", "token_list", "tokens", "number"),),
+    curves=(TimeSeries("Tokens", "generated tokens over time", "token_list", "tokens", "number"),),
 )
 """Metrics, events and tables of all runs of the workload."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from testbed.common.errors import Diagnostic, InputError
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.quantities import ByteRate, Duration
 from testbed.method import Job, Method, Problem, ProblemOptions
 from testbed.plan import Plan, PlanDetails
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from testbed_generation.tokens import Tokens
 
 
-class LanguageModelPart(Part):
+class LanguageModelPart(ConfigModel):
     """A decoder-only transformer of the Llama family: a preset, or its shape."""
 
     preset: str | None = Field(None, description=f"a published shape: {', '.join(PRESETS)}")
@@ -81,7 +81,7 @@ class LanguageModelPart(Part):
         return architecture
 
 
-class PromptsPart(Part):
+class PromptsPart(ConfigModel):
     """Texts of a file, one a line, or random tokens."""
 
     file: str | None = Field(None, description="text file with a prompt a line, relative to the scenario file")
@@ -89,14 +89,14 @@ class PromptsPart(Part):
     length: int = Field(32, ge=1, description="without a file: random tokens of each prompt")
 
 
-class ArrivalsPart(Part):
+class ArrivalsPart(ConfigModel):
     """When requests arrive at the source."""
 
     every: Duration = Field(0.0, ge=0, description="seconds between two requests; 0: all at once")
     poisson: bool = Field(False, description="whether the times are random with that mean")
 
 
-class SamplingPart(Part):
+class SamplingPart(ConfigModel):
     """How the next token is chosen."""
 
     temperature: float = Field(0.0, ge=0, description="0: always the most probable token")

@@ -8,8 +8,8 @@ from testbed.messaging.typed import Typed
 from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Figure, Reporting, Row
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
+from testbed.trace.record import RunView
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MeanOptions(Options):
     """Seconds that a round may take."""
 
 
-def replies_left_out(run: Record) -> int:
+def replies_left_out(run: RunView) -> int:
     """Return how many replies all rounds together went on without."""
     return sum(event.fields["late"] for event in run.of("mean"))
 
@@ -46,8 +46,8 @@ class Mean(Method[MeanOptions]):
     summary = "the mean of what all devices measure, without those that are late"
     tasks = ("infer",)
     Options = MeanOptions
-    declared = Reporting(
-        figures=(Figure("late", "number", "replies left out", replies_left_out),),
+    declared = MetricsSpec(
+        figures=(Metric("late", "number", "replies left out", replies_left_out),),
         events=(EventType("mean", "a round is over", ("batch", "value", "late")),),
         rows=(Row("Late", "{late}", "replies that were left out"),),
     )

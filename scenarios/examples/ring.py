@@ -6,7 +6,7 @@ from testbed.device import Cost, Device, Span
 from testbed.ml.method import Job, Method, Options, Problem
 from testbed.plan import Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Figure, Reporting, Row
+from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
 from testbed.wire.message import Message
 
 
@@ -25,8 +25,8 @@ class Ring(Method[RingOptions]):
     tasks = ("infer",)
     needs_torch = False
     Options = RingOptions
-    declared = Reporting(
-        figures=(Figure("tokens_lost", "number", "tokens that did not come back", lambda run: len(run.of("lost"))),),
+    declared = MetricsSpec(
+        figures=(Metric("tokens_lost", "number", "tokens that did not come back", lambda run: len(run.of("lost"))),),
         events=(EventType("lost", "the token of this round did not come back in time", ("batch",)),),
         rows=(Row("Lost", "{tokens_lost}", "tokens that did not come back and were replaced"),),
     )

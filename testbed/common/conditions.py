@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.common.quantities import parse_duration, parse_fraction, parse_size
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -49,7 +49,7 @@ class Condition:
         return _COMPARE[self.operator](value, self.target)
 
 
-def parse_condition(text: str, kind: FigureKind) -> Condition:
+def parse_condition(text: str, kind: MetricKind) -> Condition:
     """Read a condition on a figure of that kind; raise ValueError saying what would be right."""
     if match := _TOLERANCE.fullmatch(text.strip()):
         if kind in ("bool", "text"):
@@ -63,7 +63,7 @@ def parse_condition(text: str, kind: FigureKind) -> Condition:
     return Condition(match[1], parse_target(match[2], kind))
 
 
-def parse_target(text: str, kind: FigureKind) -> float | str | bool:
+def parse_target(text: str, kind: MetricKind) -> float | str | bool:
     """Read a figure of that kind in base units; raise ValueError saying what would be right."""
     text = text.strip()
     if kind == "seconds":

@@ -9,7 +9,7 @@ from typing import Literal
 
 NONE = "–"
 
-FigureKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "text"]
+MetricKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "text"]
 """What a figure is measured in."""
 
 
@@ -19,7 +19,7 @@ _JOULES: _Steps = ((1e3, "kJ"), (1.0, "J"))
 _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
-def unit(kind: FigureKind, highest: float) -> tuple[float, str]:
+def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
     """Return the unit for figures of a kind of which this is the highest: its size and its name, empty for numbers."""
     units = {"seconds": _SECONDS, "bytes": _BYTES, "joules": _JOULES, "share": ((0.01, "%"),)}
     steps = units.get(kind, ((1.0, ""),))
@@ -33,12 +33,12 @@ class Scale:
     Example: ``Scale.of("seconds", [0.873, 5.64])`` writes 0.873 and 5.64 under the title ``time (s)``.
     """
 
-    kind: FigureKind
+    kind: MetricKind
     factor: float
     unit: str
 
     @classmethod
-    def of(cls, kind: FigureKind, values: Iterable[float | bool | str | None]) -> Scale:
+    def of(cls, kind: MetricKind, values: Iterable[float | bool | str | None]) -> Scale:
         """Return the scale whose unit suits the largest of the values."""
         sizes = [abs(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
         return cls(kind, *unit(kind, max(sizes, default=0.0)))
@@ -157,7 +157,7 @@ def whole_share(value: float) -> str:
     return "<1%" if 0 < value < 0.005 else f"{value * 100:.0f}%"
 
 
-def of_kind(kind: FigureKind, value: float | bool | str | None) -> str:
+def of_kind(kind: MetricKind, value: float | bool | str | None) -> str:
     """Write a figure of that kind."""
     if isinstance(value, bool):
         return "yes" if value else "no"

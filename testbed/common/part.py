@@ -17,7 +17,7 @@ MOST = 10**12
 """No number of a scenario is larger, nor smaller than its negative, unless its key says otherwise."""
 
 
-class Part(BaseModel):
+class ConfigModel(BaseModel):
     """Base of every part of a scenario: unknown keys are refused, values are frozen, numbers are plain and bounded.
 
     ``true`` and text such as ``1_000``, which pydantic would read as numbers, are refused where a number belongs.

@@ -1,7 +1,7 @@
-"""Devices, links and speeds as they are at one moment, the actions that make other conditions of them, and `carry_out`.
+"""The state of devices, links and speeds at one moment, the actions that change it, and `apply_step`.
 
-Conditions and actions are values: applying an action returns new conditions. What they mean for containers or for the
-simulator is what `Machines` have to be able to do.
+States and actions are values: applying an action returns a new `SystemState`. Containers and the simulator each
+implement `FaultTarget`, which brings a state about.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True)
-class FaultSetting:
+class FaultContext:
     """The facts of a run against which its faults are checked before it begins."""
 
     devices: Sequence[DeviceSpec]
@@ -88,7 +88,7 @@ class FaultAction(Generic[V]):
         """Return every device that it names, with the key of the name below the action's own."""
         return [((), self.target)]
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield what is wrong with it in such a run; each key is below the action's own. All names exist."""
         yield from ()
 
@@ -105,13 +105,13 @@ class FaultAction(Generic[V]):
         """Yield the times at which an action that repeats strikes and is undone; None for one that does not repeat."""
         return None
 
-    def apply(self, now: Conditions, handle: str) -> Conditions:
+    def apply(self, now: SystemState, handle: str) -> SystemState:
         """Return the conditions after it; raise ValueError when the handle is in use."""
         if self.undoes:
             return now.without(key for key, each in now.in_force.items() if self.mends(type(each), each.target))
         return now.put(self, handle)
 
-    def undo(self, now: Conditions, handle: str) -> Conditions:
+    def undo(self, now: SystemState, handle: str) -> SystemState:
         """Return the conditions without it; nothing changes when something else has undone it already."""
         return now.without([handle])
 
@@ -119,7 +119,7 @@ class FaultAction(Generic[V]):
         """Return whether a directed link is different while it is in force."""
         return False
 
-    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Return what becomes of a link that it touches, in such conditions."""
         return link
 
@@ -133,7 +133,7 @@ class FaultAction(Generic[V]):
 
 
 @dataclass(frozen=True)
-class Changed:
+class StateDiff:
     """What became different."""
 
     devices: dict[str, DeviceState] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Conditions:
+class SystemState:
     """States of the devices, their links and their speeds at one moment.
 
     Actions in force pile up: each is laid over those before it. Figures that a trace or a user has set lie under all
@@ -168,34 +168,34 @@ class Conditions:
     """The radio by which the devices hear each other."""
 
     @staticmethod
-    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link], radio: Radio | None = None) -> Conditions:
+    def of(devices: Iterable[DeviceSpec], links: Mapping[Pair, Link], radio: Radio | None = None) -> SystemState:
         """Return conditions in which nothing has happened yet."""
         speeds = {device.name: device.speed for device in devices}
-        return Conditions(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
+        return SystemState(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
-    def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> Conditions:
+    def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> SystemState:
         """Give a device the state that ``states`` has for its present one, if any."""
         state = self.devices[device]
         if state not in states:
             return self
         return replace(self, devices={**self.devices, device: states[state]})
 
-    def put(self, action: FaultAction[Any], handle: str) -> Conditions:
+    def put(self, action: FaultAction[Any], handle: str) -> SystemState:
         """Put an action in force; raise ValueError when the handle is in use."""
         if handle in self.in_force:
             raise ValueError(f"'{handle}' is in force already: undo it first, or choose another handle")
         return replace(self, in_force={**self.in_force, handle: action})
 
-    def without(self, handles: Iterable[str]) -> Conditions:
+    def without(self, handles: Iterable[str]) -> SystemState:
         """Take back the actions with these handles; one that is not in force is no error."""
         gone = set(handles)
         return replace(self, in_force={key: each for key, each in self.in_force.items() if key not in gone})
 
-    def set_figures(self, links: Mapping[Pair, Link]) -> Conditions:
+    def set_figures(self, links: Mapping[Pair, Link]) -> SystemState:
         """Give links other figures of their own."""
         return replace(self, set_links={**self.set_links, **links})
 
-    def set_speed(self, device: str, factor: float) -> Conditions:
+    def set_speed(self, device: str, factor: float) -> SystemState:
         """Give a device this share of its own speed."""
         return replace(self, set_speeds={**self.set_speeds, device: factor})
 
@@ -227,7 +227,7 @@ class Conditions:
         """Return the FLOP/s at which a device computes now."""
         return self.speeds[device] * self.factor(device)
 
-    def changed(self, since: Conditions) -> Changed:
+    def changed(self, since: SystemState) -> StateDiff:
         """Return what differs from earlier conditions of the same run."""
         differing = [
             action
@@ -242,13 +242,13 @@ class Conditions:
             for name in self.speeds
             if name in reset or any(action.slows(name) for action in differing)
         }
-        return Changed(
+        return StateDiff(
             {name: state for name, state in self.devices.items() if state != since.devices[name]},
             {pair: link for pair, (link, before) in links.items() if link != before},
             {name: factor for name, (factor, before) in speeds.items() if factor != before},
         )
 
-    def _suspects(self, since: Conditions, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
+    def _suspects(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
         """Return the links that may differ, in order: there may be a million, and most changes are to one."""
         reset = _differing(self.set_links, since.set_links)
         if not differing:
@@ -273,18 +273,18 @@ class RecordedStep(Protocol):
     def switches(self) -> bool:
         """Whether it changes the state of a device and nothing else."""
 
-    def apply(self, now: Conditions) -> Conditions:
+    def apply(self, now: SystemState) -> SystemState:
         """Return the conditions after it."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the name and the fields of each event to record for it."""
 
 
-class Machines(Protocol):
+class FaultTarget(Protocol):
     """The devices of a run and what links them: containers and their shaper, or a simulated world."""
 
     @property
-    def shown(self) -> Conditions:
+    def shown(self) -> SystemState:
         """The links and speeds in force; what it says of the devices' states may be out of date."""
 
     def states(self) -> Mapping[str, DeviceState]:
@@ -293,7 +293,7 @@ class Machines(Protocol):
     def lock(self) -> AbstractContextManager[object]:
         """Keep others from changing links and speeds within a block."""
 
-    def show(self, now: Conditions, changed: Changed) -> None:
+    def show(self, now: SystemState, changed: StateDiff) -> None:
         """Let the devices have the links and speeds that changed, at once; ``now`` is what is in force with them."""
 
     def kill(self, device: str) -> None:
@@ -313,7 +313,7 @@ class Machines(Protocol):
         """Let a paused device go on."""
 
 
-def carry_out(step: RecordedStep, machines: Machines) -> Changed:
+def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
     """Bring about the conditions after a step; return what changed. A boot takes long, so switches take no lock."""
     if step.switches:
         before = replace(machines.shown, devices=machines.states())
@@ -329,7 +329,7 @@ def carry_out(step: RecordedStep, machines: Machines) -> Changed:
     return changed
 
 
-def _switch(machines: Machines, device: str, before: DeviceState, after: DeviceState) -> None:
+def _switch(machines: FaultTarget, device: str, before: DeviceState, after: DeviceState) -> None:
     if after == "down":
         machines.kill(device)
     elif after == "retired":

@@ -8,9 +8,9 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from testbed.common.errors import Key
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.quantities import Speed, format_speed
-from testbed.faults.conditions import Conditions, DeviceState, FaultAction, FaultSetting
+from testbed.faults.conditions import DeviceState, FaultAction, FaultContext, SystemState
 
 States = Mapping[DeviceState, DeviceState]
 """The state that a device is in -> the one that it is given; in every other state it stays."""
@@ -27,11 +27,11 @@ class StateAction(FaultAction[str]):
     restores: ClassVar[States] = {}
     """What undoing it changes."""
 
-    def apply(self, now: Conditions, handle: str) -> Conditions:
+    def apply(self, now: SystemState, handle: str) -> SystemState:
         """Give the device its next state."""
         return now.switch(self.value, self.changes)
 
-    def undo(self, now: Conditions, handle: str) -> Conditions:
+    def undo(self, now: SystemState, handle: str) -> SystemState:
         """Give the device back the state that it had."""
         return now.switch(self.value, self.restores)
 
@@ -91,7 +91,7 @@ class Resume(StateAction):
     changes = Pause.restores
 
 
-class ThrottlePart(Part):
+class ThrottlePart(ConfigModel):
     """A device that computes more slowly than its own speed."""
 
     device: Name = Field(description="which one")
@@ -125,7 +125,7 @@ class Throttle(FaultAction[ThrottlePart]):
         """Return the device."""
         return [(("device",), self.value.device)]
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield a speed that is too low."""
         if self.value.speed is None:
             return

@@ -11,15 +11,15 @@ from typing import Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from testbed.common.errors import Key
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.quantities import Duration
-from testbed.faults.conditions import Conditions, FaultAction, FaultPhase, FaultSetting
+from testbed.faults.conditions import FaultAction, FaultContext, FaultPhase, SystemState
 from testbed.network import checks
 from testbed.network.link import Link, Pair
 from testbed.network.parts import FIGURES, PRESETS, LinkPart, given, overlay
 
 
-class LinkSetPart(Part):
+class LinkSetPart(ConfigModel):
     """One link, both directions between two devices, or all links of a device."""
 
     between: tuple[Name, Name] | None = Field(None, description="both directions between two devices")
@@ -78,7 +78,7 @@ class LinkFault(FaultAction[L]):
         """Return the ends of the links."""
         return self.value.named()
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there."""
         for text in self.value.absent(setting.links):
             yield (), f"{text} to {self.name}"
@@ -99,7 +99,7 @@ class Degrade(LinkFault[DegradePart]):
     summary = "links take other figures"
     schema = DegradePart
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there, and figures that are unknown or cannot be."""
         part = self.value
         yield from super().problems(setting)
@@ -116,7 +116,7 @@ class Degrade(LinkFault[DegradePart]):
                 key = figure.partition(".")[0]
                 yield (key,) if getattr(part, key) is not None else (), text
 
-    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Replace the figures that are given."""
         return overlay(link, self.value, now.from_first(pair))
 
@@ -139,7 +139,7 @@ class Obstruct(LinkFault[ObstructPart]):
     summary = "links over the air fade faster with distance"
     schema = ObstructPart
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield links that are not there, and an exponent that raises nothing."""
         yield from super().problems(setting)
         if setting.radio is None:
@@ -147,7 +147,7 @@ class Obstruct(LinkFault[ObstructPart]):
         elif self.value.path_loss_exponent <= (own := setting.radio.propagation.path_loss_exponent):
             yield ("path_loss_exponent",), f"is no more than the radio's own, {own:g}: use a higher one"
 
-    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Lose what arrives too weak."""
         assert now.radio is not None, "checked before the run"
         lost = 1 - now.radio.reception_ratio(pair, self.value.path_loss_exponent)
@@ -174,7 +174,7 @@ class Flap(LinkFault[FlapPart]):
         """Why it cannot be ended after some time: it is known already when it ends."""
         return None if self.value.times is None else "a flap ends after 'times' or after 'for': give one of the two"
 
-    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""
         return replace(link, up=False)
 
@@ -205,7 +205,7 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
         """Return the members of all groups."""
         return [((number, place), name) for number, group in enumerate(self.value) for place, name in enumerate(group)]
 
-    def problems(self, setting: FaultSetting) -> Iterator[tuple[Key, str]]:
+    def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
         """Yield devices that are named twice, and groups that separate nobody."""
         listed = [name for group in self.value for name in group]
         for name in sorted({name for name in listed if listed.count(name) > 1}):
@@ -222,7 +222,7 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
         """Return whether the two devices are in different groups."""
         return self._group.get(pair[0], -1) != self._group.get(pair[1], -1)
 
-    def impair(self, link: Link, pair: Pair, now: Conditions) -> Link:
+    def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""
         return replace(link, up=False)
 

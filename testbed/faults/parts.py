@@ -8,10 +8,10 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from testbed.common.errors import Diagnostic, InputError, Key
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.plugins import Registry, subclass_of
 from testbed.common.quantities import Duration
-from testbed.faults.conditions import ALL, FaultAction, FaultSetting
+from testbed.faults.conditions import ALL, FaultAction, FaultContext
 
 FAULTS = Registry(
     "testbed.faults",
@@ -56,7 +56,7 @@ ACTIONS = {name: _action_of(name) for name in FAULTS}
 _FIELDS: dict[str, Any] = {
     name: (kind.schema | None, Field(None, description=kind.summary)) for name, kind in ACTIONS.items()
 }
-_Keys: Any = create_model("_Keys", __base__=Part, **_FIELDS)
+_Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
 
 def mending(name: str, target: str) -> FaultAction[str] | None:
@@ -65,7 +65,7 @@ def mending(name: str, target: str) -> FaultAction[str] | None:
     return kind(target) if kind is not None and kind.undoes else None
 
 
-class TriggerPart(Part):
+class TriggerPart(ConfigModel):
     """A moment of the training: 'when worker1 begins backward of batch 205'."""
 
     device: Name = Field(description="whose moment it is")
@@ -136,7 +136,7 @@ def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
 
 def problems(
     faults: Sequence[FaultPart],
-    setting: FaultSetting,
+    setting: FaultContext,
     spans: Callable[[str], Collection[str] | None],
     events: Mapping[str, Collection[str]],
     batches: int | None = None,

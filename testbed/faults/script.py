@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from testbed.faults.conditions import Conditions, FaultAction, FaultPhase
+from testbed.faults.conditions import FaultAction, FaultPhase, SystemState
 from testbed.faults.device_actions import ThrottlePart
 from testbed.faults.parts import FaultPart, TriggerPart
 from testbed.network.link import Link, Pair
@@ -45,7 +45,7 @@ class FaultOperation:
         """Whether it changes the state of a device and nothing else."""
         return self.action.switches
 
-    def apply(self, now: Conditions) -> Conditions:
+    def apply(self, now: SystemState) -> SystemState:
         """Return the conditions after it; raise ValueError when the handle is in use."""
         change = self.action.apply if self.phase == "strike" else self.action.undo
         return change(now, self.handle)
@@ -133,7 +133,7 @@ class FaultScript:
                 coming.append(self._operation(index, "strike", math.inf))
                 if part.for_ is not None:
                     coming.append(self._operation(index, "undo", math.inf))
-        down = Conditions({device: "down"}, {}, {})
+        down = SystemState({device: "down"}, {}, {})
         mine = (each for each in coming if each.switches and each.action.target == device)
         return any(each.apply(down).devices[device] != "down" for each in mine)
 
@@ -202,7 +202,7 @@ class Change:
     speed: ThrottlePart | None = None
     """The device and its speed, or how much slower than its own speed it is from then on."""
 
-    def apply(self, now: Conditions) -> Conditions:
+    def apply(self, now: SystemState) -> SystemState:
         """Return the conditions after it."""
         if self.link is not None:
             part = self.link
@@ -231,7 +231,7 @@ class Changes:
         """Whether they change the state of a device: never."""
         return False
 
-    def apply(self, now: Conditions) -> Conditions:
+    def apply(self, now: SystemState) -> SystemState:
         """Return the conditions after all of them."""
         for change in self.changes:
             now = change.apply(now)

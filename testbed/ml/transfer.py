@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from testbed.common import usercode
 from testbed.common.errors import Key
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.quantities import Fraction
 from testbed.common.usercode import Code
 from testbed.ml.lazy import torch
@@ -29,7 +29,7 @@ KEY: Key = ("method", "transfer")
 _NO_CODES: Mapping[str, Code] = {}
 
 
-class LargestPart(Part):
+class LargestPart(ConfigModel):
     """The largest values alone."""
 
     top_k: Fraction = Field(
@@ -59,7 +59,7 @@ Way = Precision | OwnPart
 """How tensors of one kind travel."""
 
 
-class CrossingPart(Part):
+class CrossingPart(ConfigModel):
     """How travels what crosses from one part of the model to another, and back."""
 
     activations: Way = Field("f32", description=HOW)

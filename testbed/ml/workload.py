@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.ml.training.schema import TrainingPart
 from testbed.work import MOST_STEPS, WorkloadPart
 
@@ -19,7 +19,7 @@ Initialisation = Literal["lecun", "he", "glorot", "torch"]
 """How first weights are drawn, see `testbed.ml.models.layers`."""
 
 
-class ModelPart(Part):
+class ModelPart(ConfigModel):
     """A neural network by name, with its options (see `testbed show models`)."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -54,7 +54,7 @@ class ModelPart(Part):
         return dict(self.model_extra or {})
 
 
-class SplitPart(Part):
+class SplitPart(ConfigModel):
     """How unevenly training samples are shared among the devices that own data."""
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
@@ -116,7 +116,7 @@ Split = Annotated[
 _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
 
 
-class AugmentPart(Part):
+class AugmentPart(ConfigModel):
     """How training samples are changed at random, anew in each epoch."""
 
     transforms: tuple[dict[str, Any], ...] = Field(
@@ -133,7 +133,7 @@ class AugmentPart(Part):
     )
 
 
-class DataPart(Part):
+class DataPart(ConfigModel):
     """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
 
     name: str = Field(

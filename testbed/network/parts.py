@@ -13,12 +13,12 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 
 from testbed.common.errors import Key
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.quantities import Duration, Fraction, Rate, Size
 from testbed.network.link import Distribution, GilbertElliott, Link, Topology
 
 
-class BurstsPart(Part):
+class BurstsPart(ConfigModel):
     """Loss in bursts after Gilbert and Elliott: a link is in a good or a bad state, and moves before each packet."""
 
     p: Fraction = Field(description="probability of going from good to bad")
@@ -30,7 +30,7 @@ class BurstsPart(Part):
 _THIS_HOST = IPv4Network("0.0.0.0/8")
 
 
-class LinkPart(Part):
+class LinkPart(ConfigModel):
     """The properties of a link, one direction. What is not given stays as the level above says."""
 
     preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
@@ -79,7 +79,7 @@ class PairLinkPart(LinkPart):
         return [(str(self.from_), str(self.to))]
 
 
-class CellPart(Part):
+class CellPart(ConfigModel):
     """A radio cell: what its devices send to each other shares one channel."""
 
     devices: tuple[Name, ...] = Field(
@@ -88,7 +88,7 @@ class CellPart(Part):
     rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
 
 
-class RadioPart(Part):
+class RadioPart(ConfigModel):
     """Where devices are and how their transmissions fade: which share of casts each receiver loses."""
 
     area: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(
@@ -118,7 +118,7 @@ class RadioPart(Part):
     )
 
 
-class NetworkPart(Part):
+class NetworkPart(ConfigModel):
     """Which devices are linked, and how."""
 
     topology: Topology = Field(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from testbed.common.conditions import parse_condition
-from testbed.trace.figures import Figure, Metrics
+from testbed.trace.metrics_spec import Metric, Metrics
 from testbed.trace.registry import kind_of
 
 
@@ -34,7 +34,7 @@ def look_up(tree: object, dotted: str) -> Any:
     return tree
 
 
-def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Figure]) -> list[Expectation]:
+def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Metric]) -> list[Expectation]:
     """Return each condition with its figure and whether it holds, in order; raises KeyError for an unknown figure."""
     results = []
     for key, text in expect.items():

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, PrivateAttr, SerializeAsAny, Tag, field_validator, model_validator
 
 from testbed.common.errors import Diagnostic, InputError, Key
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.quantities import ByteRate, Duration, Rate, Size, Speed
 from testbed.device import Kind, Precision
 from testbed.experiment import Experiment
@@ -75,7 +75,7 @@ class Source:
         return InputError("\n".join(dict.fromkeys(lines)))
 
 
-class WattsPart(Part):
+class WattsPart(ConfigModel):
     """What a device draws."""
 
     idle: float = Field(ge=0, description="watts while it is up and computes nothing")
@@ -93,7 +93,7 @@ class WattsPart(Part):
         return self
 
 
-class RatesPart(Part):
+class RatesPart(ConfigModel):
     """How fast layers of a kind are: their time is the sum of these parts, and what has no rate takes none."""
 
     speed: Speed | None = Field(None, gt=0, description="of their FLOPs")
@@ -109,7 +109,7 @@ class RatesPart(Part):
         return self
 
 
-class ProfilePart(Part):
+class ProfilePart(ConfigModel):
     """A kind of device, as `testbed setup profile` measures one and a file of the user's has it."""
 
     name: str = Field("own", description="what it is called where a run is shown")
@@ -133,7 +133,7 @@ DeviceProfile = Annotated[
 ]
 
 
-class DevicePart(Part):
+class DevicePart(ConfigModel):
     """One device, or ``count`` alike ones named ``<name>1`` ... ``<name>N``."""
 
     profile: DeviceProfile = Field(
@@ -193,7 +193,7 @@ class DevicePart(Part):
     )
 
 
-class MachinePart(Part):
+class MachinePart(ConfigModel):
     """A computer whose processes or containers some devices are."""
 
     devices: tuple[Name, ...] = Field(
@@ -211,7 +211,7 @@ SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 """Dotted key -> values; `TOGETHER` -> keys with as many values each, of which the first belong together, and so on."""
 
 
-class ResultsPart(Part):
+class ResultsPart(ConfigModel):
     """What is written of each run beside its folder's own files."""
 
     to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
@@ -221,7 +221,7 @@ class ResultsPart(Part):
     )
 
 
-class Scenario(Part):
+class Scenario(ConfigModel):
     """A whole experiment in one file."""
 
     name: Name = Field(description="the runs are called after it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from testbed.faults.conditions import RecordedStep, carry_out
+from testbed.faults.conditions import RecordedStep, apply_step
 from testbed.faults.script import Changes, FaultOperation, FaultScript, TraceScript
 from testbed.simulation.world import World
 from testbed.trace.events import Event
@@ -67,4 +67,4 @@ class FaultExecution:
 def _record_and_carry_out(step: RecordedStep, world: World) -> None:
     for event, fields in step.events():
         world.record(event, **fields)
-    carry_out(step, world)
+    apply_step(step, world)

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from testbed.common.collector import rare_collection
-from testbed.faults.conditions import Changed, Conditions, DeviceState
+from testbed.faults.conditions import DeviceState, StateDiff, SystemState
 from testbed.hardware import DeviceSpec, Machine
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Cell, Link, Pair
@@ -77,7 +77,7 @@ class World:
         self.loop.set_task_factory(_make_owned)
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
-        self.shown = Conditions.of((host.spec for host in self.hosts.values()), links, radio)
+        self.shown = SystemState.of((host.spec for host in self.hosts.values()), links, radio)
         """The links and speeds in force; the states of the devices are those of the hosts."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
@@ -241,7 +241,7 @@ class World:
         """Do nothing: nobody else changes anything meanwhile."""
         return nullcontext()
 
-    def show(self, now: Conditions, changed: Changed) -> None:
+    def show(self, now: SystemState, changed: StateDiff) -> None:
         """Change links and speeds at once, also for what is under way, and log those that change."""
         self.shown = now
         self._cast_rates.clear()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from testbed.trace.figures import Figure, Row
 from testbed.trace.host import added
+from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.verdict import verdict
 
 FIGURES = (
-    Figure(
+    Metric(
         "duration",
         "seconds",
         "from the start of the workload to the end of the lead's program",
@@ -15,19 +15,19 @@ FIGURES = (
         brief=True,
         compared=True,
     ),
-    Figure(
+    Metric(
         "host_share",
         "share",
         "of the undisturbed steps' or requests' time, that the host added to their critical paths",
         lambda record: record.cached(added).share,
     ),
-    Figure(
+    Metric(
         "trusted",
         "bool",
         "whether the verdict holds nothing against the run",
         lambda record: bool(record.cached(verdict)["trusted"]),
     ),
-    Figure("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),
+    Metric("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),
 )
 
 ROWS = (Row("Duration", "{duration}", "of the workload, without setting up"),)

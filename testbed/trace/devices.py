@@ -12,21 +12,21 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.common.lazy import np
-from testbed.trace.figures import Figure
 from testbed.trace.gantt import BarKind
 from testbed.trace.host import deficits, lateness, waited
 from testbed.trace.intervals import Intervals, subtract, total, union
 from testbed.trace.log import EventLog
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric
+from testbed.trace.record import RunView
 
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
 _COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "flops", "busy", "deficit")
 _TOGETHER = 1 << 17
 """Bars of devices that are looked at together, about: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
-OF_DEVICES: dict[str, FigureKind] = {
+OF_DEVICES: dict[str, MetricKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
     **dict.fromkeys([*(f"{name}_share" for name in _SPENT), "deficit_share", "waited_share"], "share"),
     **dict.fromkeys(["bytes_sent", "bytes_received", "weights", "activations"], "bytes"),
@@ -36,7 +36,7 @@ OF_DEVICES: dict[str, FigureKind] = {
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
-def devices(record: Record) -> dict[str, dict[str, Any]]:
+def devices(record: RunView) -> dict[str, dict[str, Any]]:
     """Return one row per device of the experiment, by name.
 
     ``<activity>`` in seconds and ``<activity>_share`` of the duration, traffic, ``flops``, ``busy`` and ``deficit`` of
@@ -62,7 +62,7 @@ def devices(record: Record) -> dict[str, dict[str, Any]]:
     return table
 
 
-def _activity(record: Record) -> dict[str, dict[str, float]]:
+def _activity(record: RunView) -> dict[str, dict[str, float]]:
     """Return by device the seconds and the shares of each of `_SPENT`."""
     found: dict[str, dict[str, float]] = {}
     some: dict[str, list[Intervals]] = {}
@@ -136,47 +136,47 @@ def _share(seconds: float, phase: Intervals) -> float:
     return seconds / total(phase) if total(phase) > 0 else 0.0
 
 
-def _mean(key: str, record: Record) -> float | None:
+def _mean(key: str, record: RunView) -> float | None:
     planned = set(record.plan.devices)
     used = [row[key] for name, row in record.cached(devices).items() if name in planned]
     return fmean(used) if used else None
 
 
-def _energy(record: Record) -> float | None:
+def _energy(record: RunView) -> float | None:
     rows = record.cached(devices).values()
     found = [row["energy"] for row in rows if "energy" in row]
     return sum(found) if len(found) == len(rows) else None
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "energy",
         "joules",
         "of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
         _energy,
         compared=True,
     ),
-    Figure(
+    Metric(
         "compute_share",
         "share",
         "of the duration, mean over the devices of the plan",
         lambda record: _mean("compute_share", record),
         compared=True,
     ),
-    Figure(
+    Metric(
         "idle_share",
         "share",
         "of the duration, mean over the devices of the plan",
         lambda record: _mean("idle_share", record),
         compared=True,
     ),
-    Figure(
+    Metric(
         "compute_deficit",
         "seconds",
         "by which the host made computations late, over all devices",
         lambda record: sum(row["deficit"] for row in record.cached(devices).values()),
     ),
-    Figure(
+    Metric(
         "deficit_share",
         "share",
         "of the undisturbed steps' time, of the worst device",

@@ -9,10 +9,10 @@ from itertools import compress
 
 from testbed.common.lazy import np
 from testbed.trace.critical import CriticalPaths, PathTime
-from testbed.trace.figures import Figure, Row
 from testbed.trace.intervals import Intervals, clip, total, within
 from testbed.trace.log import EventLog
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, Row
+from testbed.trace.record import RunView
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HostTime:
         return (self.computing + self.messaging) / self.seconds if self.seconds > 0 else 0.0
 
 
-def added(record: Record) -> HostTime:
+def added(record: RunView) -> HostTime:
     """Return what the host added to the steps that are undisturbed, or to the requests."""
     windows = [(step.device, step.window) for step in record.steady]
     windows += [(record.plan.lead, window) for window in record.served]
@@ -43,7 +43,7 @@ def added(record: Record) -> HostTime:
     return HostTime(seconds, found.computing, found.messaging)
 
 
-def processor_time(record: Record) -> dict[str, float] | None:
+def processor_time(record: RunView) -> dict[str, float] | None:
     """Return the seconds of processor time by what took them; None for a run in which nobody counted them.
 
     ``computing`` is the devices' own work, the others what the emulation takes beside it: ``agents``, ``shaper`` and
@@ -58,20 +58,20 @@ def processor_time(record: Record) -> dict[str, float] | None:
     return {"computing": computing, "agents": processor - computing, "shaper": shaper, "controller": controller}
 
 
-def _overhead(record: Record) -> float | None:
+def _overhead(record: RunView) -> float | None:
     found = record.cached(processor_time)
     if not found or not found["computing"]:
         return None
     return (sum(found.values()) - found["computing"]) / found["computing"]
 
 
-def _part(name: str) -> Callable[[Record], float | None]:
+def _part(name: str) -> Callable[[RunView], float | None]:
     return lambda record: (record.cached(processor_time) or {}).get(name)
 
 
 FIGURES = (
     *(
-        Figure(f"processor_{name}", "seconds", f"of processor time that {whose} took; on containers", _part(name))
+        Metric(f"processor_{name}", "seconds", f"of processor time that {whose} took; on containers", _part(name))
         for name, whose in {
             "computing": "the devices' computations",
             "agents": "the devices' agents, beside computing,",
@@ -79,7 +79,7 @@ FIGURES = (
             "controller": "the controller",
         }.items()
     ),
-    Figure(
+    Metric(
         "overhead",
         "share",
         "processor time of agents, shaper and controller, of that of the devices' computations; on containers",

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from testbed.common import formats
-from testbed.trace.figures import Figure, Metrics, Row
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, Metrics, Row
+from testbed.trace.record import RunView
 
 
-def _last_evaluation(record: Record) -> dict[str, Any]:
+def _last_evaluation(record: RunView) -> dict[str, Any]:
     evaluations = record.of("evaluate")
     return dict(evaluations[-1].fields) if evaluations else {}
 
@@ -19,13 +19,13 @@ def _is_lost(loss: float | None) -> bool:
     return loss is not None and not math.isfinite(loss)
 
 
-def _diverged(record: Record) -> bool | None:
+def _diverged(record: RunView) -> bool | None:
     """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
     last = [_last_evaluation(record).get("loss"), record.steps[-1].loss if record.steps else None]
     return True if any(map(_is_lost, last)) else None
 
 
-def _divergence(record: Record) -> str | None:
+def _divergence(record: RunView) -> str | None:
     """Return where and when a diverged run first had numbers that are not finite."""
     if not _diverged(record):
         return None
@@ -37,7 +37,7 @@ def _divergence(record: Record) -> str | None:
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "accuracy",
         "share",
         "of the test data, at the last evaluation",
@@ -45,23 +45,23 @@ FIGURES = (
         brief=True,
         compared=True,
     ),
-    Figure(
+    Metric(
         "test_loss",
         "number",
         "on the test data, at the last evaluation",
         lambda record: _last_evaluation(record).get("loss"),
         compared=True,
     ),
-    Figure(
+    Metric(
         "metrics.<metric>",
         "number",
         "what `training.metrics` names, of the test data, at the last evaluation",
         lambda record: _last_evaluation(record).get("metrics"),
         compared=True,
     ),
-    Figure("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _diverged),
-    Figure("divergence", "text", "device and step, or round, of the first loss that is not finite", _divergence),
-    Figure(
+    Metric("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _diverged),
+    Metric("divergence", "text", "device and step, or round, of the first loss that is not finite", _divergence),
+    Metric(
         "loss",
         "number",
         "training loss of the last step",
@@ -69,7 +69,7 @@ FIGURES = (
         brief=True,
         compared=True,
     ),
-    Figure(
+    Metric(
         "loss_first",
         "number",
         "training loss of the first step",

@@ -10,9 +10,9 @@ from testbed.experiment import Experiment
 from testbed.plan import Plan
 from testbed.trace import devices, phases, recovery, traffic
 from testbed.trace.events import finite
-from testbed.trace.figures import NOTHING, Reporting
+from testbed.trace.metrics_spec import NOTHING, MetricsSpec
 from testbed.trace.outcome import Outcome
-from testbed.trace.record import Record, Step
+from testbed.trace.record import RunView, Step
 from testbed.trace.registry import figures_of
 from testbed.trace.verdict import verdict
 
@@ -21,7 +21,7 @@ MOST_ROWS = 100_000
 Row = TypeVar("Row")
 
 
-def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Reporting = NOTHING) -> dict[str, Any]:
+def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: MetricsSpec = NOTHING) -> dict[str, Any]:
     """Return the figures of a run as plain JSON values. Seconds, bytes, bit/s and fractions of one throughout.
 
     Figures by name, the ones that ``expect`` may use, are those of ``figures_of(declared)``; one that the run gives no
@@ -36,7 +36,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Repo
     The steady phase is every step but a device's first that has the usual number of samples and whose time holds no
     fault, no recovery, no pause, and no evaluation unless that of most steps does.
     """
-    record = Record(outcome, experiment, plan, declared.events, declared.recovery)
+    record = RunView(outcome, experiment, plan, declared.events, declared.recovery)
     values = {name: figure.compute(record) for name, figure in figures_of(declared).items()}
     lists = ((name, compute(record)) for name, compute in (declared.lists or {}).items())
     found: dict[str, Any] = {
@@ -64,7 +64,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Repo
     return clean
 
 
-def _series(record: Record) -> dict[str, list[dict[str, Any]]]:
+def _series(record: RunView) -> dict[str, list[dict[str, Any]]]:
     several = len({step.device for step in record.steps}) > 1
 
     def timed(name: str) -> list[dict[str, Any]]:

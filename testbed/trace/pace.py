@@ -8,37 +8,37 @@ from statistics import fmean, median
 
 from testbed.common.lazy import np
 from testbed.network.link import Pair
-from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.intervals import lanes, subtract, total, union, within
-from testbed.trace.record import Record, Step, after
+from testbed.trace.metrics_spec import Metric, Metrics, Row
+from testbed.trace.record import RunView, Step, after
 from testbed.wire.framing import wire_bytes
 
 
-def _once(record: Record) -> list[Step]:
+def _once(record: RunView) -> list[Step]:
     """Return each step as it was done last."""
     return list({(step.device, step.step): step for step in record.steps}.values())
 
 
-def _samples(record: Record) -> int:
+def _samples(record: RunView) -> int:
     return sum(step.samples or 0 for step in record.cached(_once))
 
 
-def _seconds(record: Record) -> list[float]:
+def _seconds(record: RunView) -> list[float]:
     return [step.seconds for step in record.steady]
 
 
-def _before(record: Record) -> float | None:
+def _before(record: RunView) -> float | None:
     struck = [item.struck for item in record.recoveries if item.struck is not None]
     seconds = [step.seconds for step in record.steps if step.steady and struck and step.time <= min(struck)]
     return median(seconds) if seconds else None
 
 
-def _after(record: Record) -> float | None:
+def _after(record: RunView) -> float | None:
     seconds = [step.seconds for step in after(record.steps, record.last_change)]
     return median(seconds) if seconds else None
 
 
-def _during(record: Record) -> float | None:
+def _during(record: RunView) -> float | None:
     spans = union(interval for _, interval in record.disturbances)
     seconds = [
         step.seconds
@@ -48,7 +48,7 @@ def _during(record: Record) -> float | None:
     return median(seconds) if seconds else None
 
 
-def busiest_share(record: Record) -> float | None:
+def busiest_share(record: RunView) -> float | None:
     """Return the largest share of the time since the last change that a device's processors compute or a link carries.
 
     Of the time of `after`'s steps; None without any.
@@ -73,40 +73,40 @@ def busiest_share(record: Record) -> float | None:
     return min(1.0, max([*busy, *carried.values()], default=0.0) / seconds)
 
 
-def _of_steps(compute: Callable[[Record], float]) -> Callable[[Record], float | None]:
+def _of_steps(compute: Callable[[RunView], float]) -> Callable[[RunView], float | None]:
     """Return what computes a figure where there is a step; None elsewhere."""
     return lambda record: compute(record) if record.steps else None
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "steps",
         "number",
         "training steps done, each counted once",
         lambda record: len(record.cached(_once)),
         compared=True,
     ),
-    Figure(
+    Metric(
         "steps_repeated",
         "number",
         "training steps done again after a recovery",
         _of_steps(lambda record: len(record.steps) - len(record.cached(_once))),
     ),
-    Figure("samples", "number", "training samples of the steps, each step counted once", _of_steps(_samples)),
-    Figure(
+    Metric("samples", "number", "training samples of the steps, each step counted once", _of_steps(_samples)),
+    Metric(
         "samples_per_second",
         "number",
         "samples over duration",
         _of_steps(lambda record: _samples(record) / record.end if record.end > 0 else 0.0),
         compared=True,
     ),
-    Figure(
+    Metric(
         "left_out",
         "number",
         "training samples that sit out each epoch, since they make no whole batch",
         lambda record: found[-1].fields["samples"] if (found := record.of("left_out")) else None,
     ),
-    Figure(
+    Metric(
         "step_time",
         "seconds",
         "median over the undisturbed steps; a step's time runs from the step before it of the same device",
@@ -114,49 +114,49 @@ FIGURES = (
         brief=True,
         compared=True,
     ),
-    Figure(
+    Metric(
         "step_time_mean",
         "seconds",
         "mean over the undisturbed steps",
         _of_steps(lambda record: fmean(_seconds(record))),
         compared=True,
     ),
-    Figure(
+    Metric(
         "step_time_p95",
         "seconds",
         "95th percentile over the undisturbed steps",
         _of_steps(lambda record: float(np.percentile(_seconds(record), 95))),
         compared=True,
     ),
-    Figure(
+    Metric(
         "steady_steps",
         "number",
         "undisturbed steps; 0 when there was none and all had to be used",
         _of_steps(lambda record: sum(step.steady for step in record.steps)),
     ),
-    Figure("predicted_step_time", "seconds", "what the planner predicted", lambda record: record.plan.step_time),
-    Figure(
+    Metric("predicted_step_time", "seconds", "what the planner predicted", lambda record: record.plan.step_time),
+    Metric(
         "step_time_before",
         "seconds",
         "median over the undisturbed steps before the first fault that was noticed",
         _before,
         compared=True,
     ),
-    Figure(
+    Metric(
         "step_time_after",
         "seconds",
         "median over the undisturbed steps after the last recovery or pause, of all where there was none",
         _after,
         compared=True,
     ),
-    Figure(
+    Metric(
         "step_time_disturbed",
         "seconds",
         "median over the steps during disturbances, such as a fault that lasts",
         _during,
         compared=True,
     ),
-    Figure(
+    Metric(
         "busiest_share",
         "share",
         "of these steps' time, that the busiest device computes or the busiest link carries",

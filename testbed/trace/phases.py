@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from testbed.trace.figures import Column, Metrics, Table
 from testbed.trace.intervals import Interval
-from testbed.trace.record import Record, Step
+from testbed.trace.metrics_spec import Column, Metrics, Table
+from testbed.trace.record import RunView, Step
 
 BEFORE, BETWEEN, AFTER = "before", "between", "after"
 """Phases without a disturbance: up to the first one, between two, after the last one."""
@@ -49,7 +49,7 @@ class _Phase:
         }
 
 
-def phases(record: Record) -> list[dict[str, Any]]:
+def phases(record: RunView) -> list[dict[str, Any]]:
     """Return ``phase_list``, in the order of their first beginnings; empty for a run that nothing disturbed.
 
     The run is cut where a disturbance (a fault until it is undone and outlived, a recovery, a pause) begins or ends. A
@@ -75,7 +75,7 @@ def phases(record: Record) -> list[dict[str, Any]]:
     return [phase.to_json() for phase in found.values()]
 
 
-def _names(record: Record, cuts: Sequence[float]) -> list[str]:
+def _names(record: RunView, cuts: Sequence[float]) -> list[str]:
     """Return what goes on in each piece between two cuts."""
     active: dict[int, list[str]] = defaultdict(list)
     for name, (start, end) in record.disturbances:

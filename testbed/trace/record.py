@@ -21,7 +21,7 @@ from testbed.trace.log import EventLog
 from testbed.trace.outcome import Outcome
 
 Computed = TypeVar("Computed")
-Tell = Callable[[Recovery, "Record"], dict[str, Any]]
+Tell = Callable[[Recovery, "RunView"], dict[str, Any]]
 """What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
 
 
@@ -66,7 +66,7 @@ def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Stands
     return [Standstill(event.event, event.time - event.fields["seconds"], event.time) for event in stood]
 
 
-class Record:
+class RunView:
     """What a run left."""
 
     def __init__(
@@ -77,16 +77,16 @@ class Record:
         events: Collection[EventType] = (),
         recovery: Tell | None = None,
     ) -> None:
-        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`Reporting`)."""
+        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`MetricsSpec`)."""
         self.outcome = outcome
         self.log = EventLog.made_of(outcome.events)
         self.experiment = experiment
         self.plan = plan
         self.tell_recovery = recovery
         self._own_events = events
-        self._made: dict[Callable[[Record], object], object] = {}
+        self._made: dict[Callable[[RunView], object], object] = {}
 
-    def cached(self, compute: Callable[[Record], Computed]) -> Computed:
+    def cached(self, compute: Callable[[RunView], Computed]) -> Computed:
         """Return what a function makes of this record, computed when it is first asked for."""
         if compute not in self._made:
             self._made[compute] = compute(self)

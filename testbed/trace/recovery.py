@@ -6,55 +6,55 @@ from dataclasses import asdict
 from typing import Any
 
 from testbed.trace.disturbances import Recovery
-from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.host import deficits
 from testbed.trace.intervals import intervals
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, Metrics, Row
+from testbed.trace.record import RunView
 
 
 def _longest(spans: list[float]) -> float | None:
     return max(spans, default=None)
 
 
-def _done(record: Record) -> list[Recovery]:
+def _done(record: RunView) -> list[Recovery]:
     return [item for item in record.recoveries if item.resumed is not None]
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "faults",
         "number",
         "faults that struck, without those that mend",
         lambda record: sum(not strike.mends for strike in record.strikes),
     ),
-    Figure(
+    Metric(
         "recoveries",
         "number",
         "faults that the method noticed and outlived",
         lambda record: len(_done(record)),
         compared=True,
     ),
-    Figure(
+    Metric(
         "unrecovered",
         "number",
         "faults that the method noticed and did not outlive",
         lambda record: len(record.recoveries) - len(_done(record)),
     ),
-    Figure(
+    Metric(
         "detection_time",
         "seconds",
         "longest, from the strike to the detection",
         lambda record: _longest([item.detected - item.struck for item in record.recoveries if item.struck is not None]),
         compared=True,
     ),
-    Figure(
+    Metric(
         "resume_time",
         "seconds",
         "longest, from the detection to the resumption",
         lambda record: _longest([(item.resumed or 0.0) - item.detected for item in _done(record)]),
         compared=True,
     ),
-    Figure(
+    Metric(
         "recovery_time",
         "seconds",
         "longest, from the strike to the resumption",
@@ -65,12 +65,12 @@ FIGURES = (
 )
 
 
-def faults(record: Record) -> list[dict[str, Any]]:
+def faults(record: RunView) -> list[dict[str, Any]]:
     """Return ``fault_list``: every fault that struck."""
     return [{**asdict(each), "late": each.struck - each.intended, "mends": each.mends} for each in record.strikes]
 
 
-def recovery_list(record: Record) -> list[dict[str, Any]]:
+def recovery_list(record: RunView) -> list[dict[str, Any]]:
     """Return every fault that the method noticed, with what the method itself reports of its recovery.
 
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
@@ -80,7 +80,7 @@ def recovery_list(record: Record) -> list[dict[str, Any]]:
     return [_recovery(item, record) | (details(item, record) if details else {}) for item in record.recoveries]
 
 
-def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
+def _recovery(item: Recovery, record: RunView) -> dict[str, Any]:
     begun = item.detected if item.struck is None else item.struck
     until = begun if item.resumed is None else item.resumed
     late = deficits(record.log.within(begun, until), intervals([(begun, until)]))

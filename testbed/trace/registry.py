@@ -11,12 +11,12 @@ from typing import Any
 
 from testbed.common import plugins
 from testbed.common.errors import InputError
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.trace import course, devices, host, learning, pace, phases, recovery, requests, traffic
-from testbed.trace.figures import Figure, Reporting, Row, Table, by_name
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, MetricsSpec, Row, Table, by_name
+from testbed.trace.record import RunView
 
-COMMON: Mapping[str, Figure] = by_name(
+COMMON: Mapping[str, Metric] = by_name(
     [
         *learning.FIGURES,
         *pace.FIGURES,
@@ -34,11 +34,11 @@ _LOG = logging.getLogger(__name__)
 GROUP = "testbed.metrics"
 """Entry points under which an installed package adds figures to every run: ``name = "module:FIGURES"``."""
 
-OF_DEVICES: Mapping[str, FigureKind] = devices.OF_DEVICES
+OF_DEVICES: Mapping[str, MetricKind] = devices.OF_DEVICES
 """The figures of one device, named as ``devices.<device>.<figure>``."""
 
 
-def figures_of(declared: Reporting) -> dict[str, Figure]:
+def figures_of(declared: MetricsSpec) -> dict[str, Metric]:
     """Return the figures of runs whose method declares that; raises ValueError where two have one name.
 
     Figures of packages come last, without those whose name the testbed or the method uses.
@@ -50,9 +50,9 @@ def figures_of(declared: Reporting) -> dict[str, Figure]:
 
 
 @cache
-def _packaged() -> Mapping[str, Figure]:
+def _packaged() -> Mapping[str, Metric]:
     """Return the figures of installed packages; a broken package is logged, since every run asks for all figures."""
-    found: dict[str, Figure] = {}
+    found: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
             for figure in plugins.load(point, (), _figures):
@@ -62,7 +62,7 @@ def _packaged() -> Mapping[str, Figure]:
     return found
 
 
-def _compute(figure: Figure, record: Record) -> Any:
+def _compute(figure: Metric, record: RunView) -> Any:
     """Compute a package's figure; None where this fails, since the run has not chosen the package."""
     try:
         return figure.compute(record)
@@ -71,25 +71,25 @@ def _compute(figure: Figure, record: Record) -> Any:
         return None
 
 
-def _figures(declared: Any) -> tuple[Figure, ...]:
+def _figures(declared: Any) -> tuple[Metric, ...]:
     figures = tuple(declared) if isinstance(declared, Iterable) else (declared,)
-    if not all(isinstance(each, Figure) for each in figures):
-        raise TypeError(f"{declared!r} must be a Figure or a tuple of Figures")
+    if not all(isinstance(each, Metric) for each in figures):
+        raise TypeError(f"{declared!r} must be a Metric or a tuple of Metrics")
     return figures
 
 
-def rows_of(declared: Reporting) -> tuple[Row, ...]:
+def rows_of(declared: MetricsSpec) -> tuple[Row, ...]:
     """Return the lines at the head of the report of such a run."""
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS, *host.ROWS)
 
 
-def tables_of(declared: Reporting) -> tuple[Table, ...]:
+def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
     """Return the tables of the report of such a run."""
     return (phases.TABLE, *declared.tables)
 
 
-def kind_of(name: str, figures: Mapping[str, Figure]) -> FigureKind:
+def kind_of(name: str, figures: Mapping[str, Metric]) -> MetricKind:
     """Return what a figure is measured in, of a run, a device or a layer; KeyError where there is none."""
     one = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
     declared = f"{one[1]}s.<{one[1]}>{one[2] or ''}" if one else name

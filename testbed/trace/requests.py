@@ -14,14 +14,14 @@ from testbed.common.lazy import np
 from testbed.experiment import Experiment
 from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import Event
-from testbed.trace.figures import Figure, Metrics, Row
 from testbed.trace.intervals import Interval, clip, length
 from testbed.trace.log import EventLog
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, Metrics, Row
+from testbed.trace.record import RunView
 from testbed.wire.framing import wire_bytes
 
 
-def _answered(record: Record) -> tuple[list[float], list[float], int]:
+def _answered(record: RunView) -> tuple[list[float], list[float], int]:
     """Return when requests were answered and their latencies, in seconds, and how many were given up.
 
     What counts is what became of each in the end: a lead that starts over after its own death asks all again. Programs
@@ -42,39 +42,39 @@ def _answered(record: Record) -> tuple[list[float], list[float], int]:
     return times, latencies, failed
 
 
-def _latencies(record: Record) -> list[float]:
+def _latencies(record: RunView) -> list[float]:
     return record.cached(_answered)[1]
 
 
-def _windows(record: Record) -> list[Interval]:
+def _windows(record: RunView) -> list[Interval]:
     times, latencies, _ = record.cached(_answered)
     return [(time - latency, time) for time, latency in zip(times, latencies, strict=True)]
 
 
-def _whole(record: Record) -> Interval | None:
+def _whole(record: RunView) -> Interval | None:
     """Return the time from the first request to the last answer; None where nothing was answered."""
     windows = record.cached(_windows)
     return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
 
 
-def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[Record], float | None]:
+def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[RunView], float | None]:
     """Return what computes a figure from all latencies; None where nothing was answered."""
 
-    def figure(record: Record) -> float | None:
+    def figure(record: RunView) -> float | None:
         latencies = record.cached(_latencies)
         return compute(latencies) if latencies else None
 
     return figure
 
 
-def _per_second(record: Record) -> float | None:
+def _per_second(record: RunView) -> float | None:
     latencies = record.cached(_latencies)
     if not latencies:
         return None
     return len(latencies) / record.end if record.end > 0 else 0.0
 
 
-def _objects(record: Record) -> int | None:
+def _objects(record: RunView) -> int | None:
     seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
     found = [len(event.fields["boxes"]) for event in seen.values()]
     if not found or not record.cached(_latencies):
@@ -82,12 +82,12 @@ def _objects(record: Record) -> int | None:
     return sum(found)
 
 
-def _failed(record: Record) -> int | None:
+def _failed(record: RunView) -> int | None:
     times, _, failed = record.cached(_answered)
     return failed if times or failed else None
 
 
-def _spent(record: Record) -> list[PathTime]:
+def _spent(record: RunView) -> list[PathTime]:
     windows = record.cached(_windows)
     if not windows:
         return []
@@ -120,66 +120,66 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
     return max([0.0, *processors, *carried.values()])
 
 
-def _over_predicted(record: Record) -> float | None:
+def _over_predicted(record: RunView) -> float | None:
     whole, predicted = record.cached(_whole), record.plan.step_time
     if whole is None or not predicted:
         return None
     return (whole[1] - whole[0]) / len(record.cached(_windows)) / predicted
 
 
-def _over_bound(record: Record) -> float | None:
+def _over_bound(record: RunView) -> float | None:
     whole = record.cached(_whole)
     needed = busiest(record.events, record.experiment, whole) if whole else 0.0
     return (whole[1] - whole[0]) / needed if whole and needed else None
 
 
-def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[Record], float | None]:
-    def figure(record: Record) -> float | None:
+def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
+    def figure(record: RunView) -> float | None:
         return fmean(map(part, record.cached(_spent))) if record.cached(_spent) else None
 
     return figure
 
 
 FIGURES = (
-    Figure("requests", "number", "inferences done", _of_latencies(len), compared=True),
-    Figure("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
-    Figure("objects", "number", "objects found in the samples of all requests", _objects),
-    Figure("latency", "seconds", "median of an inference", _of_latencies(median), brief=True, compared=True),
-    Figure("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
-    Figure(
+    Metric("requests", "number", "inferences done", _of_latencies(len), compared=True),
+    Metric("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
+    Metric("objects", "number", "objects found in the samples of all requests", _objects),
+    Metric("latency", "seconds", "median of an inference", _of_latencies(median), brief=True, compared=True),
+    Metric("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
+    Metric(
         "latency_p95",
         "seconds",
         "95th percentile of an inference",
         _of_latencies(lambda latencies: float(np.percentile(latencies, 95))),
         compared=True,
     ),
-    Figure(
+    Metric(
         "latency_p99",
         "seconds",
         "99th percentile of an inference",
         _of_latencies(lambda latencies: float(np.percentile(latencies, 99))),
     ),
-    Figure("latency_max", "seconds", "longest inference", _of_latencies(max)),
-    Figure("requests_failed", "number", "inferences given up", _failed),
-    Figure(
+    Metric("latency_max", "seconds", "longest inference", _of_latencies(max)),
+    Metric("requests_failed", "number", "inferences given up", _failed),
+    Metric(
         "path_compute",
         "seconds",
         "of computing on an inference's critical path, mean",
         _mean_spent(lambda spent: spent.computing),
     ),
-    Figure(
+    Metric(
         "path_network",
         "seconds",
         "of messages on an inference's critical path, mean",
         _mean_spent(lambda spent: spent.messaging),
     ),
-    Figure(
+    Metric(
         "over_predicted",
         "number",
         "time from one inference's result to the next, over the predicted one",
         _over_predicted,
     ),
-    Figure(
+    Metric(
         "over_bound",
         "number",
         "time of all inferences over that of the busiest processor or link; 1 is the least",

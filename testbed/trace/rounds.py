@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from statistics import median
 
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Figure
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric
+from testbed.trace.record import RunView
 
 
-def rounds_of(record: Record) -> Sequence[Event]:
+def rounds_of(record: RunView) -> Sequence[Event]:
     """Return the events of the rounds that are over."""
     return record.of("round")
 
 
-def _round_time(record: Record) -> float | None:
+def _round_time(record: RunView) -> float | None:
     durations = [event.fields["duration"] for event in rounds_of(record)]
     return median(durations) if durations else None
 
@@ -25,7 +25,7 @@ ROUND = EventType(
     "the server has averaged the models of a round; samples by device",
     fields=("round", "start", "duration", "samples"),
 )
-ROUND_TIME = Figure(
+ROUND_TIME = Metric(
     "round_time",
     "seconds",
     "median, from one average of the models to the next",

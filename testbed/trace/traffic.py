@@ -11,22 +11,22 @@ from typing import Any
 
 from testbed.network.link import Link, Pair
 from testbed.trace.devices import devices
-from testbed.trace.figures import Figure
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric
+from testbed.trace.record import RunView
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 
 
-def _sum(key: str, record: Record) -> int:
+def _sum(key: str, record: RunView) -> int:
     return sum(row[key] for row in record.cached(devices).values())
 
 
-def _reception(record: Record) -> float | None:
+def _reception(record: RunView) -> float | None:
     meant = sum(sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers"))
     heard = sum(record.cached(_heard).values())
     return heard / meant if meant else None
 
 
-def _heard(record: Record) -> Counter[Pair]:
+def _heard(record: RunView) -> Counter[Pair]:
     """Return how many casts each directed pair of devices carried."""
     heard: Counter[Pair] = Counter()
     for _, (peers, own, casts) in record.of("receive").columns("peer", "device", "cast"):
@@ -34,41 +34,41 @@ def _heard(record: Record) -> Counter[Pair]:
     return heard
 
 
-def _cast_time(record: Record) -> float | None:
+def _cast_time(record: RunView) -> float | None:
     durations = [duration for _, (durations,) in record.of("cast").columns("duration") for duration in durations]
     return median(durations) if durations else None
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "casts",
         "number",
         "transmissions to several at once, by all devices together",
         lambda record: len(record.of("cast")) or None,
     ),
-    Figure("cast_time", "seconds", "median time that a cast took to leave its device", _cast_time),
-    Figure("reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception),
-    Figure(
+    Metric("cast_time", "seconds", "median time that a cast took to leave its device", _cast_time),
+    Metric("reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception),
+    Metric(
         "messages",
         "number",
         "sent, by all devices together; a cast counts once",
         lambda record: _sum("messages_sent", record),
     ),
-    Figure(
+    Metric(
         "bytes_sent",
         "bytes",
         "by all devices together; a cast counts once",
         lambda record: _sum("bytes_sent", record),
         compared=True,
     ),
-    Figure(
+    Metric(
         "wire_bytes",
         "bytes",
         "that left all devices as their kernels counted them: headers, acknowledgements and repeats too; in containers",
         lambda record: sum(record.outcome.fidelity.get("sent", {}).values()) or None,
         compared=True,
     ),
-    Figure("bytes_received", "bytes", "by all devices together", lambda record: _sum("bytes_received", record)),
+    Metric("bytes_received", "bytes", "by all devices together", lambda record: _sum("bytes_received", record)),
 )
 
 
@@ -91,7 +91,7 @@ class LinkUse:
         self.casts += number if is_cast else 0
 
 
-def _uses(record: Record) -> dict[Pair, LinkUse]:
+def _uses(record: RunView) -> dict[Pair, LinkUse]:
     """Return the use of each directed link that was used, in the order of first use."""
     # A run sends millions of messages and few kinds of them: equal ones are counted first.
     alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
@@ -106,7 +106,7 @@ def _uses(record: Record) -> dict[Pair, LinkUse]:
     return uses
 
 
-def links(record: Record) -> list[dict[str, Any]]:
+def links(record: RunView) -> list[dict[str, Any]]:
     """Return one row per directed link that was used or measured, in the order of the experiment."""
     uses, heard = _uses(record), record.cached(_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()

@@ -20,7 +20,7 @@ from testbed.trace.host import HostTime, added
 from testbed.trace.log import EventLog
 from testbed.trace.modelled import left_out
 from testbed.trace.outcome import Outcome
-from testbed.trace.record import Record
+from testbed.trace.record import RunView
 from testbed.trace.recovery import recovery_list
 
 HOST_SHARE = 0.03
@@ -67,7 +67,7 @@ class Check:
     detail: str
 
 
-def verdict(record: Record) -> dict[str, Any]:
+def verdict(record: RunView) -> dict[str, Any]:
     """Return ``kind`` (trusted, not trusted or prediction), ``trusted``, ``summary``, ``reasons`` and ``checks``.
 
     Of ``outcome.fidelity`` these figures are understood, each optional: ``host_load``, ``host_saturated`` and
@@ -164,7 +164,7 @@ def _gaps(log: EventLog, wanted: str) -> list[str]:
     return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
 
 
-def _record(record: Record) -> Check:
+def _record(record: RunView) -> Check:
     """Look for what must be in the log and is not."""
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
@@ -186,7 +186,7 @@ def _record(record: Record) -> Check:
     return Check("events", True, f"{len(log):,} events, none missing")
 
 
-def _missed_updates(record: Record) -> list[Check]:
+def _missed_updates(record: RunView) -> list[Check]:
     """Judge rounds that ended without devices though no fault struck; a scenario's `round_deadline` asks for that."""
     experiment, log = record.experiment, record.log
     if not log.of("round") or experiment.faults or experiment.changes or log.of("fault"):

@@ -49,8 +49,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     groups = set(re.findall(r'^\[project.entry-points."([\w.]+)"\]', page, re.MULTILINE))
     entries = [f"[{group}]\ntorn = nowhere:thing\n" for group in sorted(groups)]
     (info / "entry_points.txt").write_text("".join([*entries, "[testbed.metrics]\nwrong = torn:WRONG\n"]))
-    figure = "Figure('wrong', 'number', 'a wrong figure', lambda run: 1 / 0)"
-    (folder / "packages" / "torn.py").write_text(f"from testbed.trace.figures import Figure\nWRONG = {figure}\n")
+    figure = "Metric('wrong', 'number', 'a wrong figure', lambda run: 1 / 0)"
+    (folder / "packages" / "torn.py").write_text(f"from testbed.trace.metrics_spec import Metric\nWRONG = {figure}\n")
     return folder / "packages"
 
 

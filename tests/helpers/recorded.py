@@ -12,7 +12,7 @@ from testbed.scenario.schema import Scenario, Trial
 from testbed.trace.events import Event
 from testbed.trace.metrics import metrics
 from testbed.trace.outcome import LinkMeasurement, Outcome
-from testbed.trace.record import Record
+from testbed.trace.record import RunView
 from testbed_controller.results.recorder import Recorder
 
 LINK = Link(rate=8e6, delay=0.01)
@@ -141,13 +141,13 @@ def write(folder: Path, trial: Trial, plan: Plan, outcome: Outcome) -> Path:
     return Recorder(folder, trial, plan, outcome.runtime).finish(outcome).path
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> RunView:
     """The run as figures are computed from it; ``trial`` and what `outcome` takes may be others."""
     own = changes.pop("trial", None) or trial()
-    return Record(outcome(**changes), own.experiment, plan())
+    return RunView(outcome(**changes), own.experiment, plan())
 
 
-def calm_record(**changes: Any) -> Record:
+def calm_record(**changes: Any) -> RunView:
     """The same of a run that nothing disturbed."""
     return record(**{"trial": trial(faults=()), "events": events(faulty=False)} | changes)
 

@@ -20,7 +20,7 @@ from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.host import HostTime, added, processor_time
-from testbed.trace.record import Record, Step
+from testbed.trace.record import RunView, Step
 from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.lab import Lab
@@ -181,7 +181,7 @@ def measure() -> Iterator[Measurement]:
     gloo = with_gloo(prepared)
     for schedule, each in prepared.items():
         outcome = emulate(each, load_data(part_of(each.scenario).data), accept_links=True)
-        record = Record(outcome, each.experiment, each.plan)
+        record = RunView(outcome, each.experiment, each.plan)
         assert each.plan.step_time is not None
         theirs = gloo[schedule]
         yield from judge(schedule, median(our_times(record.steps)), theirs.step, each.plan.step_time, added(record))

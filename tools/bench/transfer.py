@@ -12,7 +12,7 @@ from testbed.scenario.expand import trials
 from testbed.scenario.schema import Scenario
 from testbed.trace.events import Event
 from testbed.trace.host import processor_time
-from testbed.trace.record import Record
+from testbed.trace.record import RunView
 from testbed_controller.running.emulation import emulate
 from tools.bench.figure import Measurement
 
@@ -41,18 +41,18 @@ def exchange_scenario(payload: str, requests: int, rate: str | None, delay: str 
     )
 
 
-def exchange(scenario: Scenario) -> Record:
+def exchange(scenario: Scenario) -> RunView:
     """Run such a scenario in containers and return what happened."""
     prepared = prepare(trials(scenario)[0])
     outcome = emulate(prepared, load_data(part_of(scenario).data), accept_links=True)
-    return Record(outcome, prepared.experiment, prepared.plan)
+    return RunView(outcome, prepared.experiment, prepared.plan)
 
 
-def _own(record: Record, kind: str, device: str) -> list[Event]:
+def _own(record: RunView, kind: str, device: str) -> list[Event]:
     return [each for each in record.log.of(kind) if (each.device, each.fields["message"]) == (device, "payload")]
 
 
-def one_way_times(record: Record) -> list[float]:
+def one_way_times(record: RunView) -> list[float]:
     """Return, for each message but the first few, the seconds from the call of `send` to its last byte's arrival."""
     sent = _own(record, "send", "source")
     received = _own(record, "receive", "sink")
@@ -62,7 +62,7 @@ def one_way_times(record: Record) -> list[float]:
     ][WARM_UP:]
 
 
-def per_gigabit(link: str, record: Record) -> Iterator[Measurement]:
+def per_gigabit(link: str, record: RunView) -> Iterator[Measurement]:
     """Yield the processor time that a run took for each gigabit of its messages, headers not counted."""
     gigabits = 8e-9 * sum(size for (size,) in record.of("send").rows("bytes"))
     for what, seconds in (processor_time(record) or {}).items():

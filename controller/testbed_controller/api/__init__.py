@@ -81,7 +81,7 @@ class Result:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its figures of one value by name; `docs/figures.md` and `testbed show methods` say what they mean."""
+        """Its figures of one value by name; `docs/metrics.md` and `testbed show methods` say what they mean."""
         return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
 
     def rows(self, table: str) -> list[Row]:

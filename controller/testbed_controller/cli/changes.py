@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from testbed.common import formats
 from testbed.common.errors import InputError, TestbedError
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.quantities import parse_duration
 from testbed.faults.link_actions import Flap, Heal, LinkSetPart, NetworkPartition
 from testbed.faults.parts import ACTIONS, ActionPart
@@ -30,13 +30,13 @@ from testbed_controller.report.grouping import describe
 from testbed_controller.running import control
 
 
-def part_of(field: FieldInfo) -> type[Part] | None:
+def part_of(field: FieldInfo) -> type[ConfigModel] | None:
     """Return the part that a key holds, None where it holds a plain value."""
     kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigModel)), None)
 
 
-def options_of(part: type[Part], leave_out: Collection[str] = ()) -> list[click.Parameter]:
+def options_of(part: type[ConfigModel], leave_out: Collection[str] = ()) -> list[click.Parameter]:
     """Return an option for each key of a part but some; its help is the key's description, with an example."""
     described = part.model_json_schema()["properties"]
     return [
@@ -96,7 +96,7 @@ def fault() -> None:
     """
 
 
-def _parameters(action: str, part: type[Part] | None) -> list[click.Parameter]:
+def _parameters(action: str, part: type[ConfigModel] | None) -> list[click.Parameter]:
     """Return what a command takes to say what a scenario says of an action."""
     if part is not None and issubclass(part, LinkSetPart):
         ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]

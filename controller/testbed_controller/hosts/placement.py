@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from testbed.common.errors import InputError, Key
 from testbed.common.formats import size
-from testbed.common.part import Name, Part
+from testbed.common.part import ConfigModel, Name
 from testbed.common.plugins import Registry
 from testbed.common.quantities import Duration
 from testbed.faults.parts import FaultPart, TriggerPart
@@ -199,7 +199,7 @@ def described(
     ]
 
 
-class HostFaultPart(Part):
+class HostFaultPart(ConfigModel):
     """One thing that strikes all devices of hosts, and when; see `FaultPart`."""
 
     kill_host: str | None = Field(None, description="all devices of the host end at once")
@@ -240,7 +240,7 @@ class HostFaultPart(Part):
         ]
 
 
-class LabPart(Part):
+class LabPart(ConfigModel):
     """Where runs go; without hosts to this machine's engine."""
 
     hosts: tuple[str, ...] = Field((), description="docker contexts, of engines in one swarm")

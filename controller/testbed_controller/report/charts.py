@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.network.link import Pair
 from testbed.network.radio import Position
 
@@ -83,7 +83,7 @@ class Axis:
     """Title and unit of an axis."""
 
     name: str
-    kind: FigureKind = "number"
+    kind: MetricKind = "number"
 
     @property
     def most(self) -> float:

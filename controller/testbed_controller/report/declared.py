@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from testbed.common import formats
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.scenario.expect import look_up
-from testbed.trace import figures
-from testbed.trace.figures import Figure, Row
+from testbed.trace import metrics_spec
+from testbed.trace.metrics_spec import Metric, Row
 from testbed.trace.registry import kind_of, rows_of, tables_of
 from testbed_controller.report.tables import Cell, Column, Section
 from testbed_controller.results.run import Run
@@ -41,13 +41,13 @@ def _line(row: Row, run: Run) -> tuple[str, str] | None:
     return texts[0], texts[1]
 
 
-def figure(name: str, value: Any, figures: Mapping[str, Figure]) -> str:
+def figure(name: str, value: Any, figures: Mapping[str, Metric]) -> str:
     """Write a figure of metrics.json as its kind asks for; ``figures`` are those that there are."""
     return formats.of_kind(kind_of(name, figures), value)
 
 
 def fill(template: str, run: Run) -> str | None:
-    """Write a template of `testbed.trace.figures.Row`; None where the run lacks a figure that it names."""
+    """Write a template of `testbed.trace.metrics_spec.Row`; None where the run lacks a figure that it names."""
     values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
     if any(value is None for value in values.values()):
         return None
@@ -67,7 +67,7 @@ def tables(run: Run) -> Iterator[Section]:
             yield Section(table.title, table.note, brief, columns, rows, most=-12)
 
 
-def _kind(column: figures.Column, *, first: bool) -> Literal["name", "text", "figure"]:
+def _kind(column: metrics_spec.Column, *, first: bool) -> Literal["name", "text", "figure"]:
     return "figure" if column.kind != "text" else "name" if first else "text"
 
 
@@ -77,7 +77,7 @@ class Drawn:
 
     title: str
     note: str
-    kind: FigureKind
+    kind: MetricKind
     lines: list[tuple[str, list[tuple[float, float]]]]
     """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
     stacked: bool = False
@@ -98,7 +98,7 @@ def curves(run: Run) -> Iterator[Drawn]:
             yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
 
 
-def _text(column: figures.Column, item: Mapping[str, Any]) -> str:
+def _text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:
     value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE

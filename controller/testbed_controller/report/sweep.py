@@ -13,7 +13,7 @@ from rich.text import Text
 
 from testbed.common import formats
 from testbed.common.errors import InputError
-from testbed.common.formats import FigureKind, Scale
+from testbed.common.formats import MetricKind, Scale
 from testbed.common.quantities import RATE_UNITS, on_one_scale
 from testbed.scenario.points import point_text, short_keys, value_text
 from testbed_controller.report import comparison, html, tables
@@ -155,7 +155,7 @@ def _keys(points: Sequence[Point]) -> list[str]:
     return [key for key in keys if len({_text(point, key) for point in points}) > 1]
 
 
-def _over(name: str, title: str, kind: FigureKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
+def _over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
     numbers = [key for key in keys if _places(points, key)]
     chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))

@@ -16,8 +16,8 @@ from testbed.common.errors import InputError
 from testbed.scenario.schema import Trial
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import EventType, finite
-from testbed.trace.figures import NOTHING, Column, Curve, Figure, Reporting, Row, Table
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import NOTHING, Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.record import RunView
 from testbed.validation import find_method, reporting
 
 FILE = "declared.json"
@@ -25,19 +25,19 @@ _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "defic
 """What every item of ``recovery_list`` has; a method may add more."""
 
 
-def declared_by(trial: Trial) -> Reporting:
+def declared_by(trial: Trial) -> MetricsSpec:
     """Return what a trial's method says of its runs; imports a method of one's own."""
     return reporting(find_method(trial.scenario), trial.scenario.workload)
 
 
-def keep(folder: Path, trial: Trial, declared: Reporting, metrics: Mapping[str, Any]) -> None:
+def keep(folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]) -> None:
     """Write what a method of one's own declares into the folder of its run; ``metrics`` are empty as it begins."""
     if trial.scenario.workload.method.file is not None:
         kept = finite(_as_data(declared, metrics))
         (folder / FILE).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def declared_in(folder: Path, trial: Trial) -> Reporting:
+def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
     """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
     workload = trial.scenario.workload
     if workload.method.file is None:
@@ -53,7 +53,7 @@ def declared_in(folder: Path, trial: Trial) -> Reporting:
         return NOTHING
 
 
-def _as_data(declared: Reporting, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any]:
     figures = ("name", "kind", "meaning", "brief", "compared")
     rows = [row for row in declared.rows if metrics and (row.when is None or row.when(metrics))]
     return {
@@ -78,22 +78,22 @@ def _table(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> Reporting:
+def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec:
     added = {
         item["detected"]: {key: item[key] for key in item.keys() - _OF_ANY} for item in metrics.get("recovery_list", ())
     }
 
-    def recovered(item: Recovery, record: Record) -> dict[str, Any]:
+    def recovered(item: Recovery, record: RunView) -> dict[str, Any]:
         return added.get(item.detected, {})
 
-    return Reporting(
-        figures=tuple(Figure(compute=_constant(_value(metrics, each["name"])), **each) for each in kept["figures"]),
+    return MetricsSpec(
+        figures=tuple(Metric(compute=_constant(_value(metrics, each["name"])), **each) for each in kept["figures"]),
         lists={name: _constant(metrics.get(name, [])) for name in kept["lists"]},
         recovery=recovered,
         events=tuple(EventType(**each) for each in kept["events"]),
         rows=tuple(Row(*row) for row in kept["rows"]),
         tables=tuple(_kept_table(each) for each in kept["tables"]),
-        curves=tuple(Curve(**each) for each in kept["curves"]),
+        curves=tuple(TimeSeries(**each) for each in kept["curves"]),
     )
 
 

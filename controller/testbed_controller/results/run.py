@@ -15,9 +15,9 @@ from testbed.plan import Plan
 from testbed.scenario.expect import Expectation, evaluate
 from testbed.scenario.points import point_parts
 from testbed.scenario.schema import Trial
-from testbed.trace.figures import NOTHING, Figure, Reporting
 from testbed.trace.gantt import run_end
 from testbed.trace.log import EventLog
+from testbed.trace.metrics_spec import NOTHING, Metric, MetricsSpec
 from testbed.trace.outcome import Outcome
 from testbed.trace.record import Standstill, pauses
 from testbed.trace.registry import figures_of
@@ -37,7 +37,7 @@ class Run:
     """Without its weights."""
     manifest: dict[str, Any]
     metrics: dict[str, Any]
-    declared: Reporting = NOTHING
+    declared: MetricsSpec = NOTHING
     """What its method says of its runs."""
 
     @property
@@ -64,7 +64,7 @@ class Run:
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, Metric]:
         """All figures that it may have, by name."""
         return figures_of(self.declared)
 

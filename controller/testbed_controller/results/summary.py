@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from testbed.common.intervals import CONFIDENCE, interval
 from testbed.scenario.points import value_label
 from testbed.trace.events import finite
-from testbed.trace.figures import Figure
+from testbed.trace.metrics_spec import Metric
 from testbed_controller.results.rows import Row, write_csv
 from testbed_controller.results.run import Run
 
@@ -26,7 +26,7 @@ def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
 def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the summary of runs of one scenario, whose events are not needed.
 
-    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.figures.Figure`).
+    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.metrics_spec.Metric`).
     ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
     ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
     """
@@ -61,7 +61,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     return table
 
 
-def all_figures(runs: Sequence[Run]) -> dict[str, Figure]:
+def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
     """Return the figures that any of these runs may have, by name."""
     return {name: figure for run in runs for name, figure in run.figures.items()}
 

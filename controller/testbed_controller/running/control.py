@@ -28,13 +28,13 @@ from typing import Any
 
 from testbed.common.errors import InputError, TestbedError
 from testbed.faults.conditions import (
-    Changed,
-    Conditions,
     DeviceState,
     FaultAction,
-    FaultSetting,
+    FaultContext,
     RecordedStep,
-    carry_out,
+    StateDiff,
+    SystemState,
+    apply_step,
 )
 from testbed.faults.device_actions import Kill, Pause, StateAction
 from testbed.faults.link_actions import Flap
@@ -46,11 +46,11 @@ from testbed.network.parts import PRESETS, LinkPart, overlay
 from testbed.scenario.loading import parse
 from testbed_controller.hosts.lab import open_lab
 from testbed_controller.lab import runstate
-from testbed_controller.running.machines import Containers
+from testbed_controller.running.machines import DockerFaultTarget
 
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
-Record = Callable[[RecordedStep, Changed], None]
+Record = Callable[[RecordedStep, StateDiff], None]
 """Takes a step that has been carried out, and what it changed."""
 
 LONGEST = 1 << 20
@@ -60,7 +60,7 @@ LONGEST = 1 << 20
 # What is asked
 
 
-def answer(request: Request, containers: Containers, record: Record = lambda _step, _changed: None) -> Answer:
+def answer(request: Request, containers: DockerFaultTarget, record: Record = lambda _step, _changed: None) -> Answer:
     """Carry out what a request asks of these containers; return ``text``, what it did, and more where there is more.
 
     Raises InputError where a scenario could not have it either, TestbedError where it fails.
@@ -70,7 +70,7 @@ def answer(request: Request, containers: Containers, record: Record = lambda _st
         return {"in_force": actions, "devices": dict(containers.states())}
     if "set" in request:
         links = LinkFigures.parsed(request["set"], containers.experiment.links)
-        record(links, carry_out(links, containers))
+        record(links, apply_step(links, containers))
         shown = containers.shown
         return {"links": links_to_json({pair: shown.link(pair) for pair in links.pairs})}
     if "undo" in request:
@@ -80,13 +80,13 @@ def answer(request: Request, containers: Containers, record: Record = lambda _st
         step = FaultOperation(in_force[handle], handle, "undo")
     else:
         step = _strike(request, containers)
-    changed = carry_out(step, containers)
+    changed = apply_step(step, containers)
     if changed.devices or not step.switches:  # restarting a device that is up is no fault
         record(step, changed)
     return {"handle": step.handle, "text": _summary(step, changed, containers)}
 
 
-def _in_force(containers: Containers) -> dict[str, FaultAction[Any]]:
+def _in_force(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
     """Return the actions that `undo` can revert, by handle: those on links and speeds, and on states of devices."""
     actions = dict(containers.shown.in_force)
     for device, state in containers.states().items():
@@ -104,7 +104,7 @@ def _state_handle(action: FaultAction[Any]) -> str:
     return f"{action.name}:{action.target}"
 
 
-def _strike(request: Request, containers: Containers) -> FaultOperation:
+def _strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
     """Check an action, and name it."""
     action = parse(ActionPart, request.get("strike", {})).action
     run = containers.experiment
@@ -112,7 +112,7 @@ def _strike(request: Request, containers: Containers) -> FaultOperation:
     for _, name in action.named():
         if name not in devices:
             raise InputError(f"there is no device '{name}' in {containers.run_id}: {', '.join(devices)}")
-    for _, text in action.problems(FaultSetting(run.devices, run.links, radio=run.radio)):
+    for _, text in action.problems(FaultContext(run.devices, run.links, radio=run.radio)):
         raise InputError(text)
     if isinstance(action, StateAction):
         return FaultOperation(action, _state_handle(action))
@@ -124,7 +124,7 @@ def new_handle(action: str) -> str:
     return f"{action}-{secrets.token_hex(3)}"
 
 
-def _summary(step: FaultOperation, changed: Changed, containers: Containers) -> str:
+def _summary(step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget) -> str:
     """Say what an action changed."""
     action = step.action
     if action.switches:
@@ -157,7 +157,7 @@ class LinkFigures:
         pairs = [pair for ends in given["pairs"] for pair in choose(links, *ends)]
         return LinkFigures(pairs, part, {key: given["direct"][key] for key in ("rate", "up") if key in given["direct"]})
 
-    def apply(self, now: Conditions) -> Conditions:
+    def apply(self, now: SystemState) -> SystemState:
         """Return the conditions after it; raise InputError where a link would be one that cannot be."""
         return now.set_figures({pair: self._figures(pair, now) for pair in self.pairs})
 
@@ -165,7 +165,7 @@ class LinkFigures:
         """Return nothing: the events of the links that change say it all."""
         return []
 
-    def _figures(self, pair: Pair, now: Conditions) -> Link:
+    def _figures(self, pair: Pair, now: SystemState) -> Link:
         wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)
         if problems := checks.problems(wanted):
             raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
@@ -194,7 +194,7 @@ def reach(run_id: str) -> Callable[[Request], Answer]:
         _connected(run_id).close()
         token = runstate.read(run_id).token
         return lambda request: _ask(run_id, {**request, "token": token})
-    containers = Containers(open_lab(run_id))
+    containers = DockerFaultTarget(open_lab(run_id))
     return lambda request: answer(request, containers)
 
 

@@ -1,7 +1,7 @@
 """A run that goes on: what is desired of it, what is observed, and the loop that acts on the difference.
 
 Desired is what the scenario, its faults and traces, and commands by hand make of links, speeds and devices:
-`Containers` brings that about and holds what is in force. Observed is what the engine says of each container
+`DockerFaultTarget` brings that about and holds what is in force. Observed is what the engine says of each container
 (`lab.changes`) and what the agents report. The loop compares: a device that runs, and whose program is not known to
 report, is given its links and its program, whoever switched it on; a device that has ended is a state, for the method
 to deal with; without the shaper, or without a lead that may come back, there is no run.
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from testbed.common.errors import HostError, TestbedError
 from testbed.deployment import deployments
-from testbed.faults.conditions import Changed, RecordedStep, carry_out
+from testbed.faults.conditions import RecordedStep, StateDiff, apply_step
 from testbed.faults.script import SCRIPTED, FaultOperation, FaultScript, TraceScript
 from testbed.network.checks import SHAPER
 from testbed.prepare import Prepared
@@ -33,7 +33,7 @@ from testbed_controller.lab.clients import WORK_SECONDS, AgentGone
 from testbed_controller.lab.containers import DeviceContainer
 from testbed_controller.lab.health import Ending
 from testbed_controller.running import control
-from testbed_controller.running.machines import Containers, changes_of, events_of
+from testbed_controller.running.machines import DockerFaultTarget, changes_of, events_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Execution:
         self._events = EventLog()
         self._script = FaultScript(prepared.scenario.faults)
         self._trace = TraceScript(prepared.experiment.changes)
-        self._containers = Containers(lab, self._admit)
+        self._containers = DockerFaultTarget(lab, self._admit)
         self._speeds = {device.name: device.speed for device in prepared.experiment.devices}
         self._origin = 0.0
         """On the monotonic clock of this machine; `Agent` gives it to each device by the clock of its host."""
@@ -134,7 +134,7 @@ class Execution:
             self._recall()
             # The first figures of a trace are those that the run begins with.
             first = self._trace.due(0.0)
-            self._settle(first, 0.0, 0.0, carry_out(first, self._containers))
+            self._settle(first, 0.0, 0.0, apply_step(first, self._containers))
             self._origin = time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(there)
             list(pool.map(lambda each: self._if_there(each[0], lambda: self._start(*each)), there.items()))
             changes = self._lab.changes(self._note_return)
@@ -256,7 +256,7 @@ class Execution:
     def _by_hand(self, request: control.Request) -> control.Answer:
         """Carry out a command by hand, and have it among the events."""
 
-        def record(step: RecordedStep, changed: Changed) -> None:
+        def record(step: RecordedStep, changed: StateDiff) -> None:
             now = max(0.0, self._now())
             for event, fields in events_of(step, changed, self._speeds):
                 self._news.put(Event(now, TESTBED, event, fields))
@@ -353,16 +353,16 @@ class Execution:
 
     def _carry_out(self, step: RecordedStep) -> None:
         """Bring a fault or changes of the trace about, and let the loop judge what came of it."""
-        began, changed, error = self._now(), Changed(), None
+        began, changed, error = self._now(), StateDiff(), None
         try:
-            changed = carry_out(step, self._containers)
+            changed = apply_step(step, self._containers)
         except Exception as failure:  # noqa: BLE001 - handed to the thread that decides about the run
             _LOG.info("%s failed", step, exc_info=True)
             error = failure
         self._news.put(partial(self._settle, step, began, self._now(), changed, error))
 
     def _settle(
-        self, step: RecordedStep, began: float, actual: float, changed: Changed, error: Exception | None = None
+        self, step: RecordedStep, began: float, actual: float, changed: StateDiff, error: Exception | None = None
     ) -> End | None:
         """Note what a fault or the trace did; without what the scenario asks for, the rest would mean nothing."""
         if error is not None:
@@ -386,7 +386,7 @@ class Execution:
         """
         for handle, action in self._containers.shown.in_force.items():
             if handle.startswith(SCRIPTED):
-                carry_out(FaultOperation(action, handle, "undo"), self._containers)
+                apply_step(FaultOperation(action, handle, "undo"), self._containers)
         shown = self._containers.shown
         for handle, action in shown.in_force.items():
             for event, fields in FaultOperation(action, handle).events():

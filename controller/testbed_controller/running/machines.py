@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from testbed.common.errors import TestbedError
-from testbed.faults.conditions import Changed, Conditions, DeviceState, RecordedStep
+from testbed.faults.conditions import DeviceState, RecordedStep, StateDiff, SystemState
 from testbed.faults.device_actions import MIN_FACTOR
 from testbed.faults.parts import ActionPart
 from testbed.network.link import Link, Pair, links_from_json, links_to_json, slowness
@@ -49,8 +49,8 @@ class _LinkChanges:
     slowness: dict[str, float] = field(default_factory=dict)
 
 
-class Containers:
-    """The devices of a lab, their links and their speeds (`testbed.faults.conditions.Machines`).
+class DockerFaultTarget:
+    """The devices of a lab, their links and their speeds (`testbed.faults.conditions.FaultTarget`).
 
     Links and speeds stay as they are for the rest of the run, also when a device restarts. ``admit`` is done to a
     device that has been switched on; it has to end in `inform`.
@@ -64,7 +64,7 @@ class Containers:
         self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
 
     @property
-    def shown(self) -> Conditions:
+    def shown(self) -> SystemState:
         """The links and speeds in force."""
         try:
             return _read(json.loads(self._path.read_text()), self.untouched)
@@ -72,9 +72,9 @@ class Containers:
             return self.untouched
 
     @property
-    def untouched(self) -> Conditions:
+    def untouched(self) -> SystemState:
         """The links and speeds of the scenario."""
-        return Conditions.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
+        return SystemState.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
 
     def links(self) -> dict[Pair, Link]:
         """Return every link as it should be right now."""
@@ -92,7 +92,7 @@ class Containers:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def show(self, now: Conditions, changed: Changed) -> None:
+    def show(self, now: SystemState, changed: StateDiff) -> None:
         """Shape the links that changed, write down what is in force, and give the agents what is theirs to do.
 
         What the shaper refuses is not in force. A device that is deployed meanwhile reads what was written.
@@ -206,7 +206,7 @@ def _coarse(seconds: float) -> int:
     return int(seconds / _SLOWNESS_STEP)
 
 
-def _written(now: Conditions) -> dict[str, Any]:
+def _written(now: SystemState) -> dict[str, Any]:
     """Return as JSON what was done to links and speeds."""
     in_force = {
         handle: ActionPart.of(action).model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -215,7 +215,7 @@ def _written(now: Conditions) -> dict[str, Any]:
     return {"links": links_to_json(now.set_links), "speeds": dict(now.set_speeds), "in_force": in_force}
 
 
-def _read(written: Mapping[str, Any], untouched: Conditions) -> Conditions:
+def _read(written: Mapping[str, Any], untouched: SystemState) -> SystemState:
     """Return the conditions that were written down."""
     return replace(
         untouched,
@@ -225,12 +225,12 @@ def _read(written: Mapping[str, Any], untouched: Conditions) -> Conditions:
     )
 
 
-def events_of(step: RecordedStep, changed: Changed, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+def events_of(step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
     """Return name and fields of each event that records a step and what it changed; see `changes_of`."""
     return [*step.events(), *changes_of(changed, speeds)]
 
 
-def changes_of(changed: Changed, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
+def changes_of(changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
     """Return name and fields of each event that records new figures of links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.

@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader
 from testbed.common.errors import InputError, TestbedError
 from testbed.scenario.schema import Trial
 from testbed.trace.events import LINES
-from testbed.trace.figures import Reporting
+from testbed.trace.metrics_spec import MetricsSpec
 from testbed.wire.serving import PatientServer, refusal
 from testbed.wire.token import authorised
 from testbed_controller.report.thinning import MOST
@@ -79,7 +79,7 @@ def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.R
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def described(trial: Trial, declared: Reporting) -> dict[str, Any]:
+def described(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
     """Return what the page must know of a run before its first event; of very many devices it draws the first."""
     experiment, radio = trial.experiment, trial.experiment.radio
     drawn = [device.name for device in experiment.devices[:MOST]]

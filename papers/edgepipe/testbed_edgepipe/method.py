@@ -14,12 +14,12 @@ from testbed.ml.method import Job, Problem
 from testbed.ml.slots.figures import DECLARED, details_of
 from testbed.ml.slots.planner import SlotDetails, SlotMethod, plan
 from testbed.plan import Plan
-from testbed.trace.figures import Figure
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric
+from testbed.trace.record import RunView
 from testbed_edgepipe.planner import INFORMING, EdgePipeOptions
 
 
-def _learned(record: Record) -> float | None:
+def _learned(record: RunView) -> float | None:
     """Each piece updates its units once a batch, unless losses of the layer behind are missing."""
     units = sum(piece.last - piece.first for piece in record.plan.pieces)
     due = len(record.of("step")) * details_of(record).micro_batches * units
@@ -27,20 +27,20 @@ def _learned(record: Record) -> float | None:
     return made / due if due else None
 
 
-def _informing(record: Record) -> int | None:
+def _informing(record: RunView) -> int | None:
     sizes = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in INFORMING]
     return sum(sizes) or None
 
 
 FIGURES = (
-    Figure(
+    Metric(
         "learned",
         "share",
         "of all updates of layers, those made: all losses of the layer behind had arrived",
         _learned,
         brief=True,
     ),
-    Figure(
+    Metric(
         "informing_bytes", "bytes", "by which the device that coordinates sends each what it is to hold", _informing
     ),
 )

@@ -18,8 +18,8 @@ from testbed.ml.pipeline.checkpointing import FromCheckpoint
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EventType
-from testbed.trace.figures import Figure, Metrics, Reporting, Row
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, Metrics, MetricsSpec, Row
+from testbed.trace.record import RunView
 from testbed_stahl.dataflow import layers_stored
 from testbed_stahl.member import InferenceMember
 from testbed_stahl.messages import MEMBER_KINDS, ConfigureMember, TileInput, TileOutput, TileOverlap
@@ -62,23 +62,23 @@ def _known(metrics: Metrics) -> bool:
     return "requests" in metrics and any("weights" in row for row in metrics["devices"].values())
 
 
-def _tile_bytes(record: Record) -> int | None:
+def _tile_bytes(record: RunView) -> int | None:
     about = [event.fields["bytes"] for event in record.of("send") if event.fields["message"] in TILE_KINDS]
     return sum(about) if about else None
 
 
-def _stolen(record: Record) -> int | None:
+def _stolen(record: RunView) -> int | None:
     given = [event.fields for event in record.of("tile")]
     return sum(fields["owner"] != fields["by"] for fields in given) if given else None
 
 
-DECLARED = Reporting(
+DECLARED = MetricsSpec(
     events=(
         EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
     ),
     figures=(
-        Figure("tiles_stolen", "number", "computed by other devices than the plan says, since they were idle", _stolen),
-        Figure(
+        Metric("tiles_stolen", "number", "computed by other devices than the plan says, since they were idle", _stolen),
+        Metric(
             "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
         ),
     ),

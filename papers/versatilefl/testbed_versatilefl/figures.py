@@ -9,8 +9,8 @@ from typing import Any
 
 from testbed.ml.slots.figures import DECLARED as SLOTS
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Curve, Figure, Reporting, Row, Table
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Column, Metric, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.record import RunView
 
 _UPDATES = ("fresh", "reused", "idle")
 _SHARES: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -33,11 +33,11 @@ def _share(name: str, events: Iterable[Event]) -> float | None:
     return sum(each.get(part, 0) for each in counts) / total if total else None
 
 
-def _of_run(name: str, record: Record) -> float | None:
+def _of_run(name: str, record: RunView) -> float | None:
     return _share(name, record.of("maintenance"))
 
 
-def _reports(record: Record, *keys: str) -> list[tuple[tuple[int, ...], list[Event]]]:
+def _reports(record: RunView, *keys: str) -> list[tuple[tuple[int, ...], list[Event]]]:
     """Return the counts of all devices in groups of equal fields, in their order."""
     found: dict[tuple[int, ...], list[Event]] = {}
     for event in record.of("maintenance"):
@@ -45,19 +45,19 @@ def _reports(record: Record, *keys: str) -> list[tuple[tuple[int, ...], list[Eve
     return sorted(found.items())
 
 
-def _of_layers(name: str, record: Record) -> dict[str, float]:
+def _of_layers(name: str, record: RunView) -> dict[str, float]:
     """Return a share by layer, over the whole run."""
     shares = {str(layer): _share(name, events) for (layer,), events in _reports(record, "layer")}
     return {layer: share for layer, share in shares.items() if share is not None}
 
 
-def _over_time(name: str, record: Record) -> list[dict[str, Any]]:
+def _over_time(name: str, record: RunView) -> list[dict[str, Any]]:
     """Return a share by layer over time, of all devices that reported it in the same step."""
     shares = [(each[-1].time, layer, _share(name, each)) for (_, layer), each in _reports(record, "step", "layer")]
     return [{"time": at, "layer": f"layer {layer}", name: share} for at, layer, share in shares if share is not None]
 
 
-def _neurons(record: Record) -> list[dict[str, Any]]:
+def _neurons(record: RunView) -> list[dict[str, Any]]:
     """Return how many neurons each device holds, whenever that changes; one that has failed says nothing of it."""
     changes = [(event.time, event.device, event.fields["neurons"]) for event in record.of("arranged")]
     failures = (event for event in record.of("rearrangement") if event.fields["cause"] == "failure")
@@ -65,14 +65,14 @@ def _neurons(record: Record) -> list[dict[str, Any]]:
     return [{"time": time, "device": name, "neurons": held} for time, name, held in sorted(changes, key=itemgetter(0))]
 
 
-def _rearrangements(record: Record) -> list[dict[str, Any]]:
+def _rearrangements(record: RunView) -> list[dict[str, Any]]:
     return [
         {**event.fields, "time": event.time, "devices": ", ".join(event.fields["devices"])}
         for event in record.of("rearrangement")
     ]
 
 
-def _credibility(record: Record) -> list[dict[str, Any]]:
+def _credibility(record: RunView) -> list[dict[str, Any]]:
     """Return it device by device in their usual order, so that they have the same colours as elsewhere."""
     order = [spec.name for spec in record.experiment.devices]
     return [
@@ -81,19 +81,19 @@ def _credibility(record: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _changes(cause: str | None, record: Record) -> int:
+def _changes(cause: str | None, record: RunView) -> int:
     return sum(cause in (None, event.fields["cause"]) for event in record.of("rearrangement"))
 
 
-def _anew(record: Record) -> int:
+def _anew(record: RunView) -> int:
     return sum(event.fields["anew"] for event in record.of("rearrangement"))
 
 
-def _least_credible(record: Record) -> float | None:
+def _least_credible(record: RunView) -> float | None:
     return min((event.fields["value"] for event in record.of("credibility")), default=None)
 
 
-def _risen(record: Record) -> float | None:
+def _risen(record: RunView) -> float | None:
     """Credibility moves neurons all the time: that does not count here."""
     moved = [event.time for event in record.of("rearrangement") if event.fields["cause"] != "credibility"]
     found = record.of("evaluate")
@@ -101,62 +101,62 @@ def _risen(record: Record) -> float | None:
     return found[-1].fields["accuracy"] - before[-1].fields["accuracy"] if before else None
 
 
-def _last(list_of: Callable[[Record], list[dict[str, Any]]], name: str, record: Record) -> dict[str, float]:
+def _last(list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView) -> dict[str, float]:
     """Return what a list says last of each device."""
     return {each["device"]: each[name] for each in list_of(record)}
 
 
-def _curve(title: str, note: str, value: str, by: str) -> Curve:
-    return Curve(title, note, f"{value}_list", value, "share", by)
+def _curve(title: str, note: str, value: str, by: str) -> TimeSeries:
+    return TimeSeries(title, note, f"{value}_list", value, "share", by)
 
 
-DECLARED = Reporting(
+DECLARED = MetricsSpec(
     figures=(
         *SLOTS.figures,
         *(
-            Figure(name, "share", meaning, partial(_of_run, name), brief=name in ("substituted", "gradients_reused"))
+            Metric(name, "share", meaning, partial(_of_run, name), brief=name in ("substituted", "gradients_reused"))
             for name, (_, _, meaning) in _SHARES.items()
         ),
         *(
-            Figure(f"layers.<layer>.{name}", "share", f"{meaning}, of one layer", partial(_of_layers, name))
+            Metric(f"layers.<layer>.{name}", "share", f"{meaning}, of one layer", partial(_of_layers, name))
             for name, (_, _, meaning) in _SHARES.items()
         ),
-        Figure(
+        Metric(
             "devices.<device>.neurons", "number", "held by one device at the end", partial(_last, _neurons, "neurons")
         ),
-        Figure(
+        Metric(
             "devices.<device>.credibility",
             "share",
             "of one device at the end of the last window that judged it",
             partial(_last, _credibility, "credibility"),
         ),
-        Figure(
+        Metric(
             "rearrangements",
             "number",
             "decisions to move neurons, whatever the cause",
             partial(_changes, None),
             compared=True,
         ),
-        Figure("failures_found", "number", "devices that nobody heard for a window", partial(_changes, "failure")),
-        Figure(
+        Metric("failures_found", "number", "devices that nobody heard for a window", partial(_changes, "failure")),
+        Metric(
             "joins",
             "number",
             "devices that were given neurons after they had booted or were heard again",
             partial(_changes, "join"),
         ),
-        Figure(
+        Metric(
             "neurons_anew",
             "number",
             "neurons that began again with first weights; of a device that lives, unheard, until it has sent its own",
             _anew,
         ),
-        Figure(
+        Metric(
             "accuracy_risen",
             "share",
             "by which the last accuracy is above that before a device last failed, retired or joined",
             _risen,
         ),
-        Figure("least_credibility", "share", "of any device at the end of any window", _least_credible),
+        Metric("least_credibility", "share", "of any device at the end of any window", _least_credible),
     ),
     lists={
         **{f"{name}_list": partial(_over_time, name) for name in ("substituted", "dropped", "gradients_reused")},
@@ -200,7 +200,7 @@ DECLARED = Reporting(
         _curve("Dropped", "share of the batches that went no further", "dropped", "layer"),
         _curve("Saved gradients", "share of a layer's updates made with them", "gradients_reused", "layer"),
         _curve("Credibility", "of each device, at the end of each window", "credibility", "device"),
-        Curve(
+        TimeSeries(
             "Neurons",
             "held by each device; dotted: they are rearranged",
             "neurons_list",

@@ -30,7 +30,7 @@ from testbed.methods.program.processes import ProcessTree, killed_for_memory
 from testbed.methods.program.workload import ProgramPart, ProgramsPart, ProgramsProblem, by_device
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.figures import Reporting, Row
+from testbed.trace.metrics_spec import MetricsSpec, Row
 from testbed.trace.rounds import ROUND, ROUND_TIME
 
 PORT = 29500
@@ -68,7 +68,7 @@ class Program(Method[Options]):
     summary = "your own programs, `workload.programs`, on our devices and links"
     tasks = ("program",)
     needs_torch = False
-    declared = Reporting(
+    declared = MetricsSpec(
         events=(
             EventType("output", "a program has written a line", None, ("stream", "text")),
             EventType("exit", "a program has ended", (), ("status",)),

@@ -11,7 +11,7 @@ from pydantic import Base64Bytes, Field, TypeAdapter, field_validator, model_val
 
 from testbed.common import formats
 from testbed.common.errors import InputError
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.method import Method, Options, Problem
 from testbed.work import MethodPart, WorkloadPart
 from testbed.workload import Workload
@@ -24,7 +24,7 @@ MOST_BYTES = 20_000_000
 _METHOD = "program"
 
 
-class ProgramPart(Part):
+class ProgramPart(ConfigModel):
     """A command of the user's on a device, or on each device of a role."""
 
     command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")

@@ -9,7 +9,7 @@ from typing import Any
 
 from testbed.common import plugins, usercode
 from testbed.common.errors import InputError, Key, nearest
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.usercode import Code
 from testbed.ml.models import classifiers, yolov2
 from testbed.ml.models.chain import Model
@@ -22,7 +22,7 @@ class Entry:
 
     name: str
     summary: str
-    Options: type[Part]
+    Options: type[ConfigModel]
     make: Callable[[Any, Shape, int], Model]
     """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
     classes: int = 0

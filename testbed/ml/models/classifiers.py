@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.ml.models.chain import Model, chain
 from testbed.ml.models.layers import (
     BatchNorm2d,
@@ -36,7 +36,7 @@ def _convolution(
     return [convolution, BatchNorm2d()] if batch_norm else [convolution]
 
 
-class MlpOptions(Part):
+class MlpOptions(ConfigModel):
     """Options of the multilayer perceptron."""
 
     hidden: tuple[Width, ...] = Field(
@@ -52,7 +52,7 @@ def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
     return chain("mlp", shape, classes, units)
 
 
-class CnnOptions(Part):
+class CnnOptions(ConfigModel):
     """Options of the small convolutional network."""
 
     channels: tuple[Width, ...] = Field(
@@ -76,7 +76,7 @@ def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
     return chain("cnn", shape, classes, units)
 
 
-class BatchNormOptions(Part):
+class BatchNormOptions(ConfigModel):
     """Options of VGG5 and ResNet18."""
 
     batch_norm: bool = Field(True, description="normalise after each convolution, as the paper does")
@@ -124,7 +124,7 @@ IMAGENET_CLASSES = 1000
 """Number of classes for data without labels."""
 
 
-class ImagenetOptions(Part):
+class ImagenetOptions(ConfigModel):
     """Options of AlexNet and VGG-16."""
 
     hidden: tuple[Width, Width] = Field((4096, 4096), description="sizes of the fully connected layers before the last")
@@ -176,7 +176,7 @@ SMALL = 64
 """Pixels along an axis; images of fewer meet the small stem."""
 
 
-class MobileNetV2Options(Part):
+class MobileNetV2Options(ConfigModel):
     """Options of MobileNetV2."""
 
     width: float = Field(1.0, ge=0.1, le=4.0, description="multiplier of the channels")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.ml.models.chain import Model, chain
 from testbed.ml.models.detection import Detector
 from testbed.ml.models.layers import Conv2d, Layer, LeakyReLU, MaxPool2d, Reorganise
@@ -55,7 +55,7 @@ _LAYERS = (
 """All but the last: convolutions with their activation, poolings, routes."""
 
 
-class Yolov2Options(Part):
+class Yolov2Options(ConfigModel):
     """Options of YOLOv2."""
 
     threshold: float = Field(0.5, gt=0, le=1, description="least score of a box that is reported")

@@ -7,8 +7,8 @@ from typing import Any
 
 from testbed.trace.disturbances import Recovery
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Figure, Item, Metrics, Reporting, Row, Table
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Column, Item, Metric, Metrics, MetricsSpec, Row, Table
+from testbed.trace.record import RunView
 
 MOVED = "unit"
 """The kind of message in which weights and optimizer state of a unit move to the device that needs them."""
@@ -16,13 +16,13 @@ MOVED = "unit"
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 
 
-def _received(record: Record, begun: float, ended: float) -> float:
+def _received(record: RunView, begun: float, ended: float) -> float:
     """Return the bytes of weights and optimizer state that devices received in this time, as messages."""
     got = (event for event in record.of("receive") if begun <= event.time <= ended)
     return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED))
 
 
-def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
+def _recovery(item: Recovery, record: RunView) -> dict[str, Any]:
     decided, sent, trained = (item.phases.get(name) for name in ("repartitioned", "redistributed", "trained"))
     return {
         "repartitioned": decided.time if decided else None,
@@ -33,11 +33,11 @@ def _recovery(item: Recovery, record: Record) -> dict[str, Any]:
     }
 
 
-def _recoveries(record: Record) -> list[dict[str, Any]]:
+def _recoveries(record: RunView) -> list[dict[str, Any]]:
     return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
 
 
-def _outage(record: Record, recovery: Item) -> float | None:
+def _outage(record: RunView, recovery: Item) -> float | None:
     """Return the seconds from the strike of what was recovered from until a batch was done that had not been before."""
     struck, detected = recovery["struck"], recovery["detected"]
     if struck is None:
@@ -47,7 +47,7 @@ def _outage(record: Record, recovery: Item) -> float | None:
     return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
 
 
-def _rest(record: Record) -> float | None:
+def _rest(record: RunView) -> float | None:
     """Return the seconds from the last resumption to the last batch: none where that one was trained before it."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
     steps = record.of("step")
@@ -63,14 +63,14 @@ def _longest(seconds: Iterable[float | None]) -> float | None:
     return max((each for each in seconds if each is not None), default=None)
 
 
-def _phase(name: str, begun: str, ended: str, meaning: str) -> Figure:
-    def compute(record: Record) -> float | None:
+def _phase(name: str, begun: str, ended: str, meaning: str) -> Metric:
+    def compute(record: RunView) -> float | None:
         return _longest(_span(item, begun, ended) for item in record.cached(_recoveries))
 
-    return Figure(name, "seconds", f"longest, {meaning}", compute)
+    return Metric(name, "seconds", f"longest, {meaning}", compute)
 
 
-def _moved(record: Record) -> float | None:
+def _moved(record: RunView) -> float | None:
     moved = [item["moved"] for item in record.cached(_recoveries) if item["moved"] is not None]
     return sum(moved) if moved else None
 
@@ -90,14 +90,14 @@ RECOVERY = (
         "from that decision until all devices have what they need",
     ),
     _phase("first_batch_time", "detected", "trained", "from the detection until the first batch after it was trained"),
-    Figure(
+    Metric(
         "outage",
         "seconds",
         "longest, from the strike until a batch was trained that had not been before: with all that is done again",
         lambda record: _longest(_outage(record, each) for each in record.cached(_recoveries)),
     ),
-    Figure("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
-    Figure("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
+    Metric("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
+    Metric("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
 )
 
 RECOVERIES = Table(
@@ -122,7 +122,7 @@ RECOVERIES = Table(
 # Changes of the partition in a run that goes on: its events "repartition".
 
 
-def _repartitions(record: Record) -> list[dict[str, Any]]:
+def _repartitions(record: RunView) -> list[dict[str, Any]]:
     def moved(change: Event) -> float:
         return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
 
@@ -130,11 +130,11 @@ def _repartitions(record: Record) -> list[dict[str, Any]]:
     return [{"time": event.time, **event.fields, "bytes": moved(event)} for event in changes]
 
 
-def _of_longest(record: Record, key: str) -> float | None:
+def _of_longest(record: RunView, key: str) -> float | None:
     return max(record.cached(_repartitions), key=lambda item: float(item["seconds"]), default={}).get(key)
 
 
-def _changed_bytes(record: Record) -> float | None:
+def _changed_bytes(record: RunView) -> float | None:
     changes = record.cached(_repartitions)
     return sum(item["bytes"] for item in changes) if changes else None
 
@@ -149,31 +149,31 @@ def units(first: int, last: int) -> str:
 
 
 CHANGES = (
-    Figure(
+    Metric(
         "repartitions",
         "number",
         "changes of the partition in a run that goes on, without those of recoveries",
         lambda record: len(record.of("repartition")) if record.of("versions") else None,
     ),
-    Figure(
+    Metric(
         "repartition_pause",
         "seconds",
         "longest that such a change let no batch in, draining included",
         lambda record: _of_longest(record, "seconds"),
     ),
-    Figure(
+    Metric(
         "repartition_draining",
         "seconds",
         "of that pause, until the pipeline was empty",
         lambda record: _of_longest(record, "draining"),
     ),
-    Figure(
+    Metric(
         "repartition_moving",
         "seconds",
         "longest that such a change took from then on: agreeing and moving",
         lambda record: _longest(item["seconds"] - item["draining"] for item in record.cached(_repartitions)),
     ),
-    Figure(
+    Metric(
         "repartition_bytes",
         "bytes",
         "received in such changes: weights and optimizer state, as messages",
@@ -200,7 +200,7 @@ REPARTITIONS = Table(
 # Versions of the weights: its events "versions", one of each stage and stretch.
 
 
-VERSIONS_KEPT = Figure(
+VERSIONS_KEPT = Metric(
     "versions_kept",
     "number",
     "of its weights, that any stage kept at once",
@@ -236,7 +236,7 @@ def _pause_note(metrics: Metrics) -> str:
     return what + "; {repartition_draining} of it the pipeline ran empty"
 
 
-DECLARED = Reporting(
+DECLARED = MetricsSpec(
     figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [{"device": each.device, **each.fields} for each in record.of("versions")],

@@ -16,8 +16,8 @@ from testbed.ml.method import Job
 from testbed.ml.rounds.layers import Layers
 from testbed.ml.rounds.server import average, evaluation
 from testbed.trace.events import EventType
-from testbed.trace.figures import Figure, Reporting, Row
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, MetricsSpec, Row
+from testbed.trace.record import RunView
 
 
 @dataclass(frozen=True)
@@ -82,26 +82,26 @@ class Consensus:
             device.record("missed", round=step, devices=missed)
 
 
-def _last(record: Record) -> Mapping[str, float] | None:
+def _last(record: RunView) -> Mapping[str, float] | None:
     events = record.of("consensus")
     return events[-1].fields["accuracies"] if events else None
 
 
-def _distance(record: Record) -> float | None:
+def _distance(record: RunView) -> float | None:
     events = record.of("consensus")
     return events[-1].fields["distance"] if events else None
 
 
-CONSENSUS = Reporting(
+CONSENSUS = MetricsSpec(
     figures=(
-        Figure("consensus_distance", "number", "of the devices' weights from their mean, at the end", _distance),
-        Figure(
+        Metric("consensus_distance", "number", "of the devices' weights from their mean, at the end", _distance),
+        Metric(
             "mean_device_accuracy",
             "share",
             "of the devices' own weights at the end; `accuracy` is that of their mean",
             lambda record: fmean(found.values()) if (found := _last(record)) else None,
         ),
-        Figure(
+        Metric(
             "least_device_accuracy",
             "share",
             "of the device whose weights are worst at the end",

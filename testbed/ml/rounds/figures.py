@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import Any
 
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Column, Figure, Reporting, Row, Table
 from testbed.trace.intervals import Interval, clip, total, union
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Column, Metric, MetricsSpec, Row, Table
+from testbed.trace.record import RunView
 from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
@@ -17,7 +17,7 @@ def _window(event: Event) -> Interval:
     return event.fields["start"], event.fields["start"] + event.fields["duration"]
 
 
-def _epoch_time(record: Record) -> float | None:
+def _epoch_time(record: RunView) -> float | None:
     """Return the seconds of an epoch, whatever part of one a round is: an iteration takes as long as any other.
 
     Of the first round. The slowest device decides; what follows its last iteration stays as it is.
@@ -38,7 +38,7 @@ def _epoch_time(record: Record) -> float | None:
     return float(max(update + rest for update, rest in found) - start + end - last)
 
 
-def _idle(record: Record, devices: Collection[str]) -> float | None:
+def _idle(record: RunView, devices: Collection[str]) -> float | None:
     """Return the seconds that a device does not compute in a round, the mean of all rounds and of these devices."""
     windows = [_window(event) for event in rounds_of(record)]
     idle = []
@@ -48,7 +48,7 @@ def _idle(record: Record, devices: Collection[str]) -> float | None:
     return fmean(idle) if idle else None
 
 
-def _throughput(record: Record) -> float | None:
+def _throughput(record: RunView) -> float | None:
     """Return bytes of messages a second, of all links together, in the time of the rounds."""
     windows = [_window(event) for event in rounds_of(record)]
     seconds = total(union(windows))
@@ -58,11 +58,11 @@ def _throughput(record: Record) -> float | None:
     return float(sum(size for time, size in sent if any(start <= time <= end for start, end in windows)) / seconds)
 
 
-def _missed(record: Record) -> int | None:
+def _missed(record: RunView) -> int | None:
     return sum(len(item["missed"]) for item in _round_list(record)) if rounds_of(record) else None
 
 
-def _round_list(record: Record) -> list[dict[str, Any]]:
+def _round_list(record: RunView) -> list[dict[str, Any]]:
     """List the rounds; a device that was late for one attempt at a round and took part in another did not miss it."""
     late: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
@@ -95,17 +95,17 @@ def _names(devices: Collection[str], many: str) -> str:
     return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
 
 
-DECLARED = Reporting(
+DECLARED = MetricsSpec(
     figures=(
         ROUND_TIME,
-        Figure("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
-        Figure(
+        Metric("epoch_time", "seconds", "of an epoch, by the iterations of the first round", _epoch_time),
+        Metric(
             "server_idle_time",
             "seconds",
             "that the server does not compute, the mean of a round",
             lambda record: _idle(record, [record.plan.lead]),
         ),
-        Figure(
+        Metric(
             "device_idle_time",
             "seconds",
             "that a device does not compute, the mean of a round and of all devices",
@@ -113,8 +113,8 @@ DECLARED = Reporting(
                 record, [one.name for one in record.experiment.devices if one.name != record.plan.lead]
             ),
         ),
-        Figure("throughput", "bytes", "of messages on all links together, a second of the rounds", _throughput),
-        Figure("missed_updates", "number", "that did not come in time for their round", _missed),
+        Metric("throughput", "bytes", "of messages on all links together, a second of the rounds", _throughput),
+        Metric("missed_updates", "number", "that did not come in time for their round", _missed),
     ),
     lists={"round_list": _round_list},
     events=(

@@ -11,15 +11,15 @@ import numpy as np
 
 from testbed.ml.slots.planner import SlotDetails, timetable_of
 from testbed.trace.events import EventType
-from testbed.trace.figures import Figure, Reporting
 from testbed.trace.intervals import Interval
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Metric, MetricsSpec
+from testbed.trace.record import RunView
 
 GOOD = 0.8
 """The accuracy to which the paper counts the time."""
 
 
-def _evaluated(field: str, record: Record) -> float | None:
+def _evaluated(field: str, record: RunView) -> float | None:
     """Return a field of the last evaluation. Its accuracy is gathered where it has that by ``one`` device, too."""
     found = record.of("evaluate")
     fields: Mapping[str, Any] = found[-1].fields if found else {}
@@ -29,21 +29,21 @@ def _evaluated(field: str, record: Record) -> float | None:
     return value
 
 
-def _passed(passing: str, record: Record) -> float | None:
+def _passed(passing: str, record: RunView) -> float | None:
     """Take each device's last count: it goes on counting, tests included, until it restarts."""
     last = {event.device: event.fields for event in record.of("passed") if event.fields["to"] == passing}
     due = sum(fields["due"] for fields in last.values())
     return sum(fields["came"] for fields in last.values()) / due if due else None
 
 
-def _tests(record: Record) -> list[Interval]:
+def _tests(record: RunView) -> list[Interval]:
     """Batches of tests begin at the event and end with an evaluation, at which nothing of training was under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
     return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
 
 
-def _training_casts(record: Record) -> list[int]:
+def _training_casts(record: RunView) -> list[int]:
     """Return how many receivers each has."""
     spans, found = _tests(record), list[int]()
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
@@ -55,25 +55,25 @@ def _training_casts(record: Record) -> list[int]:
     return found
 
 
-def details_of(record: Record) -> SlotDetails:
+def details_of(record: RunView) -> SlotDetails:
     """Return the details of a run's plan; of a run that is read again they are plain values with the same names."""
     details: Any = record.plan.details
     return details  # type: ignore[no-any-return]
 
 
-def _last_backward(record: Record) -> float:
+def _last_backward(record: RunView) -> float:
     """Return when the last one began; 0 where none did."""
     begun = record.of("begin").columns("time", "span")
     return max((time for _, row in begun for time, span in zip(*row, strict=False) if span == "backward"), default=0.0)
 
 
-def _timeslots(record: Record) -> float | None:
+def _timeslots(record: RunView) -> float | None:
     """Counted by the clock, in seconds of which rounding must not make the slot before."""
     last, details = record.cached(_last_backward), details_of(record)
     return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
 
 
-def _time_to_good(record: Record) -> float | None:
+def _time_to_good(record: RunView) -> float | None:
     """Seconds of the steps until then, without the tests between them: as if the pipeline had never drained."""
     details = details_of(record)
     reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
@@ -81,54 +81,54 @@ def _time_to_good(record: Record) -> float | None:
     return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
 
 
-def _casts(record: Record) -> int:
+def _casts(record: RunView) -> int:
     return len(record.cached(_training_casts))
 
 
-def _transmissions(record: Record) -> int:
+def _transmissions(record: RunView) -> int:
     """As the paper counts packets: to each receiver one."""
     return sum(record.cached(_training_casts))
 
 
-def _rate(count: Callable[[Record], int], record: Record) -> float | None:
+def _rate(count: Callable[[RunView], int], record: RunView) -> float | None:
     last = record.cached(_last_backward)
     seconds = last - (details_of(record).begin or 0.0) - sum(end - begin for begin, end in _tests(record) if end < last)
     return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
 
 
-DECLARED = Reporting(
+DECLARED = MetricsSpec(
     figures=(
         *(
-            Figure(f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed, passing))
+            Metric(f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed, passing))
             for passing, needed in (
                 ("forward", "the outputs that a layer needed of other devices"),
                 ("backward", "the losses that a layer needed of other devices"),
                 ("sharing", "the results that the output layer shares"),
             )
         ),
-        Figure("training_casts", "number", "acknowledgements too, without those of tests", _casts),
-        Figure(
+        Metric("training_casts", "number", "acknowledgements too, without those of tests", _casts),
+        Metric(
             "training_transmissions",
             "number",
             "the same, one for each receiver of a cast: the papers' transmissions",
             _transmissions,
         ),
-        Figure("casts_rate", "number", "casts a second and device while training", partial(_rate, _casts)),
-        Figure(
+        Metric("casts_rate", "number", "casts a second and device while training", partial(_rate, _casts)),
+        Metric(
             "transmissions_rate",
             "number",
             "a second and device while training, one for each receiver of a cast",
             partial(_rate, _transmissions),
         ),
-        Figure("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
-        Figure(
+        Metric("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
+        Metric(
             "time_to_80",
             "seconds",
             "timeslots of training, without those of tests, until an evaluation first found an accuracy of 80 %",
             _time_to_good,
         ),
         *(
-            Figure(f"accuracy_{field}", "share", meaning, partial(_evaluated, field))
+            Metric(f"accuracy_{field}", "share", meaning, partial(_evaluated, field))
             for field, meaning in (
                 ("one", "of the tests, by the results that the device that leads heard"),
                 ("any", "of the tests, those right by the results that at least one device of the output layer heard"),

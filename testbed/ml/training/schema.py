@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from testbed.common.conditions import Condition, parse_condition
 from testbed.common.errors import Key
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 
 FILE = "Python file that defines it, relative to the scenario file; it is sent to the devices"
 SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
 
 
-class NamedPart(Part):
+class NamedPart(ConfigModel):
     """Something by name, of torch or of a file, with its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
@@ -123,7 +123,7 @@ class MetricPart(NamedPart):
     )
 
 
-class ClipPart(Part):
+class ClipPart(ConfigModel):
     """How far gradients are let go."""
 
     norm: float | None = Field(
@@ -141,7 +141,7 @@ class ClipPart(Part):
         return self
 
 
-class TrainingPart(Part):
+class TrainingPart(ConfigModel):
     """How a model is trained."""
 
     optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="what updates the weights")

@@ -10,16 +10,16 @@ from click.testing import CliRunner
 from pydantic import Field
 
 from testbed.common.errors import InputError
-from testbed.common.part import Part
+from testbed.common.part import ConfigModel
 from testbed.common.quantities import Duration
 from testbed_controller.cli.changes import options_of, part_of
 
 
-class Inner(Part):
+class Inner(ConfigModel):
     p: float = 0.0
 
 
-class Outer(Part):
+class Outer(ConfigModel):
     number: int = Field(description="of `things`")
     share: float | None = Field(None, description="between, e.g. 0.5")
     long_name: Duration | None = Field(None, description="how long")

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import carry_out
+from testbed.faults.conditions import apply_step
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import FaultOperation
 from testbed.network.link import GilbertElliott, Link, Pair, links_to_json
@@ -22,7 +22,7 @@ from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.cli import changes as command
 from testbed_controller.lab import runstate
 from testbed_controller.lab.lab import Lab
-from testbed_controller.running.machines import Containers
+from testbed_controller.running.machines import DockerFaultTarget
 
 
 class Memory:
@@ -32,7 +32,7 @@ class Memory:
         self.links: dict[Pair, Link] = {("a", "b"): Link(rate=50e6, delay=0.005), ("b", "a"): Link(loss=0.01)}
         self.differences: list[str] = []
         self.problem: str | None = None
-        self.containers: Containers
+        self.containers: DockerFaultTarget
 
     def show(self) -> dict[str, Any]:
         rows = links_to_json(self.links)
@@ -60,7 +60,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Memory:
     runstate.path_of("run-1")  # makes the folder
     monkeypatch.setattr(Lab, "open", lambda run: lab)
     monkeypatch.setattr(command.runstate, "choose", lambda run: run or "run-1")
-    made.containers = Containers(cast(Lab, lab))
+    made.containers = DockerFaultTarget(cast(Lab, lab))
     return made
 
 
@@ -118,11 +118,11 @@ def test_set_takes_every_figure(memory: Memory) -> None:
 
 def test_a_setting_outlives_faults(memory: Memory) -> None:
     worse = ActionPart.model_validate({"degrade": {"device": "b", "delay": "300ms"}}).action
-    carry_out(FaultOperation(worse, "worse"), memory.containers)
+    apply_step(FaultOperation(worse, "worse"), memory.containers)
     assert "300 ms" in call("set", "a", "b", "--delay", "20ms", "--loss", "2%").output
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.3, loss=0.02)
     assert list(memory.containers.shown.in_force) == ["worse"]
-    carry_out(FaultOperation(ActionPart(heal="all").action, "heal"), memory.containers)
+    apply_step(FaultOperation(ActionPart(heal="all").action, "heal"), memory.containers)
     assert memory.links["a", "b"] == Link(rate=50e6, delay=0.02, loss=0.02)
     assert memory.containers.links()["a", "b"] == memory.links["a", "b"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed_controller.report import drawing, html
 from testbed_controller.report.charts import COLOURS, SERIES, Axis, BarPlot, Bars, Line, LinePlot, Window
 from testbed_controller.report.comparison import mean_line
@@ -77,7 +77,7 @@ def test_an_axis_of_epochs_has_whole_numbers() -> None:
 
 
 def test_axes_are_logarithmic_where_values_are_far_apart() -> None:
-    def scales(values: list[float], kind: FigureKind = "number") -> str:
+    def scales(values: list[float], kind: MetricKind = "number") -> str:
         line = Line("a", list(enumerate(values)), "blue")
         return drawing.draw(LinePlot([line], range_=(0, 2), y=Axis("a", kind))).axes[0].get_yscale()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from testbed.ml.methods.pipeline import Pipeline
-from testbed.trace.figures import Column, Curve, Figure, Metrics, Reporting, Row, Table
-from testbed.trace.record import Record
+from testbed.trace.metrics_spec import Column, Metric, Metrics, MetricsSpec, Row, Table, TimeSeries
+from testbed.trace.record import RunView
 from testbed_controller.report import drawing, html
 from testbed_controller.report.charts import Axis, Line, StackedPlot
 from testbed_controller.report.declared import curves, fill, head, tables
@@ -24,7 +24,7 @@ SPREAD = [
 ]
 
 
-def losses(record: Record) -> float | None:
+def losses(record: RunView) -> float | None:
     return max((step.loss for step in record.steps if step.loss is not None), default=None)
 
 
@@ -32,8 +32,8 @@ def laps(metrics: Metrics) -> str:
     return "in {steps} steps" if metrics["steps"] > 1 else "in one step"
 
 
-DECLARED = Reporting(
-    figures=(Figure("worst_loss", "number", "of any step", losses), Figure("never", "seconds", "none", lambda _: None)),
+DECLARED = MetricsSpec(
+    figures=(Metric("worst_loss", "number", "of any step", losses), Metric("never", "seconds", "none", lambda _: None)),
     lists={"spread": lambda _: SPREAD, "nothing": lambda _: []},
     rows=(
         Row("Worst", "{worst_loss}", laps),
@@ -47,8 +47,8 @@ DECLARED = Reporting(
         Table("Empty", "", "nothing", (Column("At", "moment", "time"),)),
     ),
     curves=(
-        Curve("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),
-        Curve("Together", "Of all.", "spread", "share", "share", by="layer", stacked=True, marks="spread"),
+        TimeSeries("Shares over time", "Of each layer.", "spread", "share", "share", by="layer"),
+        TimeSeries("Together", "Of all.", "spread", "share", "share", by="layer", stacked=True, marks="spread"),
     ),
 )
 

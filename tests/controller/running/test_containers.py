@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from testbed.common.errors import HostError
-from testbed.faults.conditions import Changed, carry_out
+from testbed.faults.conditions import StateDiff, apply_step
 from testbed.faults.device_actions import ThrottlePart
 from testbed.faults.parts import ActionPart
 from testbed.faults.script import Change, Changes, FaultOperation, FaultPhase
@@ -18,19 +18,19 @@ from testbed.network.parts import LinkPart
 from testbed.network.radio import Propagation, Radio
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running.control import answer, flap
-from testbed_controller.running.machines import HALTED, Containers
+from testbed_controller.running.machines import HALTED, DockerFaultTarget
 from tests.helpers.remembered import RememberedLab
 
 
-def containers(lab: RememberedLab) -> Containers:
-    return Containers(cast(Lab, lab))
+def containers(lab: RememberedLab) -> DockerFaultTarget:
+    return DockerFaultTarget(cast(Lab, lab))
 
 
-def do(lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any) -> Changed:
-    return carry_out(FaultOperation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
+def do(lab: RememberedLab, handle: str = "it", phase: FaultPhase = "strike", **given: Any) -> StateDiff:
+    return apply_step(FaultOperation(ActionPart.model_validate(given).action, handle, phase), containers(lab))
 
 
-def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> Changed:
+def take_back(lab: RememberedLab, handle: str = "it", **given: Any) -> StateDiff:
     return do(lab, handle, "undo", **given)
 
 
@@ -40,7 +40,7 @@ def in_force(lab: RememberedLab) -> list[str]:
 
 def test_a_throttle_tells_the_agent_and_is_taken_back(lab: RememberedLab) -> None:
     part: dict[str, Any] = {"throttle": {"device": "b", "speed": "250mflops"}}
-    assert do(lab, **part) == Changed(speeds={"b": 0.25})
+    assert do(lab, **part) == StateDiff(speeds={"b": 0.25})
     assert do(lab, handle="more", throttle={"device": "b", "slowdown": 2}).speeds == {"b": 0.125}
     assert take_back(lab, handle="more", **part).speeds == {"b": 0.25}
     assert do(lab, unthrottle="b").speeds == {"b": 1.0}
@@ -110,7 +110,7 @@ def test_a_trace_lies_under_the_faults(lab: RememberedLab) -> None:
         Change(1.0, "link a->b delay", "8ms", (("a", "b"),), LinkPart.model_validate({"delay": "8ms"})),
         Change(1.0, "device c slowdown", "4", speed=ThrottlePart(device="c", slowdown=4)),
     ]
-    assert carry_out(Changes(changes), containers(lab)) == Changed(
+    assert apply_step(Changes(changes), containers(lab)) == StateDiff(
         links={("a", "b"): Link(1e6, 0.008, up=False)}, speeds={"c": 0.25}
     )
     do(lab, handle="hot", throttle={"device": "c", "slowdown": 2})
@@ -143,7 +143,7 @@ def test_a_trace_in_small_steps_is_followed_and_small_changes_are_not_sent(lab: 
     for step in range(1, 11):
         delay = f"{step * 100}ms"
         change = Change(1.0, "link a->b delay", delay, (("a", "b"),), LinkPart.model_validate({"delay": delay}))
-        carry_out(Changes([change]), containers(lab))
+        apply_step(Changes([change]), containers(lab))
     assert [seconds["b"] for seconds in lab.agents["a"].slowness] == pytest.approx([0.5244, 1.0244], abs=1e-3)
 
 
@@ -179,19 +179,21 @@ def test_a_handle_serves_once(lab: RememberedLab) -> None:
 
 
 def test_a_device_is_switched_only_from_what_it_really_is(lab: RememberedLab) -> None:
-    assert do(lab, restart="b") == Changed()
+    assert do(lab, restart="b") == StateDiff()
     lab.devices["b"].state = "exited"  # out of memory, or by the engine's own command
-    assert do(lab, kill="b") == Changed()
-    assert do(lab, pause="b") == Changed()
-    assert do(lab, restart="b") == Changed({"b": "up"})
-    assert take_back(lab, kill="b") == Changed()
+    assert do(lab, kill="b") == StateDiff()
+    assert do(lab, pause="b") == StateDiff()
+    assert do(lab, restart="b") == StateDiff({"b": "up"})
+    assert take_back(lab, kill="b") == StateDiff()
     assert lab.done == ["start b"]
 
 
 def test_a_run_admits_devices_in_its_own_way(lab: RememberedLab) -> None:
     admitted: list[str] = []
     lab.devices["b"].state = "exited"
-    carry_out(FaultOperation(ActionPart(kill="b").action, "it", "undo"), Containers(cast(Lab, lab), admitted.append))
+    apply_step(
+        FaultOperation(ActionPart(kill="b").action, "it", "undo"), DockerFaultTarget(cast(Lab, lab), admitted.append)
+    )
     assert (admitted, lab.done, lab.booted_with) == (["b"], ["start b"], {})
 
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from testbed.common.errors import InputError, TestbedError
-from testbed.faults.conditions import Changed, RecordedStep
+from testbed.faults.conditions import RecordedStep, StateDiff
 from testbed_controller.api import live
 from testbed_controller.lab import runstate
 from testbed_controller.lab.lab import Lab
 from testbed_controller.running import control
-from testbed_controller.running.machines import Containers, events_of
+from testbed_controller.running.machines import DockerFaultTarget, events_of
 from tests.helpers.remembered import RememberedLab
 
 RUN = "run-1"
@@ -26,13 +26,13 @@ class Run:
     """A run that goes on and has what was done by hand among its events."""
 
     def __init__(self, lab: RememberedLab) -> None:
-        self.containers = Containers(cast(Lab, lab))
+        self.containers = DockerFaultTarget(cast(Lab, lab))
         self.events: list[tuple[str, dict[str, Any]]] = []
 
     def respond(self, request: control.Request) -> control.Answer:
         return control.answer(request, self.containers, self.record)
 
-    def record(self, step: RecordedStep, changed: Changed) -> None:
+    def record(self, step: RecordedStep, changed: StateDiff) -> None:
         self.events += events_of(step, changed, dict.fromkeys("abc", 1e9))
 
 

@@ -3,11 +3,11 @@
 import pytest
 from pydantic import Field, ValidationError
 
-from testbed.common.part import MOST, Part
+from testbed.common.part import MOST, ConfigModel
 from testbed.common.quantities import Duration, Rate
 
 
-class Example(Part):
+class Example(ConfigModel):
     count: int = 1
     share: float | None = None
     named: str | bool = "x"

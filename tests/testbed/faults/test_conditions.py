@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testbed.faults.conditions import Changed, Conditions, carry_out
+from testbed.faults.conditions import StateDiff, SystemState, apply_step
 from testbed.faults.parts import ACTIONS, ActionPart, mending
 from testbed.faults.script import FaultOperation
 from testbed.hardware import DeviceSpec
@@ -16,22 +16,22 @@ from testbed.network.radio import Propagation, Radio
 
 BASE = Link(rate=50e6, delay=0.005, loss=0.0)
 DEVICES = [DeviceSpec(name, 1e9, 1e9) for name in "abcd"]
-MESH = Conditions.of(DEVICES, dict.fromkeys(permutations("abcd", 2), BASE))
+MESH = SystemState.of(DEVICES, dict.fromkeys(permutations("abcd", 2), BASE))
 
 
-def apply(now: Conditions, handle: str = "x", **given: Any) -> Conditions:
+def apply(now: SystemState, handle: str = "x", **given: Any) -> SystemState:
     return ActionPart.model_validate(given).action.apply(now, handle)
 
 
-def undo(now: Conditions, handle: str = "x", **given: Any) -> Conditions:
+def undo(now: SystemState, handle: str = "x", **given: Any) -> SystemState:
     return ActionPart.model_validate(given).action.undo(now, handle)
 
 
-def links(now: Conditions, since: Conditions = MESH) -> dict[tuple[str, str], Link]:
+def links(now: SystemState, since: SystemState = MESH) -> dict[tuple[str, str], Link]:
     return now.changed(since).links
 
 
-def down(now: Conditions) -> set[tuple[str, str]]:
+def down(now: SystemState) -> set[tuple[str, str]]:
     return {pair for pair in now.links if not now.link(pair).up}
 
 
@@ -72,14 +72,14 @@ RADIO = Radio(
     packets=None,
     seed=1,
 )
-OVER_THE_AIR = Conditions.of(
+OVER_THE_AIR = SystemState.of(
     DEVICES,
     {pair: Link(rate=250e3, message_loss=1 - RADIO.reception_ratio(pair)) for pair in MESH.links},
     RADIO,
 )
 
 
-def lost(now: Conditions, a: str, b: str) -> float:
+def lost(now: SystemState, a: str, b: str) -> float:
     return now.link((a, b)).message_loss
 
 
@@ -130,7 +130,7 @@ def test_handle_is_used_once_at_a_time():
 
 
 def test_change_that_changes_nothing_touches_no_pair():
-    assert apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH) == Changed()
+    assert apply(MESH, degrade={"device": "a", "delay": "5ms"}).changed(MESH) == StateDiff()
     with pytest.raises(KeyError):
         MESH.link(("a", "z"))
 
@@ -152,36 +152,36 @@ def test_what_is_set_lies_under_the_faults():
     slower = both.set_figures(dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 0.005, loss=0.01)))
     assert links(slower, both) == dict.fromkeys([("a", "b"), ("b", "a")], Link(2e6, 1.0, loss=0.01))
     assert apply(slower, heal="all").link(("a", "b")) == Link(2e6, 0.005, loss=0.01)
-    assert slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower) == Changed()
+    assert slower.set_figures({("a", "b"): Link(2e6, 0.005, loss=0.01)}).changed(slower) == StateDiff()
 
 
 def test_throttles_pile_up_and_go_by_their_handles():
     half = apply(MESH, "x", throttle=SLOW)
-    assert half.changed(MESH) == Changed(speeds={"a": 0.5})
+    assert half.changed(MESH) == StateDiff(speeds={"a": 0.5})
     fixed = apply(half, "y", throttle={"device": "a", "speed": "100mflops"})
     slower = apply(fixed, "z", throttle={"device": "a", "slowdown": 4})
     assert (fixed.factor("a"), slower.factor("a")) == (0.1, 0.025)
     assert slower.speed("a") == pytest.approx(25e6)
     assert slower.speed("b") == 1e9
     assert slower.without(["y"]).factor("a") == 0.125
-    assert slower.without(["x"]).changed(slower) == Changed()
-    assert apply(slower, unthrottle="a").changed(slower) == Changed(speeds={"a": 1.0})
+    assert slower.without(["x"]).changed(slower) == StateDiff()
+    assert apply(slower, unthrottle="a").changed(slower) == StateDiff(speeds={"a": 1.0})
     assert apply(slower, unthrottle="b") == slower
 
 
 def test_a_speed_that_is_set_lies_under_the_throttles():
     traced = MESH.set_speed("a", 0.5)
     both = apply(traced, throttle=SLOW)
-    assert traced.changed(MESH) == Changed(speeds={"a": 0.5})
+    assert traced.changed(MESH) == StateDiff(speeds={"a": 0.5})
     assert both.factor("a") == 0.25
     assert both.set_speed("a", 1.5).without(["x"]).factor("a") == 1.5
     fixed = apply(both, "y", throttle={"device": "a", "speed": "1gflops"})
-    assert fixed.set_speed("a", 0.1).changed(both) == Changed(speeds={"a": 1.0})
+    assert fixed.set_speed("a", 0.1).changed(both) == StateDiff(speeds={"a": 1.0})
 
 
 def test_devices_go_down_stand_still_and_come_back():
     off = apply(MESH, kill="b")
-    assert off.changed(MESH) == Changed({"b": "down"})
+    assert off.changed(MESH) == StateDiff({"b": "down"})
     assert apply(off, pause="b") == apply(off, resume="b") == apply(off, kill="b") == off
     assert apply(off, restart="b") == undo(off, kill="b") == MESH
     still = apply(MESH, pause="b")
@@ -258,7 +258,7 @@ def test_after_everything_is_undone_the_conditions_are_the_first_ones(script):
     for operation in script:
         now = operation.apply(now)
     assert now == MESH
-    assert now.changed(MESH) == Changed()
+    assert now.changed(MESH) == StateDiff()
 
 
 class Remembered:
@@ -315,7 +315,7 @@ class Remembered:
 def test_machines_have_the_conditions_that_the_script_says(script, length):
     machines, now = Remembered(), MESH
     for operation in script[:length]:
-        carry_out(operation, machines)
+        apply_step(operation, machines)
         now = operation.apply(now)
         assert machines.devices == now.devices
         assert machines.links == {pair: now.link(pair) for pair in now.links}

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from testbed.faults.conditions import FaultSetting
+from testbed.faults.conditions import FaultContext
 from testbed.faults.parts import FaultPart, devices_named, problems
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
 from testbed.network.radio import Propagation, Radio
 from testbed.scenario.schema import Scenario
-from testbed.trace.figures import NOTHING, events_of
+from testbed.trace.metrics_spec import NOTHING, events_of
 
 
 def faults(*parts):
@@ -43,7 +43,7 @@ def script(*parts):
     )
     links = {("a", "b"): Link(), ("b", "a"): Link(), ("a", "c"): Link(), ("c", "a"): Link()}
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
-    return scenario.faults, FaultSetting(devices, links, time_limit=60)
+    return scenario.faults, FaultContext(devices, links, time_limit=60)
 
 
 def spans(device):
@@ -130,7 +130,7 @@ def test_impossible_faults_of_links_and_speeds(part, key, said):
     devices = tuple(DeviceSpec(name, 1e9, 1e9) for name in "abc")
     link = Link(rate=1e6, delay=0.005)
     links = {("a", "b"): link, ("b", "a"): link}
-    (problem,) = problems(scenario.faults, FaultSetting(devices, links), lambda _: (), events_of(NOTHING))
+    (problem,) = problems(scenario.faults, FaultContext(devices, links), lambda _: (), events_of(NOTHING))
     assert problem.key == ("faults", 0, *key)
     assert said in problem.text
 

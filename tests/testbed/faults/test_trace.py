@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from testbed.common.errors import InputError
-from testbed.faults.conditions import Changed, Conditions
+from testbed.faults.conditions import StateDiff, SystemState
 from testbed.faults.script import Change, TraceScript, traced_links
 from testbed.hardware import DeviceSpec
 from testbed.network.link import Link
@@ -156,7 +156,7 @@ def test_trace_that_is_no_trace():
 
 
 def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
-    from testbed.faults.conditions import FaultSetting
+    from testbed.faults.conditions import FaultContext
     from testbed.faults.parts import problems
 
     tree = {
@@ -170,7 +170,7 @@ def test_degradation_is_checked_against_what_the_trace_makes_of_a_link():
     scenario = validate(tree, Source("x.yaml"))
     found = trials(scenario)[0].experiment
     traced = [(pair, link) for _, pair, link in traced_links(found.links, found.changes, "a")]
-    (problem,) = problems(scenario.faults, FaultSetting(found.devices, found.links, traced), lambda _: (), {})
+    (problem,) = problems(scenario.faults, FaultContext(found.devices, found.links, traced), lambda _: (), {})
     assert problem.key == ("faults", 0, "degrade", "jitter")
     assert "a jitter of 10ms is above the delay of 2ms" in problem.text
 
@@ -189,11 +189,11 @@ def test_script_keeps_to_its_schedule():
 
 
 def test_what_a_change_changes():
-    before = Conditions.of([DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)})
+    before = SystemState.of([DeviceSpec("a", 1e9, 1e9)], {("a", "b"): Link(1e6), ("b", "a"): Link(1e6)})
     both = parse("1,link a<->b delay,40ms").apply(before)
-    assert both.changed(before) == Changed(links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04)))
+    assert both.changed(before) == StateDiff(links=dict.fromkeys([("a", "b"), ("b", "a")], Link(1e6, 0.04)))
     slow = parse("1,device a speed,100mflops").apply(before)
-    assert slow.changed(before) == Changed(speeds={"a": 0.1})
+    assert slow.changed(before) == StateDiff(speeds={"a": 0.1})
 
 
 def test_all_but_bursts_may_change():

@@ -133,8 +133,8 @@ def test_a_file_that_is_no_method_is_refused_in_one_line(tmp_path: Path, text: s
 
 
 def test_figures_of_a_method_may_not_take_names_that_there_are(tmp_path: Path) -> None:
-    text = "from testbed.trace.figures import Reporting, Figure\n" + SMALL.replace(
-        "    name =", "    declared = Reporting(figures=(Figure('loss', 'number', 'x', None),))\n    name ="
+    text = "from testbed.trace.metrics_spec import MetricsSpec, Metric\n" + SMALL.replace(
+        "    name =", "    declared = MetricsSpec(figures=(Metric('loss', 'number', 'x', None),))\n    name ="
     )
     with pytest.raises(InputError, match="two figures are called 'loss'"):
         from_file(written(tmp_path, text), "nothing")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from testbed.common.conditions import parse_condition
 from testbed.methods import METHODS
 from testbed.scenario.expect import evaluate
-from testbed.trace.figures import Figure, Reporting
+from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.registry import COMMON, figures_of, kind_of
 
 
@@ -98,7 +98,7 @@ def test_kinds_of_figures():
 
 
 def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
-    figures = {each: Figure(each, "share", "", len) for each in ("layers.<layer>.dropped", "devices.<device>.trust")}
+    figures = {each: Metric(each, "share", "", len) for each in ("layers.<layer>.dropped", "devices.<device>.trust")}
     assert kind_of("layers.2.dropped", figures) == kind_of("devices.pi1.trust", figures) == "share"
     (found,) = evaluate({"layers.2.dropped": "< 10%"}, {"layers": {"2": {"dropped": 0.05}}}, figures)
     assert found.holds
@@ -108,10 +108,10 @@ def test_a_figure_of_each_layer_is_asked_for_by_the_layer():
 
 
 def test_a_method_adds_figures_under_names_of_their_own():
-    laps = Figure("laps", "number", "rounds of the token", lambda record: len(record.of("lap")))
-    assert figures_of(Reporting(figures=(laps,)))["laps"] is laps
+    laps = Metric("laps", "number", "rounds of the token", lambda record: len(record.of("lap")))
+    assert figures_of(MetricsSpec(figures=(laps,)))["laps"] is laps
     with pytest.raises(ValueError, match="two figures are called 'loss'"):
-        figures_of(Reporting(figures=(Figure("loss", "number", "x", lambda record: None),)))
+        figures_of(MetricsSpec(figures=(Metric("loss", "number", "x", lambda record: None),)))
 
 
 def test_figures_of_all_methods_have_names_and_meanings():

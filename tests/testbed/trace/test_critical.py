@@ -16,7 +16,7 @@ from testbed.trace.critical import CriticalPaths, PathTime
 from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import Outcome
 from testbed.trace.pace import busiest_share
-from testbed.trace.record import Record
+from testbed.trace.record import RunView
 from testbed.trace.requests import busiest
 from testbed.wire.framing import WINDOW, wire_bytes
 
@@ -172,7 +172,7 @@ def test_a_device_is_as_busy_as_its_processors_together() -> None:
     ]
     one, two = experiment(), experiment(processors=2)
     assert (busiest(events, one, (0.0, 4.0)), busiest(events, two, (0.0, 4.0))) == (4.0, 2.0)
-    record = Record(Outcome("simulate", "finished", events), two, Plan(method="single", lead="a", pieces=()))
+    record = RunView(Outcome("simulate", "finished", events), two, Plan(method="single", lead="a", pieces=()))
     assert busiest_share(record) == pytest.approx(0.25)  # the step from 2 s on
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from testbed.plan import Piece, Plan
 from testbed.trace.devices import FIGURES, OF_DEVICES, devices
 from testbed.trace.events import Event
-from testbed.trace.record import Record
+from testbed.trace.record import RunView
 from tests.helpers import recorded
 from tests.helpers.recorded import calm, figures
 
@@ -103,7 +103,7 @@ def test_the_parts_of_a_device_always_make_up_the_duration(work: list[tuple[str,
     assert device["down"] == pytest.approx(1.0)
 
 
-def with_devices(record: Record, **specs: Mapping[str, Any]) -> Record:
+def with_devices(record: RunView, **specs: Mapping[str, Any]) -> RunView:
     found = tuple(replace(each, **specs.get(each.name, {})) for each in record.experiment.devices)
     record.experiment = replace(record.experiment, devices=found)
     return record

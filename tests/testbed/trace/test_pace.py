@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from testbed.trace.events import Event, EventType
-from testbed.trace.figures import Reporting
 from testbed.trace.metrics import metrics
+from testbed.trace.metrics_spec import MetricsSpec
 from testbed.wire.framing import wire_bytes
 from tests.helpers import recorded
 
-PAUSING = Reporting(events=(EventType("pause", "nothing was trained", pause=True),))
+PAUSING = MetricsSpec(events=(EventType("pause", "nothing was trained", pause=True),))
 
 
 def figures(events: list[Event], faulty: bool = False) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from testbed.common.formats import FigureKind
+from testbed.common.formats import MetricKind
 from testbed.trace.events import EVENTS, EventType
-from testbed.trace.record import Record, Tell
+from testbed.trace.record import RunView, Tell
 
 Metrics = Mapping[str, Any]
 """What ``metrics.json`` holds: figures and lists by name."""
@@ -21,7 +21,7 @@ Item = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Metric:
     """One value of a run, by the name that ``metrics.json`` and ``expect`` give it.
 
     A name such as ``layers.<layer>.dropped`` is that of one value for each layer, or whatever stands in brackets:
@@ -29,10 +29,10 @@ class Figure:
     """
 
     name: str
-    kind: FigureKind
+    kind: MetricKind
     meaning: str
     """Half a sentence for the table of figures; what it is of, not how it is written."""
-    compute: Callable[[Record], float | int | str | bool | Mapping[str, float] | None]
+    compute: Callable[[RunView], float | int | str | bool | Mapping[str, float] | None]
     """From the record of a finished run; None where the run gives no ground for it: the figure is absent then.
 
     Of one for each layer, the values by layer.
@@ -63,7 +63,7 @@ class Column:
     """A column of a table."""
 
     heading: str
-    kind: FigureKind | Literal["moment"]
+    kind: MetricKind | Literal["moment"]
     """``moment`` is an instant of the run, in seconds."""
     value: str | Callable[[Item], Any]
     """Key of the listed item, or a function of it."""
@@ -91,7 +91,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimeSeries:
     """A chart of a report over the time of the run; absent where nothing is listed."""
 
     title: str
@@ -100,7 +100,7 @@ class Curve:
     """Name of a list in the metrics; each item has a ``time``."""
     value: str
     """Key of what is drawn."""
-    kind: FigureKind
+    kind: MetricKind
     by: str | None = None
     """Key that says which line an item belongs to; None: there is one line."""
     stacked: bool = False
@@ -110,24 +110,24 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Reporting:
+class MetricsSpec:
     """What a method says of its runs beside what can be said of every run. Empty is a good beginning."""
 
-    figures: tuple[Figure, ...] = ()
-    lists: Mapping[str, Callable[[Record], list[dict[str, Any]]]] | None = None
+    figures: tuple[Metric, ...] = ()
+    lists: Mapping[str, Callable[[RunView], list[dict[str, Any]]]] | None = None
     """Lists of JSON values that ``metrics.json`` holds under these names; one that is empty is left out."""
     recovery: Tell | None = None
     """What it adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
     events: tuple[EventType, ...] = ()
     rows: tuple[Row, ...] = ()
     tables: tuple[Table, ...] = ()
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[TimeSeries, ...] = ()
 
-    def joined(self, other: Reporting) -> Reporting:
+    def joined(self, other: MetricsSpec) -> MetricsSpec:
         """Return these declarations and others after them; of recoveries only one of both may tell."""
         if NOTHING in (self, other):
             return other if self == NOTHING else self
-        return Reporting(
+        return MetricsSpec(
             self.figures + other.figures,
             {**(self.lists or {}), **(other.lists or {})} or None,
             other.recovery or self.recovery,
@@ -138,17 +138,17 @@ class Reporting:
         )
 
 
-NOTHING = Reporting()
+NOTHING = MetricsSpec()
 
 
-def events_of(declared: Reporting) -> dict[str, tuple[str, ...]]:
+def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
     """Return the events that a fault may wait for in such a run, each with the keys that can be matched."""
     return {each.name: each.keys for each in (*EVENTS, *declared.events) if each.keys is not None}
 
 
-def by_name(figures: Iterable[Figure]) -> dict[str, Figure]:
+def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:
     """Return figures by their names; raises ValueError where two have the same."""
-    found: dict[str, Figure] = {}
+    found: dict[str, Metric] = {}
     for figure in figures:
         if figure.name in found:
             raise ValueError(f"two figures are called '{figure.name}': rename one of them")
