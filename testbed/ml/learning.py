@@ -320,7 +320,11 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
 def model_of(workload: LearningPart, code: Code | None, classes: int, entering: Entering) -> Model:
     """Return a workload's model for what the data are; ``code`` is the text of one's own. Raises `InputError`."""
     part = workload.model
+    lora = workload.training.lora
     if code is None:
+        if lora is not None:
+            text = f"'{part.title}' is described by its layers, and adapters need a network from a 'file': name one"
+            raise InputError(text, ("training", "lora"))
         return create(part.name, part.options(), entering.shape, classes).initialised(
             workload.initialisation or "lecun"
         )
@@ -328,7 +332,7 @@ def model_of(workload: LearningPart, code: Code | None, classes: int, entering: 
         text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
         raise InputError(text, ("initialisation",))
     shape, whole, fields = entering.shape, entering.integers, entering.fields
-    return create_own(code, part.options(), shape, classes, part.units, whole, fields)
+    return create_own(code, part.options(), shape, classes, part.units, whole, fields, lora)
 
 
 @cache

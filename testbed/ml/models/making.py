@@ -13,6 +13,7 @@ from testbed.device import Cost
 from testbed.ml.lazy import nn, torch
 from testbed.ml.models.layers import Layer
 from testbed.ml.models.shapes import BYTES_PER_VALUE, Shape
+from testbed.ml.training.schema import LoraPart
 
 KEY = ("model", "file")
 """Key of a scenario's workload that errors about a network of the user's name."""
@@ -25,6 +26,8 @@ class Maker:
     code: Code = field(hash=False)  # holds a dictionary; the arguments distinguish enough
     arguments: str
     """JSON."""
+    lora: LoraPart | None = None
+    """Adapters of its linear layers."""
 
     def __call__(self) -> nn.Module:
         """Make the network; raises `InputError` naming the line where that fails."""
@@ -32,6 +35,10 @@ class Maker:
         if not isinstance(made, nn.Module):
             text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
             raise InputError(text, (KEY[0], "name"))
+        if self.lora is not None:
+            from testbed.ml.models.lora import Lora, adapt
+
+            adapt(made, Lora(self.lora.rank, self.lora.alpha, self.lora.modules))
         return made
 
 

@@ -19,6 +19,7 @@ from testbed.ml.fields import Entering, Fields, all_whole
 from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import Shape
+from testbed.ml.training.schema import LoraPart
 
 
 def create_own(
@@ -29,12 +30,14 @@ def create_own(
     units: Sequence[str] | None = None,
     integers: bool = False,
     fields: Fields = (),
+    lora: LoraPart | None = None,
 ) -> Model:
     """Make a model of what a user's function returns, for samples of a shape.
 
     ``options`` are the function's arguments; one that it calls ``shape`` or ``classes`` is given the data's where they
     do not name it. ``units`` names the modules that begin a unit; None: `testbed.ml.models.tracing` decides.
     ``integers``: samples are whole numbers, and given to the network as such if it takes them, else as float32.
+    ``lora`` gives adapters to its linear layers.
     ``fields``: the several inputs that a sample consists of; the function's ``shape`` then is of each, by name.
     Raises `InputError` for what cannot be made or traced, naming the line.
     """
@@ -52,7 +55,7 @@ def create_own(
     wanted = None if units is None else tuple(units)
 
     def made(whole: bool) -> Model:
-        return _traced(text, json.dumps(arguments), Entering(tuple(shape), whole, fields), classes, wanted)
+        return _traced(text, json.dumps(arguments), Entering(tuple(shape), whole, fields), classes, wanted, lora)
 
     if fields or not integers:
         return made(bool(fields) and all_whole(fields))
@@ -66,7 +69,14 @@ def create_own(
 
 
 @lru_cache(maxsize=16)
-def _traced(code: str, arguments: str, entering: Entering, classes: int, units: tuple[str, ...] | None) -> Model:
+def _traced(
+    code: str,
+    arguments: str,
+    entering: Entering,
+    classes: int,
+    units: tuple[str, ...] | None,
+    lora: LoraPart | None,
+) -> Model:
     from testbed.ml.models.tracing import traced
 
-    return traced(Maker(Code.model_validate_json(code), arguments), entering, classes, units)
+    return traced(Maker(Code.model_validate_json(code), arguments, lora), entering, classes, units)

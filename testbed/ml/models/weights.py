@@ -120,6 +120,8 @@ def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
 
 def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` where they are not its own."""
+    from testbed.ml.models.lora import first_values, is_adapter
+
     wanted = _unvalued(lambda: model.build(0, len(model.units), 0))
     names = {name: name if model.builder is None else plain_name(name) for name in wanted}
     known = set(names.values())
@@ -130,13 +132,16 @@ def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
     found = _without_prefixes(found, known)
     other = f"{path}: not the weights of {model.name} as the scenario has it"
     help_ = "use those of this model with its options, for as many classes"
-    if missing := _without_counters(names.values()) - found.keys():
+    adapters = {name for name in names.values() if is_adapter(name)}
+    if missing := _without_counters(names.values()) - found.keys() - adapters:
         raise InputError(f"{other}: there is no {_listed(missing)}; {help_}")
     if more := _without_counters(found) - known:
         raise InputError(f"{other}: {_listed(more)} is none of its tensors; {help_}")
     result = {}
     for name, tensor in wanted.items():
         given = found.get(names[name])
+        if given is None and names[name] in adapters:  # the file is of the network without adapters
+            given = first_values(names[name], tensor)
         if given is None:
             given = torch.zeros(tensor.shape, dtype=tensor.dtype)  # a counter
         if given.shape != tensor.shape or given.dtype != tensor.dtype:

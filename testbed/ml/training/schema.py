@@ -141,6 +141,17 @@ class ClipPart(ConfigModel):
         return self
 
 
+class LoraPart(ConfigModel):
+    """Low-rank adapters of linear layers (LoRA; Hu et al., 2021): the network stays as it is, adapters are trained."""
+
+    model_config = ConfigDict(frozen=True)
+    rank: int = Field(8, ge=1, description="values between the two matrices of an adapter")
+    alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied by alpha / rank")
+    modules: tuple[str, ...] = Field(
+        (), description="linear layers by their names, or the last parts of these such as q_proj; default: all"
+    )
+
+
 class TrainingPart(ConfigModel):
     """How a model is trained."""
 
@@ -158,6 +169,9 @@ class TrainingPart(ConfigModel):
         "before each update is kept; in rounds, before each round",
     )
 
+    lora: LoraPart | None = Field(
+        None, description="of your own network: train adapters instead of its weights; default: train all weights"
+    )
     exchange: Literal["trained", "all"] = Field(
         "trained",
         description="weights that devices send, average and checkpoint: those that are trained, or all, frozen ones "
