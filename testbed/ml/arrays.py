@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
-    """Return tensors as bytes: views where they are contiguous, copies where they are not."""
+    """Serialize tensors to bytes, without a copy if they are contiguous."""
     result = []
     for name, tensor in tensors.items():
         dtype = type_of(name, tensor)
@@ -27,7 +27,7 @@ def to_raw(tensors: Mapping[str, torch.Tensor]) -> list[Raw]:
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
-    """Return tensors that share a writable buffer's memory; raises TensorError for shapes beyond torch."""
+    """Return tensors sharing the memory of a writable buffer; raises TensorError for shapes torch cannot have."""
     result = {}
     for raw in raws:
         dtype = getattr(torch, NAMES[raw.dtype])
@@ -43,21 +43,21 @@ def from_raw(raws: Sequence[Raw]) -> dict[str, torch.Tensor]:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the values, without gradients."""
+    """Copy a tensor of any shape, without gradients."""
     return tensor.detach().clone()
 
 
 def mask(tensor: torch.Tensor, gaps: npt.NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor with zeros in its gaps, and the gaps."""
+    """Return a tensor with its gaps set to zero, and the mask of the gaps, of the same shape."""
     missing = torch.from_numpy(gaps)
     return (tensor if tensor.is_meta else tensor.masked_fill(missing, 0)), missing
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor: shape and type, and no values."""
+    """Return a meta tensor with the shape and type of the given one and no values."""
     return tensor.to("meta")
 
 
 def empty(raw: Raw) -> torch.Tensor:
-    """Return a meta tensor of the shape and type of written values."""
+    """Return a meta tensor with the shape and type of a serialized one."""
     return torch.empty(raw.shape, dtype=getattr(torch, NAMES[raw.dtype]), device="meta")

@@ -1,6 +1,6 @@
-"""Samples of several inputs, as one row of numbers each: they are kept, sent and carried across cuts like any others.
+"""Samples of several inputs, stored as one row of numbers each and handled like any other samples.
 
-A network is handed its inputs again by name: the row is cut, each part given its shape and its type.
+Before the forward, a row is cut into the named inputs, each with its shape and type.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Fields = tuple[Field, ...]
 
 @dataclass(frozen=True)
 class Entering:
-    """What enters a network."""
+    """The input of a network."""
 
     shape: tuple[int, ...]
     """Shape of a sample; of one of several inputs, that of its row."""
@@ -46,7 +46,7 @@ class Entering:
 
 
 def all_whole(fields: Sequence[Field]) -> bool:
-    """Say whether no input is of float32: a row of them then is of int64."""
+    """Return whether no input is float32, so that a row is stored as int64."""
     return all(each.kind != "float32" for each in fields)
 
 
@@ -56,10 +56,10 @@ def width(fields: Sequence[Field]) -> int:
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fields]:
-    """Return rows, (samples, values) of float32, or of int64 where all is whole, and what they consist of.
+    """Return rows, (samples, values), of float32, or of int64 if all inputs are integers, and their fields.
 
-    ``arrays`` are (samples, ...) each, of float32, int64 or bool. Raises `InputError` for whole numbers that are not
-    exact beside numbers of float32.
+    ``arrays`` are (samples, ...) each, of float32, int64 or bool. Raises `InputError` for integers that float32 cannot
+    represent exactly beside float inputs.
     """
     fields = tuple(Field(name, each.shape[1:], each.dtype.name) for name, each in arrays.items())  # type: ignore[arg-type]
     whole = all_whole(fields)
@@ -72,12 +72,12 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
 
 
 def entry(samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-    """Return one input of a batch, (samples, *shape), of rows, (samples, values)."""
+    """Extract one input of a batch, (samples, *shape), from rows, (samples, values)."""
     return samples[:, begin:end].reshape(samples.shape[0], *shape).to(getattr(torch, kind))
 
 
 def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
-    """Return by name what `entry` takes beside the rows."""
+    """Return by input name the arguments of `entry` besides the rows."""
     found: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
     begin = 0
     for each in fields:
@@ -88,7 +88,7 @@ def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...
 
 
 def arguments(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return how ``forward`` takes inputs by name: in order, by name, or all as one mapping; raises `InputError`."""
+    """Return how ``forward`` accepts inputs: by position, by keyword, or as one mapping; raises `InputError`."""
     parameters = [each for each in inspect.signature(forward).parameters.values() if each.name != "self"]
     if all(name.isdecimal() for name in inputs):
         return list(inputs.values()), {}

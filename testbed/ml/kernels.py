@@ -1,8 +1,8 @@
-"""Torch's kernels: torch chooses them by the processor's instruction set, and each rounds differently.
+"""Selection of torch's kernels, which torch makes by instruction set and whose results differ in rounding.
 
-`workload.reproducible` fixes them. The order of a matrix product's sums, and whether a product is rounded before it is
-added, depend on the instruction set; after some training steps hardly a digit of a loss is equal. The fixed kernels are
-those that every processor has, so they are slower.
+`workload.reproducible` fixes the kernels. The order of the sums in a matrix product, and fused multiplication and
+addition, depend on the instruction set; after a few training steps losses differ in nearly all digits. The fixed
+kernels run on every processor and are slower.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _KEY = ("workload", "reproducible")
 
 
 def fix() -> None:
-    """Set the variables of `FIXED`, which torch and MKL read once; raises `InputError` where torch has read others."""
+    """Set the environment variables `FIXED`, read once by torch and MKL; raises `InputError` if torch read other
+    values.
+    """
     if all(os.environ.get(name) == value for name, value in FIXED.items()):
         return
     if "torch" in sys.modules:
@@ -34,7 +36,7 @@ def fix() -> None:
 
 
 def fix_or_restart() -> None:
-    """Set the variables of `FIXED`; where torch has read others, start this command again with them."""
+    """Set the variables `FIXED`; restart this command with them if torch has read other values."""
     try:
         fix()
     except InputError:
@@ -43,14 +45,14 @@ def fix_or_restart() -> None:
 
 
 def switch(reproducible: bool) -> None:
-    """Switch off, or on again, the libraries that compile kernels for the processor they run on."""
+    """Disable or enable the libraries with processor-specific kernels."""
     torch.backends.mkldnn.set_flags(not reproducible)  # type: ignore[no-untyped-call]
     torch.backends.nnpack.set_flags(not reproducible)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def chosen(reproducible: bool) -> Iterator[None]:
-    """Compute with fixed kernels inside, if asked for; `fix` comes before torch is imported."""
+    """Context with fixed kernels if requested; `fix` must run before the import of torch."""
     switch(reproducible)
     try:
         yield
@@ -59,7 +61,7 @@ def chosen(reproducible: bool) -> Iterator[None]:
 
 
 def computing() -> dict[str, Any] | None:
-    """Return what numerics depend on: processor, instruction set and version of torch; None before torch is imported.
+    """Return the environment numerics depend on: processor, instruction set and torch version; None without torch.
 
     >>> computing()
     {'processor': 'AMD EPYC', 'instruction_set': 'AVX512', 'torch': '2.13.0+cpu'}
@@ -74,13 +76,13 @@ def computing() -> dict[str, Any] | None:
 
 
 def named(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """Return the processors of a run as text."""
+    """Format the processors of a run as text."""
     return " and ".join(f"{each['processor']} ({each['instruction_set']}, torch {each['torch']})" for each in kinds)
 
 
 @cache
 def _processor() -> str:
-    """Return the processor's name as Linux has it; the architecture where it names none, as on ARM."""
+    """Return the processor name known to Linux, or the architecture if Linux names none, as on ARM."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

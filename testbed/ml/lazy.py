@@ -1,4 +1,4 @@
-"""Torch, imported by its first use: planning needs none of it, nor does a device that has nothing to do."""
+"""Lazy import of torch, which planning and idle devices do not need."""
 
 from __future__ import annotations
 

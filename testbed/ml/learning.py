@@ -1,4 +1,4 @@
-"""Training and inference as workloads: a model, data that devices own, and weights to begin with."""
+"""Training and inference as workloads: a model, data owned by devices, and initial weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Weights = Mapping[str, "torch.Tensor"]
 
 
 class Facts(BaseModel):
-    """What a device is told of the model and its data."""
+    """The facts about model and data sent to a device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     shape: tuple[int, ...]
@@ -60,13 +60,13 @@ class Facts(BaseModel):
 
 
 class Learning(Workload):
-    """What training and inference have in common; the keys of their workload say which of the two it is."""
+    """Common parts of training and inference; the workload's keys distinguish the two."""
 
     Part = LearningPart
     arrays = "torch"
 
     def problems(self, scenario: Scenario, method: core.Method | None) -> Iterator[Diagnostic]:
-        """Yield what is wrong with numerics, model, data and folders."""
+        """Yield problems of numerics, model, data and folders."""
         return preparation.problems(scenario, method)
 
     def problem(self, given: core.Problem, scenario: Scenario, method: core.Method) -> Problem:
@@ -81,19 +81,19 @@ class Learning(Workload):
     def divide(
         self, scenario: Scenario, method: core.Method, problem: core.Problem
     ) -> tuple[Problem, preparation.Division]:
-        """Share the samples among the devices that own data, and check what does not depend on a plan."""
+        """Divide the samples among the devices with data, and check everything independent of a plan."""
         assert isinstance(method, Method)
         assert isinstance(problem, Problem)
         return preparation.divide(scenario, method, problem)
 
     def check(self, method: core.Method, problem: core.Problem, plan: Plan) -> None:
-        """Refuse plans that divide units which share a weight."""
+        """Reject plans that separate units sharing a weight."""
         assert isinstance(method, Method)
         assert isinstance(problem, Problem)
         preparation.check_tied(method, problem, plan)
 
     def total(self, scenario: Scenario) -> int | None:
-        """Return the steps or requests; None where only the data's files can tell, or who owns how many."""
+        """Return the number of steps or requests; None if the number depends on the data files or on the split."""
         return preparation.total(scenario)
 
     def facts(self, problem: core.Problem) -> Mapping[str, Any]:
@@ -119,12 +119,12 @@ class Learning(Workload):
         return _posed(given, method, model, known.samples, known.codes, known.model_code)
 
     def begin(self, workload: WorkloadPart) -> None:
-        """Fix torch's kernels if the scenario asks for that: torch reads their variables as it is imported."""
+        """Fix torch's kernels if the scenario asks for them: torch reads the variables at import."""
         if workload.is_reproducible:
             kernels.fix()
 
     def load(self, prepared: Prepared) -> Dataset:
-        """Read the samples; raises `InputError` where a batch is larger than all of them."""
+        """Read the samples; raises `InputError` if a batch exceeds the data set."""
         return preparation.load_data(prepared)
 
     def inputs(self, prepared: Prepared, data: Any, weights: Weights | None) -> LearningInputs:
@@ -132,14 +132,14 @@ class Learning(Workload):
         return LearningInputs(prepared, data, weights)
 
     def prepare_device(self, problem: core.Problem) -> dict[str, Any] | None:
-        """Import torch and fix its kernels if the scenario asks for that."""
+        """Import torch and fix its kernels if the scenario asks for them."""
         assert isinstance(problem, Problem)
         import_torch()
         kernels.switch(problem.workload.reproducible)
         return kernels.computing()
 
     def read_data(self, body: bytearray) -> Dataset:
-        """Return the samples that `LearningInputs.data` has written."""
+        """Read the samples written by `LearningInputs.data`."""
         from testbed.ml.data.dataset import unpack
 
         return unpack(body)
@@ -153,7 +153,7 @@ class Learning(Workload):
         weights: Weights | None,
         on_weights: Callable[[], None],
     ) -> Job:
-        """Return the job with the samples of the device; frozen weights become a part of the model."""
+        """Return the job with the device's samples; frozen weights become part of the model."""
         assert isinstance(problem, Problem)
         return _job(device, problem, plan, data, weights, frozen_part(problem, weights), on_weights)
 
@@ -169,24 +169,24 @@ class Learning(Workload):
             torch.set_num_threads(threads)
 
     def computing(self, problem: core.Problem) -> AbstractContextManager[None]:
-        """Seed torch, keep it on one thread, and fix its kernels if the scenario asks for that."""
+        """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
         assert isinstance(problem, Problem)
         return self._computing(problem)
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
-        """Return the file of the weights with its digest, or how they are drawn."""
+        """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
         return preparation.initial_weights(prepared)
 
     def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
-        """Return how many training samples of which classes each device owns."""
+        """Return the number of training samples by device and class."""
         return preparation.owned(prepared)
 
     def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
-        """Return an outcome whose weights have the names of the user's own network, where there is one."""
+        """Return an outcome whose weights have the names of the user's own network, if there is one."""
         return preparation.exported(prepared, outcome)
 
     def described(self) -> dict[str, Any] | None:
-        """Return the processor, the instruction set and the version of torch."""
+        """Return processor, instruction set and torch version."""
         return kernels.computing()
 
 
@@ -203,7 +203,7 @@ class Inference(Learning):
 
 
 class LearningInputs(Inputs):
-    """Samples by their owners, the weights to begin with on the lead, and frozen ones on every device."""
+    """Samples by owner, initial weights on the coordinator, and frozen weights on every device."""
 
     def __init__(self, prepared: Prepared, dataset: Dataset | None, weights: Weights | None) -> None:
         assert isinstance(prepared.problem, Problem)
@@ -218,7 +218,7 @@ class LearningInputs(Inputs):
     def job(
         self, device: str, problem: core.Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None
     ) -> Job:
-        """Return the job with the samples that a device owns."""
+        """Return the job with the samples a device owns."""
         assert isinstance(problem, Problem)
         lead = device == self._prepared.plan.lead
         own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
@@ -226,14 +226,14 @@ class LearningInputs(Inputs):
         return replace(job, shared=shared)
 
     def data(self, device: str) -> bytes | None:
-        """Return the samples that a device owns; drawn for all epochs, if they are augmented."""
+        """Return the samples a device owns; augmented ones for all epochs."""
         from testbed.ml.data.dataset import pack
 
         own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
         return None if own is None else pack(own)
 
     def weights(self, device: str) -> bytes | None:
-        """Return the weights to begin with on the lead, and the frozen ones elsewhere."""
+        """Return the initial weights on the coordinator, the frozen ones elsewhere."""
         if device == self._prepared.plan.lead and self._weights is not None:
             return arrays.pack(self._weights)
         return self._frozen_body
@@ -243,7 +243,7 @@ class LearningInputs(Inputs):
         return arrays.pack(self._frozen) if self._frozen else None
 
     def complete(self, weights: bytes) -> bytes:
-        """Return the weights that a run leaves with the frozen ones, which no message has carried."""
+        """Add the frozen weights, never sent in messages, to the weights of a finished run."""
         return complete(self._problem, weights, self._weights)
 
 
@@ -287,7 +287,7 @@ def _job(
 
 
 def frozen_part(problem: Problem, weights: Weights | None) -> dict[str, torch.Tensor]:
-    """Return the given weights that are placed on every device before the run; empty where messages carry them all."""
+    """Return the initial weights placed on every device before the run; empty if messages carry all weights."""
     model = problem.model
     if weights is None or problem.training.frozen_travels or not model.frozen:
         return {}
@@ -304,7 +304,7 @@ def with_frozen(problem: Problem, frozen: Weights) -> Problem:
 
 
 def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
-    """Return the weights that a run leaves with the frozen ones, which no message has carried; both safetensors."""
+    """Add the frozen weights, never sent in messages, to the weights of a finished run; both are safetensors."""
     model = problem.model
     if problem.training.frozen_travels or not model.frozen:
         return trained
@@ -318,7 +318,7 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
 
 
 def model_of(workload: LearningPart, code: Code | None, classes: int, entering: Entering) -> Model:
-    """Return a workload's model for what the data are; ``code`` is the text of one's own. Raises `InputError`."""
+    """Return a workload's model for the given data; ``code`` is the text of a user's network. Raises `InputError`."""
     part = workload.model
     lora = workload.training.lora
     if code is None:
@@ -337,7 +337,7 @@ def model_of(workload: LearningPart, code: Code | None, classes: int, entering: 
 
 @cache
 def import_torch() -> None:
-    """Import torch and let it set itself up, so that no program's first batch pays for it."""
+    """Import torch and trigger its lazy setup, so no program's first batch pays for the setup."""
     with keep_imports():
         torch.set_num_threads(1)
         image = torch.zeros(1, 1, 4, 4)

@@ -1,4 +1,4 @@
-"""Methods that train a model or infer with one: their problem, job and contract, beside those of any method."""
+"""Methods for training and inference: their problem, job and contract, extending those of any method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Alternative", "Baselines", "Job", "Method", "Options", "PlannedMessa
 
 @dataclass(frozen=True)
 class Problem(core.Problem[ProblemOptions]):
-    """Everything a planner may look at; a device's program knows of it what `Method.facts` says."""
+    """The planner's input; a device's program sees only the result of `Method.facts`."""
 
     workload: LearningPart
     model: Model = field(kw_only=True)
@@ -60,7 +60,7 @@ class Problem(core.Problem[ProblemOptions]):
 
 @dataclass(frozen=True)
 class Job(core.Job[ProblemOptions, PlanDetails]):
-    """What a device's program is started with."""
+    """The start arguments of a device's program."""
 
     problem: Problem[ProblemOptions]
     dataset: Dataset | None = field(kw_only=True)
@@ -74,9 +74,9 @@ class Job(core.Job[ProblemOptions, PlanDetails]):
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:
-        """State to begin with instead of the seeded one, keyed as `Model.build` names it; only on the plan's lead.
+        """Initial state instead of the seeded one, keyed as `Model.build` names it; only on the plan's coordinator.
 
-        None where the scenario names no weights. A method that reads this supports ``initial_weights``.
+        None if the scenario names no weights. A method that reads this supports ``initial_weights``.
         """
         if self.given is not None:
             self.on_weights()
@@ -92,31 +92,31 @@ class Method(core.Method[MethodOptions, MethodDetails]):
 
     @abstractmethod
     def plan(self, problem: Problem[MethodOptions]) -> Plan[MethodDetails]:
-        """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
+        """Assign the work to devices; pure. Raises `InputError` with a remedy if no plan fits."""
 
     @abstractmethod
     async def program(self, device: Device, job: Job[MethodOptions, MethodDetails]) -> None:
-        """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+        """Run on one device in the role given by the plan. A restarted device runs this again without its memory."""
 
     def facts(
         self, problem: Problem[MethodOptions], plan: Plan[MethodDetails], device: str
     ) -> tuple[Problem[MethodOptions], Plan[MethodDetails]]:
-        """Return what the program of a device is to know of the problem and of the plan; pure."""
+        """Return the facts about problem and plan for a device's program; pure."""
         return super().facts(problem, plan, device)
 
     def data_owners(self, problem: Problem[MethodOptions]) -> tuple[str, ...]:
-        """Return the devices that ``workload.data.split`` shares training samples among; pure.
+        """Return the devices sharing training samples by ``workload.data.split``; pure.
 
-        None, unless a method says otherwise: all samples are the lead's, and a split is refused.
+        The default is None: the coordinator has all samples, and a split is rejected.
         """
         return ()
 
     def samples_at_once(self, problem: Problem[MethodOptions]) -> int:
-        """Return how many samples of a batch pass through the model together; pure."""
+        """Return the number of a batch's samples passing through the model together; pure."""
         return problem.workload.batch_size
 
     def simulation_state(self, problem: Problem[MethodOptions]) -> Any:
-        """Return an object through which the devices of a simulation compute together; None where each is alone."""
+        """Return an object shared by the devices of a simulation for joint computation; None if each computes alone."""
         return None
 
     def largest_messages(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
@@ -124,9 +124,9 @@ class Method(core.Method[MethodOptions, MethodDetails]):
         return ()
 
     def alternatives(self, problem: Problem[MethodOptions]) -> tuple[Alternative, ...]:
-        """Return the ways to choose from, for `testbed plan`; pure. None where a method has but one."""
+        """Return the alternatives shown by `testbed plan`; pure. None if a method has a single variant."""
         return ()
 
     def advice(self, problem: Problem[MethodOptions], plan: Plan[MethodDetails]) -> tuple[str, ...]:
-        """Return what is probably not meant, each with what to do, for `testbed plan` and `validate`; pure."""
+        """Return probable mistakes with remedies, for `testbed plan` and `validate`; pure."""
         return ()

@@ -1,4 +1,4 @@
-"""The plan of a scheme over given devices, shares by speed and bounded by memory, or why no such plan can be."""
+"""Build the partition plan of a scheme, with shares proportional to speed and bounded by memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def divided_plan(
     schemes: Schemes,
     tiling: Tiling | None = None,
 ) -> DistributedPlan:
-    """Return the plan in which each device has its share of every layer that is split."""
+    """Build the plan in which each device has its share of every layer the scheme splits."""
     layers: list[LayerPlan] = []
     for index, (layer, scheme) in enumerate(zip(graph.layers, schemes, strict=True)):
         if scheme in ("lop", "fuse1"):
@@ -57,7 +57,6 @@ def divided_plan(
 
 
 def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
-    """Divide a layer's input as the layer before it divides its output, if nothing comes in between."""
     layer = graph.layers[index]
     if not graph.follows(index) or not graph.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
@@ -68,14 +67,16 @@ def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range
 
 
 def single_plan(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
-    """Return the plan in which the source computes everything: equation (6)."""
+    """Build the plan in which the source computes everything: equation (6)."""
     return _owned(name, devices, source, [source] * len(graph.layers))
 
 
 def sequential_plan(
     name: str, graph: Graph, devices: Sequence[str], source: int, capacities: Sequence[float]
 ) -> DistributedPlan:
-    """Return sequential layer mapping, DL: layers in a row over the devices, the source first.
+    """Build a plan of sequential layer mapping (DL): contiguous layers over the devices, the source first.
+
+    The cuts minimize the largest ratio of weights to memory.
 
     The cuts are those for which the weights on the fullest device are the least, in relation to its capacity.
     """
@@ -102,7 +103,7 @@ _STEPS = 1000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that may need more memory than there is."""
+    """A plan with its memory demand, which may exceed the memory of some devices."""
 
     flow: Dataflow
     needs: tuple[float, ...]
@@ -110,25 +111,25 @@ class Candidate:
 
     @classmethod
     def of(cls, flow: Dataflow) -> Self:
-        """Work out what a plan needs."""
+        """Compute the memory demand of a plan."""
         return cls(flow, memory(flow))
 
     def excess(self, devices: Sequence[DeviceSpec]) -> dict[int, float]:
-        """Return how many bytes which devices have too few."""
+        """Return the missing bytes by device."""
         pairs = enumerate(zip(self.needs, devices, strict=True))
         return {index: need - device.memory for index, (need, device) in pairs if need > device.memory}
 
     def fullest(self, devices: Sequence[DeviceSpec]) -> int:
-        """Return the device that needs most of what it has."""
+        """Return the device with the highest ratio of demand to memory."""
         return max(range(len(devices)), key=lambda index: self.needs[index] / devices[index].memory)
 
     def shortfall(self, devices: Sequence[DeviceSpec]) -> float:
-        """Return how many bytes the fullest device has too few; 0 where all fit."""
+        """Return the bytes missing on the fullest device; 0 if every device fits."""
         return self.excess(devices).get(self.fullest(devices), 0.0)
 
 
 def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> Candidate:
-    """Return a plan that fits, else the one with the smallest shortfall; raises `InputError` for what cannot be."""
+    """Return a plan that fits, otherwise the one with the smallest shortfall; raises `InputError` for invalid ones."""
     names, scheme = [device.name for device in devices], settings.options.scheme
     if scheme == "single":
         return Candidate.of(dataflow(graph, single_plan(scheme, graph, names, settings.source), settings))
@@ -148,7 +149,7 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
 def _bounded(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int, tiling: Tiling | None
 ) -> Candidate:
-    """Shrink the shares of devices that lack memory, as long as the others can take over."""
+    """Shrink the shares of devices without enough memory while other devices can take over."""
     names = [device.name for device in devices]
     caps: dict[int, Fraction] = {}
     while True:
@@ -170,7 +171,7 @@ def _bounded(
 def _shares(
     devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
 ) -> tuple[Fraction, ...]:
-    """Divide what the devices that memory bounds leave among the others, in proportion to their speed."""
+    """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
     free = [index for index in range(len(devices)) if index not in caps]
     speeds = [devices[index].speed if settings.options.shares == "speed" else 1.0 for index in free]
     rest = 1 - sum(caps.values())
@@ -190,7 +191,7 @@ def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: Pla
 def _tilings(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int
 ) -> Iterator[Tiling | None]:
-    """Yield the grid that is wished for; or the soonest done, then finer ones, whose tiles take less memory."""
+    """Yield the requested grid, or the fastest grid followed by finer ones, whose tiles need less memory."""
     if not early:
         yield None
         return
@@ -214,7 +215,7 @@ _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 
 
 def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
-    """Return the plan of a scheme; raises `InputError` where it cannot be, with the number of devices that would do."""
+    """Return the plan of a scheme; raises `InputError` if none fits, with the number of devices required."""
     found = candidate(graph, devices, settings)
     if not found.excess(devices):
         return found.flow.plan
@@ -228,7 +229,7 @@ def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSett
 
 
 def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> str:
-    """Name the smallest number of devices that would do, by another scheme where this one has no such number."""
+    """Describe the smallest sufficient number of devices, for another scheme if this one never fits."""
     ways: list[SchemeName] = [settings.options.scheme] if settings.options.scheme != "single" else []
     if settings.options.scheme in ("single", "sequential"):
         ways.append("optimal")
@@ -246,7 +247,9 @@ def _what_fits(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettin
 
 
 def enough_devices(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> int:
-    """Return how many devices hold a scheme, if need be more like the last; 0 where none of `_PROBES` does."""
+    """Return how many devices a scheme needs, extra ones being copies of the last; 0 if no number in `_PROBES`
+    suffices.
+    """
     others = [device for index, device in enumerate(devices) if index != settings.source]
     ordered = [devices[settings.source], *others]
     inner = replace(settings, source=0)

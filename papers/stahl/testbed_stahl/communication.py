@@ -1,9 +1,9 @@
-"""What goes over the network in one inference, what that weighs on the wire, and how long it all takes.
+"""Communication of one inference: transfers, their size on the wire, and the resulting time.
 
-Layer after layer takes whichever takes longer, computing it or moving what it made: sending overlaps with computing
-within a layer, and hardly beyond it, as the next layer needs all of this one's output. What a layer made goes in
-chunks: a device computes them, a link takes them to the device that wants them or to the source, and what others made
-the source forwards, behind what it made itself.
+A layer takes the longer of its computation and its communication. Sending overlaps with computing within a layer but
+hardly across layers, because the next layer needs the complete output of this one. Outputs are sent in chunks: a device
+computes a chunk while a link carries the previous one to its receiver or to the source. The source forwards the chunks
+of other devices after its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from testbed_stahl.tiles import is_late
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes from one device to another on account of one layer's output."""
+    """Traffic from one device to another caused by the output of one layer."""
 
     sender: int
     receiver: int
@@ -54,21 +54,21 @@ class Transfer:
 
 
 def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
-    """Return everything that one inference sends."""
+    """Return all transfers of one inference."""
     return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
 
 
 def elements(found: Sequence[Transfer]) -> int:
-    """Return the elements of one sample in all of them: C, if they are all of an inference's."""
+    """Return the elements of one sample in the given transfers; the paper's C if these are all of an inference."""
     return sum(transfer.elements for transfer in found)
 
 
 def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
-    """Return what is sent for tiles that the source does not do itself: regions of the image, and what they become.
+    """Return the transfers of all tiles computed away from the source: input regions and results.
 
-    What tiles reuse of each other counts as of the last map within. It goes through the source, as all else about
-    tiles does, unless devices send each other directly; always where tiles can be stolen. These are counted as if none
-    were.
+    Data reused between tiles count as outputs of the last tiled layer. Reused data pass through the source like other
+    tile data, unless devices send to each other directly; they always pass through the source if tiles can be stolen.
+    The count assumes no stealing.
     """
     source, tiles, found = flow.plan.source, flow.plan.tiles, []
     for tile in flow.plan.tiles:
@@ -89,7 +89,7 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
 
 
 def _of_values(flow: Dataflow) -> Iterator[Transfer]:
-    """Yield the parts of values that others than their makers want, where all passes the source in two legs."""
+    """Yield the parts of outputs needed by other devices, in two legs if all traffic passes through the source."""
     source = flow.plan.source
     for value, homes in flow.homes.items():
         for maker, home in enumerate(homes):
@@ -105,14 +105,14 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
 
 
 def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
-    """Return the sizes of what is in each of the pieces of a part."""
+    """Return the size of each piece of a part."""
     if part.first <= pieces[0].first and pieces[-1].last <= part.last:
         return tuple(piece.size for piece in pieces)
     return tuple(size for piece in pieces if (size := intersection(piece, part).size))
 
 
 def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
-    """Yield the partial sums that others than who has computed them merge."""
+    """Yield the partial sums merged by another device than the one computing them."""
     for index, tasks in enumerate(flow.tasks):
         each = flow.graph.layers[index].pixels
         for merger, merging in enumerate(tasks):
@@ -126,7 +126,7 @@ def _of_sums(flow: Dataflow) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class Leg:
-    """What goes over links at the same time, in seconds."""
+    """Transfers over links at the same time, in seconds."""
 
     busy: float = 0.0
     """Seconds of the busiest link, access to the network included: bytes / rate."""
@@ -136,7 +136,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Phase:
-    """One layer, or all of the tiled ones."""
+    """The time of one layer, or of all tiled layers together."""
 
     compute: float
     """Seconds, of the device that is last."""
@@ -155,7 +155,7 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """Seconds from its input to its output, where both are needed."""
+        """Seconds from the complete input to the complete output."""
         if self.layerwise:
             return self.compute + sum(leg.busy + leg.delay for leg in (self.gathering, self.own, self.forwarding))
         # One message is sent when all is computed and forwarded when all is received. Of several, the first passes
@@ -175,18 +175,18 @@ class Phase:
 
 
 def overlapped(phases: Sequence[Phase]) -> float:
-    """Return the seconds of one inference alone, sending and computing each layer at the same time: the prediction."""
+    """Predict the seconds of one inference alone, with computation and communication overlapping within each layer."""
     return sum(phase.seconds for phase in phases)
 
 
 def interval(phases: Sequence[Phase], in_flight: int = 1) -> float:
-    """Return the seconds from one result to the next: alone its latency; of several, computing and sending overlap."""
+    """Return the seconds between two results: the latency of one request, or less if several requests overlap."""
     computing, sending = sum(phase.compute for phase in phases), sum(phase.network for phase in phases)
     return max(computing, sending, overlapped(phases) / in_flight)
 
 
 def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, Link]) -> tuple[Phase, ...]:
-    """Return what one full request consists of; devices in the order of the plan."""
+    """Return the phases of one full request, with devices in the order of the plan."""
     moved: dict[int, list[Transfer]] = {}
     for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
@@ -203,13 +203,13 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
 
 
 def _seconds(rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]) -> float:
-    """Return when the last device is done with its part of these layers."""
+    """Return the seconds until the last device has finished its part of these layers."""
     loads = (sum((row[device] for row in rows), Cost()) for device in range(len(devices)))
     return max(spec.seconds(load) for load, spec in zip(loads, devices, strict=True))
 
 
 def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, float]:
-    """Return when the last device is done with the tiles that wait for none, and how much later with the others."""
+    """Return the seconds until independent tiles are done, and the additional seconds for dependent tiles."""
     layers, ends = flow.graph.layers[: flow.tiled], [0.0, 0.0]
     loads = [[Cost(), Cost()] for _ in devices]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):

@@ -1,10 +1,10 @@
-"""From a plan and how it is carried out to what every device has, makes, wants and sends in one inference.
+"""Derive from a plan the computations, outputs, inputs and transfers of every device for one inference.
 
-This is what devices follow and what everything that is said of a plan is taken from: what it takes of each device
-(`demands`), what it sends and how long that lasts (`communication`). Pure, and the same on every device.
+Devices execute this dataflow, and all predictions derive from it: computation and memory (`demands`), communication and
+time (`communication`). The derivation is pure and yields the same result on every device.
 
-What a layer takes and makes is counted in elements of one sample, flattened channel after channel: a range of
-channels is then a range of elements, and a fully connected layer reads a convolution's output as it is.
+Inputs and outputs of layers are counted in elements of one sample, flattened channel after channel. A range of channels
+is therefore a range of elements, and a fully connected layer reads the output of a convolution without conversion.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Homes = Mapping[int, tuple[Range, ...]]
 
 @dataclass(frozen=True)
 class LayerTask:
-    """What one device does of one layer."""
+    """The share of one layer computed by one device."""
 
     work: TaskKind = "none"
     takes: Range = NOTHING
@@ -64,17 +64,17 @@ IDLE = LayerTask()
 
 
 def is_alias(layer: GraphLayer, way: Way) -> bool:
-    """Say whether a layer only names what others have made."""
+    """Return whether a layer only renames outputs of other layers."""
     return way == "direct" and layer.joins
 
 
 def by_chunks(layer: GraphLayer, task: LayerTask) -> bool:
-    """Whether a device computes its part chunk by chunk, and sends each as soon as it is there."""
+    """Whether a device computes its part in chunks and sends each chunk immediately."""
     return task.work in ("outputs", "sums") or (task.work == "whole" and layer.splits)
 
 
 def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: Homes) -> tuple[LayerTask, ...]:
-    """Return the task of each device in a layer without tiles; ``homes``: elements made, by value and device."""
+    """Return the task of each device in an untiled layer; ``homes`` maps each value and device to its elements."""
     layer, decided = graph.layers[index], plan.layers[index]
     if decided.scheme in ("lop", "fuse1"):
         everything = Range(0, layer.inputs)
@@ -93,7 +93,7 @@ def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: H
 
 
 def _without_exchange(layer: GraphLayer, devices: int, homes: Homes) -> tuple[LayerTask, ...]:
-    """Return the tasks in a layer that each device applies to the elements it has; empty for other layers."""
+    """Return the tasks in a layer applied locally to existing elements; empty for other layers."""
     if layer.joins:
         return (IDLE,) * devices
     if layer.division == "moves":
@@ -113,7 +113,7 @@ def _whole(layer: GraphLayer) -> LayerTask:
 
 
 def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
-    """Return which output channels of a layer's sums each device merges."""
+    """Return the range of output channels merged by each device."""
     channels, decided = graph.layers[index].output[0], plan.layers[index]
     if way == "direct" and graph.readers[index]:
         return divide(channels, proportional([taken.size for taken in decided.inputs]))
@@ -121,7 +121,7 @@ def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple
 
 
 class Origin(NamedTuple):
-    """Where a part of a layer's input comes from."""
+    """Origin of one part of a layer's input."""
 
     value: int
     """The layer that made it, or `INPUT`."""
@@ -133,7 +133,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """A plan in terms of tasks; `flow` makes it."""
+    """A plan as tasks and transfers; created by `dataflow`."""
 
     graph: Graph
     plan: DistributedPlan
@@ -157,12 +157,12 @@ class Dataflow:
 
     @property
     def tiled(self) -> int:
-        """How many of the first layers are done by tiles."""
+        """Number of leading layers computed by tiles."""
         return self.plan.tiled
 
     @cached_property
     def computed(self) -> tuple[tuple[Region, ...], ...]:
-        """What each tile computes of each early layer's output."""
+        """Region of each early layer's output computed by each tile."""
         tiling = self.plan.tiling
         if tiling is None or self.settings.options.overlap == "compute":
             return tuple(tile.regions[1:] for tile in self.plan.tiles)
@@ -170,7 +170,7 @@ class Dataflow:
 
     @cached_property
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
-        """What tiles take of each other, by lender and borrower; it travels as one piece."""
+        """Regions reused between tiles, by lender and borrower; each pair is sent as one message."""
         found: dict[tuple[int, int], tuple[Overlap, ...]] = {}
         if self.plan.tiling is not None and self.settings.options.overlap == "reuse":
             for each in overlaps(self.plan.tiling):
@@ -183,7 +183,7 @@ class Dataflow:
         return self.graph.layers[overlap.layer].output[0] * overlap.region.pixels
 
     def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
-        """Return where a range of a layer's input comes from, in its order."""
+        """Return the origins of a range of a layer's input, in element order."""
         if (index, taken) not in self._origins:
             self._origins[index, taken] = tuple(self._traced(index, taken))
         return self._origins[index, taken]
@@ -205,16 +205,17 @@ class Dataflow:
             at = there.last
 
     def result(self) -> tuple[Origin, ...]:
-        """Return what the network's output consists of."""
+        """Return the origins of the network's output."""
         last = len(self.graph.layers) - 1
         if is_alias(self.graph.layers[last], self.way):
             return self.origins(last, Range(0, self.graph.layers[last].inputs))
         return (Origin(last, Range(0, self.graph.layers[last].outputs), 0),)
 
     def chunks(self, index: int, made: Range) -> tuple[Range, ...]:
-        """Divide output channels of a layer into about equal ranges that are sent as soon as each is computed.
+        """Divide the output channels of a layer into nearly equal ranges, each sent once computed.
 
-        By the size of a full request, so that all devices cut alike without telling each other.
+        The ranges depend on the size of a full request only, so all devices choose the same ranges without
+        communication.
         """
         options = self.settings.options
         size = made.size * self.graph.layers[index].pixels * self.settings.samples * BYTES_PER_VALUE
@@ -222,7 +223,7 @@ class Dataflow:
         return tuple(shifted(part, made.first) for part in evenly(made.size, count)) if made.size else ()
 
     def pieces(self, value: int, device: int) -> Pieces:
-        """Return what a device makes of a value, in elements, as it makes it: chunk by chunk or at once."""
+        """Return the ranges of elements a device produces of a value, in order of production."""
         if (value, device) not in self._pieces:
             self._pieces[value, device] = self._made_in(value, device)
         return self._pieces[value, device]
@@ -239,7 +240,7 @@ class Dataflow:
         return tuple(scaled(chunk, each) for chunk in self.chunks(value, self.tasks[value][device].makes))
 
     def receivers(self, value: int, device: int, made: Range) -> Iterator[tuple[int, Range]]:
-        """Yield whom a device sends what it has made of a value, and which part."""
+        """Yield the receivers of a device's part of a value, with the elements each needs."""
         source = self.plan.source
         if self.way != "source" or device == source:
             yield from self.forwarded(value, device, made)
@@ -249,7 +250,7 @@ class Dataflow:
                 yield source, wanted
 
     def forwarded(self, value: int, origin: int, made: Range) -> Iterator[tuple[int, Range]]:
-        """Yield who needs what ``origin`` has made of a value; where all passes the source, the source sends it on."""
+        """Yield the receivers the source forwards a part of ``origin`` to, if all traffic passes through the source."""
         for receiver, pieces in self._needed(value, origin):
             if self.way == "source" and receiver == self.plan.source != origin:
                 continue
@@ -259,11 +260,11 @@ class Dataflow:
                     yield receiver, part
 
     def lacks(self, value: int, device: int) -> Pieces:
-        """Return what a device wants of a value and others make."""
+        """Return the elements of a value a device needs from other devices."""
         return difference(self.wants[value][device], self.homes[value][device])
 
     def collected(self, value: int) -> int:
-        """Return how many elements of a value come to the source, for itself and for the others."""
+        """Return the number of elements of a value collected by the source, for itself and for others."""
         source = self.plan.source
         return sum(
             part.size
@@ -274,12 +275,14 @@ class Dataflow:
         )
 
     def _for_source(self, value: int, maker: int) -> Range:
-        """Return what the source collects of what another device has made, for itself and for the others."""
+        """Return the elements of another device's part collected by the source, for itself and for others."""
         needed = [piece for _, pieces in self._needed(value, maker) for piece in pieces]
         return hull([*self.wants[value][self.plan.source], *needed])
 
     def _needed(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
-        """Yield in a circle from ``maker`` on who lacks what of a value: each begins with another's link."""
+        """Yield each device and its missing elements of a value, in ring order after ``maker`` to spread the load over
+        links.
+        """
         count = len(self.plan.devices)
         for step in range(1, count):
             receiver = (maker + step) % count
@@ -287,7 +290,7 @@ class Dataflow:
 
 
 def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
-    """Determine the tasks of every device, and the elements that it needs from others."""
+    """Determine the tasks of every device and the elements each needs from others."""
     way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
     tasks, homes = _assigned(graph, plan, way)
     draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
@@ -306,7 +309,7 @@ def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dat
 def _assigned(
     graph: Graph, plan: DistributedPlan, way: Way
 ) -> tuple[list[tuple[LayerTask, ...]], dict[int, tuple[Range, ...]]]:
-    """Return the tasks by layer and device, and the elements that each device makes of each value."""
+    """Return the tasks by layer and device, and the elements of each value produced by each device."""
     tasks: list[tuple[LayerTask, ...]] = [(IDLE,) * len(plan.devices)] * plan.tiled
     if plan.tiled:
         homes = {plan.tiled - 1: _at_source(plan, graph.layers[plan.tiled - 1].outputs)}
@@ -319,20 +322,20 @@ def _assigned(
 
 
 class _Needs:
-    """The elements of each value that devices read, and their last readers, while both are collected."""
+    """The elements of each value read by each device and the last layer reading them."""
 
     def __init__(self, values: Iterable[int], devices: int) -> None:
         self.wants: dict[int, list[Pieces]] = {value: [()] * devices for value in values}
         self.last = {value: [INPUT - 1] * devices for value in self.wants}
 
     def add(self, origins: Iterable[Origin], device: int, reader: int) -> None:
-        """Add the elements that a layer reads on a device."""
+        """Add the elements read by a layer on a device."""
         for value, part, _ in origins:
             self.wants[value][device] = union(self.wants[value][device], (part,))
             self.last[value][device] = max(self.last[value][device], reader)
 
     def without_unread(self, index: int, tasks: Sequence[LayerTask]) -> tuple[LayerTask, ...]:
-        """Return the tasks of a layer on those devices that need its output."""
+        """Keep the tasks of a layer on devices whose later tasks read the output."""
         return tuple(task if self.wants[index][device] else IDLE for device, task in enumerate(tasks))
 
 
@@ -350,7 +353,7 @@ def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
 
 
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
-    """Return what a device stores, by layer in their order. Tiled layers are whole on each device with a tile."""
+    """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
     found: dict[int, Slice] = {}
     tiles = flow.settings.options.stealing or any(tile.device == device for tile in flow.plan.tiles)
     for index, layer in enumerate(flow.graph.layers):
@@ -370,10 +373,10 @@ def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
 
 
 def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:
-    """Return the same with the layers themselves."""
+    """Return the slices stored by a device together with their layers."""
     return [(flow.graph.layers[index], part) for index, part in stored(flow, device).items()]
 
 
 def as_range(part: Range) -> range:
-    """Return a part of a plan as a slice has it."""
+    """Convert a range of a plan to a Python range."""
     return range(part.first, part.last)

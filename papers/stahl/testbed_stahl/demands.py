@@ -1,7 +1,7 @@
-"""What a plan takes of each device: F, the weights; T, the multiplications one after the other; bytes of memory.
+"""Resource demands of a plan: weights (F), sequential multiplications (T), and bytes of memory.
 
-Memory is an upper bound of what a device holds, whichever devices are fast or slow. Left out of it, as in
-`testbed.ml.partition.memory`: interpreter, torch, scratch space of kernels, messages under way.
+The memory demand is an upper bound for any relative speed of the devices. As in `testbed.ml.partition.memory`, the
+interpreter, torch, scratch space of kernels and messages in transit are excluded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from testbed_stahl.tiles import Overlap
 
 
 def weights(flow: Dataflow, device: int) -> int:
-    """Return F: the elements of weights that a device stores, no biases among them."""
+    """Return F: the weight elements stored by a device, biases excluded."""
     return sum(layer.share(layer.weights, part) for layer, part in layers_stored(flow, device))
 
 
 def divided_weights(flow: Dataflow, device: int) -> int:
-    """Return the weights a device stores of layers that are divided by channels: what shrinks with its share."""
+    """Return the stored weights of layers divided by channels; only these shrink with the device's share."""
     layers = flow.graph.layers
     return sum(
         layers[index].share(layers[index].weights, part)
@@ -35,7 +35,7 @@ def divided_weights(flow: Dataflow, device: int) -> int:
 
 
 def parameters(flow: Dataflow, device: int) -> int:
-    """Return all values that a device stores: its weights, and what belongs to the channels it finishes."""
+    """Return all stored values of a device: its weights, and the values of each channel it finishes."""
     return layer_slices.parameters(layers_stored(flow, device))
 
 
@@ -54,7 +54,7 @@ def multiplications(flow: Dataflow) -> tuple[tuple[int, ...], ...]:
 
 
 def costs(flow: Dataflow) -> list[list[Cost]]:
-    """Return what a request is charged: one row a layer, one column a device; the merging of sums is left out."""
+    """Return the cost of a request, one row a layer and one column a device; merging sums is excluded."""
     layers, samples = flow.graph.layers, flow.settings.samples
     rows = [[Cost()] * len(flow.devices) for _ in layers]
     for tile, made in zip(flow.plan.tiles, flow.computed, strict=True):
@@ -66,7 +66,7 @@ def costs(flow: Dataflow) -> list[list[Cost]]:
 
 
 def _one(flow: Dataflow, index: int, device: int) -> Cost:
-    """Return what a device is charged for its part of a layer and one sample."""
+    """Return the cost of a device's part of a layer for one sample."""
     layer, tasks = flow.graph.layers[index], flow.tasks[index]
     task = tasks[device]
     if task.work == "none":
@@ -82,7 +82,7 @@ def _one(flow: Dataflow, index: int, device: int) -> Cost:
 
 
 def longest_path(flow: Dataflow) -> int:
-    """Return T: multiplications one after the other, where devices work at the same time between two exchanges."""
+    """Return T: the sequential multiplications if devices compute in parallel between exchanges."""
     rows = multiplications(flow)
     early = max((sum(column) for column in zip(*rows[: flow.tiled], strict=True)), default=0)
     return early + sum(max(row) for row in rows[flow.tiled :])
@@ -98,11 +98,11 @@ def memory(flow: Dataflow) -> tuple[float, ...]:
 
 
 def activations(flow: Dataflow, device: int) -> int:
-    """Return the most elements of one sample that a device can hold at once.
+    """Return the peak number of elements of one sample held by a device.
 
-    Held are, until the last layer that needs them: what it makes, from the layer on that makes it; and what it wants
-    of the others, from the layer on at which these can have it ready, which is before the device has done that layer
-    itself. While it works on a layer also the sums that it merges, or those of what has come of the input so far.
+    Outputs are held from the layer producing them until the last layer reading them. Inputs from other devices are held
+    from the first layer at which the senders can have finished, which may be earlier than the device's own progress.
+    During a layer, the partial sums under construction are held too.
     """
     held = _Held(len(flow.graph.layers))
     begins = _begins(flow, device)
@@ -114,24 +114,24 @@ def activations(flow: Dataflow, device: int) -> int:
 
 
 class _Held:
-    """The elements that a device holds while it works on each layer, from the image on."""
+    """The elements held by a device during each layer, starting with the image."""
 
     def __init__(self, layers: int) -> None:
         self._changes = [0] * (layers - INPUT + 2)
 
     def hold(self, first: int, last: int, elements: int) -> None:
-        """Hold elements from one layer to another, both included."""
+        """Hold elements from one layer to another, inclusive."""
         if first <= last:
             self._changes[first - INPUT] += elements
             self._changes[last + 1 - INPUT] -= elements
 
     def peak(self) -> int:
-        """Return the most elements that are held at once."""
+        """Return the peak number of elements held at once."""
         return max(accumulate(self._changes))
 
 
 def _hold_value(held: _Held, flow: Dataflow, device: int, value: int, begins: int) -> None:
-    """Hold the elements of a value that a device makes, receives, or collects for others."""
+    """Hold the elements of a value while the device produces, receives or collects them."""
     made, lacking, last = flow.homes[value][device].size, size(flow.lacks(value, device)), flow.last[value][device]
     merges = value >= flow.tiled and flow.tasks[value][device].work == "sums"
     # Chunk by chunk a result takes the place of its sums.
@@ -150,7 +150,7 @@ def _hold_value(held: _Held, flow: Dataflow, device: int, value: int, begins: in
 
 
 def _hold_sums(held: _Held, flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> None:
-    """Hold the sums that a device merges or builds up while it works on a layer."""
+    """Hold the partial sums merged or accumulated during a layer."""
     layer, task = flow.graph.layers[index], flow.tasks[index][device]
     made = task.makes.size * layer.pixels
     if task.work == "sums" and made:
@@ -163,10 +163,9 @@ def _hold_sums(held: _Held, flow: Dataflow, device: int, index: int, begins: Map
 
 
 def _begins(flow: Dataflow, device: int) -> dict[int, int]:
-    """Return by value the first layer at which a device can have some of what others make of it.
+    """Return, by value, the first layer at which a part from another device can arrive.
 
-    Others make it without the device unless it needs something of the device's: then they wait until the device has
-    done that.
+    Other devices proceed independently of this device unless they need one of its outputs.
     """
     found: dict[int, int] = {}
     for value in flow.homes:
@@ -182,13 +181,13 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
 
 
 def _earliest(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
-    """Return at which of its own layers a device may be when the first of the others has done its part of one."""
+    """Return the earliest own layer during which another device can finish a part of the given layer."""
     taken = {task.takes: None for other, task in enumerate(flow.tasks[index]) if other != device and task.takes.size}
     return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
 
 
 def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
-    """Return how far a device has to be before there is all that this part of a layer is computed from."""
+    """Return the progress of a device required before all inputs of this part exist."""
     found = []
     for value, part, _ in flow.origins(index, takes):
         whole = part.size == flow.graph.outputs_of(value)
@@ -198,7 +197,7 @@ def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: Mappin
 
 
 def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
-    """Say whether a device that adds to all of a value has done that layer once all of the value is there."""
+    """Return whether a device has finished a layer once all of the value exists."""
     if value < flow.tiled:
         return False
     task = flow.tasks[value][device]
@@ -206,7 +205,7 @@ def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:
 
 
 def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
-    """Say whether a device can come to know a layer's input piece by piece; what it has made itself is one."""
+    """Return whether a device can receive a layer's input in pieces; its own output counts as one piece."""
     taken = flow.tasks[index][device].takes
     pieces = (
         piece
@@ -220,10 +219,10 @@ def _in_pieces(flow: Dataflow, device: int, index: int) -> bool:
 
 
 def _while_tiling(flow: Dataflow, device: int) -> int:
-    """Return the most elements that a device can hold in the tiled layers.
+    """Return the peak number of elements held in the tiled layers.
 
-    The inputs of all its tiles, what they take of others, and what one of them takes within; at the source, of whose
-    image the inputs are parts, the image and the map that it collects.
+    Counted are the inputs of all tiles, data reused from other tiles, and the intermediate values of one tile; at the
+    source also the image, which contains all tile inputs, and the collected map.
     """
     layers, tiles = flow.graph.layers[: flow.tiled], flow.plan.tiles
     if flow.settings.options.stealing:
@@ -239,7 +238,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
 
 
 def _while_stealing(flow: Dataflow, device: int) -> int:
-    """Return the same where a device may have any tile, one at a time; the source keeps what they take of others."""
+    """Return the peak for tile stealing: any one tile at a time on a worker; the source keeps all reused data."""
     layers, everything = flow.graph.layers[: flow.tiled], range(len(flow.plan.tiles))
     within = max(_within(flow, number) for number in everything)
     taken = [
@@ -253,10 +252,10 @@ def _while_stealing(flow: Dataflow, device: int) -> int:
 
 
 def _within(flow: Dataflow, number: int) -> int:
-    """Return the most that is between the input of a tile and its end, beside what it takes of others.
+    """Return the peak of intermediate values within a tile, apart from the data reused from other tiles.
 
-    That is what one layer takes and makes; where the tile puts a map together, what it has computed of it and the map;
-    and what it lends, in parts and in one piece.
+    Counted are the input and output of one layer; the computed part and the assembled map where a tile merges reused
+    data; and lent regions, both in parts and in one message.
     """
     layers, lent = flow.graph.layers, sum(sum(map(flow.values, each)) for each in _lent(flow, number))
     most = before = 0

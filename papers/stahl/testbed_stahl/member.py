@@ -1,6 +1,6 @@
-"""One device of a fully distributed inference in one configuration: holds its slices of the layers, answers requests.
+"""One device of a fully distributed inference in one configuration: its layer slices and its requests.
 
-Requests under way at the same time share the processor and the links.
+Concurrent requests share the processor and the links.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ K = TypeVar("K", bound=Typed)
 
 
 class InferenceMember:
-    """A `testbed.messaging.membership.Role`; lives as long as its configuration."""
+    """A `testbed.messaging.membership.Role` bound to one configuration."""
 
     def __init__(
         self, mailbox: Mailbox, problem: Problem, flow: Dataflow, coordinator: str, state: State | None
     ) -> None:
-        """``state`` is the member's slices of the weights; None: they are drawn from the seed."""
+        """``state`` is the member's slices of the weights; None draws them from the seed."""
         self._mailbox = mailbox
         self._problem = problem
         self._flow = flow
@@ -50,7 +50,7 @@ class InferenceMember:
 
     @property
     def actions(self) -> int:
-        """Pieces of work done."""
+        """Number of computations done."""
         return self._context.actions
 
     @property
@@ -59,7 +59,7 @@ class InferenceMember:
         return self._context.computing
 
     async def prepare(self) -> None:
-        """Load the weights, and from now on take in what arrives."""
+        """Load the weights and start receiving messages."""
         context, flow, problem = self._context, self._flow, self._problem
 
         def load() -> None:
@@ -88,7 +88,7 @@ class InferenceMember:
         self._handle(TileOutput, lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender))
 
     def _begin(self, number: int, images: torch.Tensor) -> None:
-        """Spread a request's images; on the source."""
+        """Start a request on the source by distributing its images."""
         request = self._request(number)
         if self._flow.plan.tiles:
             self._tiles.begin(number, images)
@@ -96,7 +96,7 @@ class InferenceMember:
             request.spread(INPUT, images.flatten(1))
 
     def _image(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the image of a request; without values where nothing is computed, as all that is made of it."""
+        """Return the image of a request, or a tensor without values in timing-only runs."""
         return tensor if self._computes else tensor.to("meta")
 
     async def serve(self) -> None:
@@ -126,7 +126,7 @@ class InferenceMember:
         self._request(message.request).store.put_sums(message.layer, channels, sender, message.tensor)
 
     def _request(self, number: int) -> RequestWork:
-        """Return a request's work, which begins with the first message about it."""
+        """Return the state of a request, created by the first message about the request."""
         if number not in self._requests:
             self._requests[number] = RequestWork(self._context, number)
             self._context.start(self._answer(self._requests[number]))
@@ -138,7 +138,6 @@ class InferenceMember:
         self._report()
 
     def _report(self) -> None:
-        """Record what is held, when it is more than ever before."""
         ledger = self._context.ledger
         if ledger.peak > self._reported:
             self._reported = ledger.peak

@@ -1,4 +1,4 @@
-"""What the members of a distributed inference send each other; values are (samples, elements)."""
+"""Messages between the members of a distributed inference; values are (samples, elements)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testbed.ml.pipeline.messages import Activation, Output
 
 @dataclass(frozen=True)
 class ConfigureMember(Numbered, kind="configure", opens=True):
-    """From the source's coordinator: be a member of this plan."""
+    """From the coordinator on the source: join this plan as a member."""
 
     plan: Mapping[str, Any]
     """A `DistributedPlan` as JSON."""
@@ -25,7 +25,7 @@ class ConfigureMember(Numbered, kind="configure", opens=True):
 
 @dataclass(frozen=True)
 class OutputPiece(Numbered, kind="piece"):
-    """To a member that needs them: elements of a layer's output, from ``first`` on."""
+    """To a member: elements of a layer's output, starting at ``first``."""
 
     request: int
     value: int
@@ -36,7 +36,7 @@ class OutputPiece(Numbered, kind="piece"):
 
 @dataclass(frozen=True)
 class PartialSums(Numbered, kind="sums"):
-    """To the member that adds them up: sums for the output channels ``first`` up to but without ``last``."""
+    """To the merging member: partial sums for output channels ``first`` to ``last`` (exclusive)."""
 
     request: int
     layer: int
@@ -47,7 +47,7 @@ class PartialSums(Numbered, kind="sums"):
 
 @dataclass(frozen=True)
 class TileInput(Numbered, kind="tile"):
-    """From the source: what a tile needs of the image, (samples, channels, height, width)."""
+    """From the source: input region of a tile, (samples, channels, height, width)."""
 
     request: int
     tile: int
@@ -56,7 +56,7 @@ class TileInput(Numbered, kind="tile"):
 
 @dataclass(frozen=True)
 class TileOutput(Numbered, kind="tiled"):
-    """To the source: what came out of a tile, (samples, channels, height, width)."""
+    """To the source: output of a tile, (samples, channels, height, width)."""
 
     request: int
     tile: int
@@ -65,7 +65,7 @@ class TileOutput(Numbered, kind="tiled"):
 
 @dataclass(frozen=True)
 class TileOverlap(Numbered, kind="overlap"):
-    """To the member that computes the tile ``borrower``, or to the source for it: what it takes of another tile.
+    """To the member computing tile ``borrower``, or to the source for forwarding: region reused from another tile.
 
     (samples, elements), map after map in the order of `tiles.overlaps`.
     """

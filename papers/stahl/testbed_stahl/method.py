@@ -1,4 +1,4 @@
-"""Fully distributed inference (Stahl et al.): every layer divided over the devices, for inference."""
+"""Fully distributed inference (Stahl et al.): every layer is divided over the devices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 
 
 def _fullest(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
-    """Return the device that held most, of those that said what they hold."""
+    """Return the device with the highest reported memory use."""
     held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
     return max(held.items(), key=lambda item: float(item[1]["weights"] + item[1]["activations"]))
 
@@ -87,7 +87,7 @@ DECLARED = MetricsSpec(
 
 
 class Distributed(Method[DistributedOptions, DistributedDetails]):
-    """The source spreads an image, workers exchange what the schemes need, the source has the result.
+    """The source distributes an image, workers exchange the data their schemes need, and the source gets the result.
 
     A device holds the weights of its own parts and no others. Devices that die are dealt with as
     `testbed.ml.pipeline.checkpointing` says, the layers being divided again over those that are left.
@@ -103,13 +103,13 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
     begins = frozenset({"load", SPAN})
 
     def plan(self, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
-        """Divide every layer. Raises `InputError` where that cannot be."""
+        """Divide every layer over the devices. Raises `InputError` if no division fits."""
         return plan(self.name, problem)
 
     def largest_messages(
         self, problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return parts of layers' outputs, and given weights."""
+        """Return the largest pieces of layer outputs and initial weights."""
         return part_messages(problem, plan)
 
     def alternatives(self, problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
@@ -117,7 +117,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
         return alternatives(problem)
 
     async def program(self, device: Device, job: DistributedJob) -> None:
-        """Send requests on the source, be a member there and elsewhere."""
+        """Send requests from the source; act as a member on every device."""
         problem, source, options = job.problem, job.plan.lead, job.problem.options
 
         def member_of(configure: ConfigureMember) -> InferenceMember:
@@ -145,7 +145,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
 
 
 def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:
-    """Return the message that makes a device a member, with its slices of a state; None: from the seed."""
+    """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
     there = {piece.device for piece in supervisor.layout}
     planned = there == {piece.device for piece in job.plan.pieces}
     decided = job.plan.details.distributed if planned else distributed(job.problem, there)
@@ -155,5 +155,4 @@ def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: 
 
 
 def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
-    """Return a member's slices of a state."""
     return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)

@@ -1,4 +1,4 @@
-"""What a scenario may say of fully distributed inference."""
+"""Scenario options of fully distributed inference."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DistributedOptions(Options):
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan is made and carried out by."""
+    """Settings for building and executing a plan."""
 
     options: DistributedOptions = field(default_factory=DistributedOptions)
     source: int = 0
@@ -102,5 +102,5 @@ class PlanSettings:
     """Samples in a request, at most."""
 
     def with_options(self, **changes: object) -> PlanSettings:
-        """Return the same with other options, which are taken as they are."""
+        """Return a copy with other options, without validation."""
         return PlanSettings(self.options.model_copy(update=changes), self.source, self.samples)

@@ -1,7 +1,7 @@
-"""What a fully distributed inference is: for each layer who computes which channels, and who owns which tile.
+"""A plan of fully distributed inference: the device of each channel range and of each tile.
 
-A device is an index into ``devices``; ranges of elements, channels or pixels are half-open. Pydantic models, because a
-plan travels as JSON to every device (`testbed_stahl.planner.DistributedDetails`).
+A device is an index into ``devices``; ranges of elements, channels or pixels are half-open. The classes are Pydantic
+models because a plan travels as JSON to every device (`testbed_stahl.planner.DistributedDetails`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Range(NamedTuple):
-    """Elements, channels or features: ``first`` up to but without ``last``."""
+    """A range of elements, channels or features, ``last`` exclusive."""
 
     first: int
     last: int
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Length of the range."""
         return self.last - self.first
 
 
@@ -32,23 +32,23 @@ NOTHING = Range(0, 0)
 
 
 def scaled(part: Range, factor: int) -> Range:
-    """Return a range of channels as elements."""
+    """Convert a range of channels to a range of elements."""
     return Range(part.first * factor, part.last * factor)
 
 
 def shifted(part: Range, by: int) -> Range:
-    """Return a range ``by`` further on."""
+    """Return a range moved by ``by``."""
     return Range(part.first + by, part.last + by)
 
 
 def intersection(one: Range, other: Range) -> Range:
-    """Return what two ranges share; of size 0 where that is nothing."""
+    """Return the common part of two ranges, which may be empty."""
     first = max(one.first, other.first)
     return Range(first, max(first, min(one.last, other.last)))
 
 
 def union(one: Pieces, other: Pieces) -> Pieces:
-    """Return what is in either."""
+    """Return the union of two lists of ranges."""
     found: list[Range] = []
     for piece in sorted(piece for piece in (*one, *other) if piece.size):
         if found and piece.first <= found[-1].last:
@@ -59,7 +59,7 @@ def union(one: Pieces, other: Pieces) -> Pieces:
 
 
 def difference(pieces: Pieces, gone: Range) -> Pieces:
-    """Return what is left when a range is taken out."""
+    """Return the ranges without the given range."""
     if not gone.size:
         return pieces
     parts = (
@@ -74,12 +74,12 @@ def difference(pieces: Pieces, gone: Range) -> Pieces:
 
 
 def size(pieces: Iterable[Range]) -> int:
-    """Return how many elements there are."""
+    """Return the total length of the ranges."""
     return sum(piece.size for piece in pieces)
 
 
 def hull(pieces: Iterable[Range]) -> Range:
-    """Return the least range that holds all pieces."""
+    """Return the smallest range containing all pieces."""
     every = [*pieces]
     if not every:
         return NOTHING
@@ -87,22 +87,22 @@ def hull(pieces: Iterable[Range]) -> Range:
 
 
 def equal(count: int) -> tuple[Fraction, ...]:
-    """Return as many equal shares."""
+    """Return ``count`` equal shares."""
     return (Fraction(1, count),) * count
 
 
 def proportional(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """Return shares in proportion to what is given, exactly: equal weights give equal shares."""
+    """Return exact shares in proportion to the given weights; equal weights give equal shares."""
     exact = [Fraction(weight) for weight in weights]
     return tuple(weight / sum(exact) for weight in exact)
 
 
 def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
-    """Divide ``size`` pieces by shares that add up to 1, in the order of the shares.
+    """Divide ``size`` pieces by shares summing to 1, in the order of the shares.
 
-    Rounded by largest remainder: each gets the whole pieces of its share, and what is left goes one by one to the
-    largest fractions, of equals to the first. So nobody is a whole piece away from its share, and equal shares differ
-    by one piece at most.
+    The largest remainder method rounds: every share gets its whole pieces, and the remaining pieces go one by one to
+    the largest fractions (the first on ties). Every result is within one piece of its exact share, and equal shares
+    differ by at most one piece.
     """
     exact = [size * share for share in shares]
     counts = [int(amount) for amount in exact]
@@ -114,7 +114,7 @@ def divide(size: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
 
 @lru_cache(maxsize=4096)
 def evenly(size: int, count: int) -> tuple[Range, ...]:
-    """Divide ``size`` pieces into ranges that differ by one piece at most."""
+    """Divide ``size`` pieces into ranges whose lengths differ by at most one."""
     return divide(size, equal(count))
 
 
@@ -126,7 +126,7 @@ device computes its tiles of the feature map."""
 
 
 class Region(NamedTuple):
-    """A rectangle of a feature map, in its pixels; all channels."""
+    """A rectangle of a feature map in pixels, covering all channels."""
 
     top: int
     bottom: int
@@ -135,7 +135,7 @@ class Region(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """How many."""
+        """Number of pixels."""
         return (self.bottom - self.top) * (self.right - self.left)
 
 
@@ -144,7 +144,7 @@ class _Frozen(BaseModel):
 
 
 class LayerPlan(_Frozen):
-    """Who does what of one layer."""
+    """Devices and ranges of one layer."""
 
     scheme: Scheme
     owner: int | None = None
@@ -156,7 +156,7 @@ class LayerPlan(_Frozen):
 
 
 class Tile(_Frozen):
-    """One part of the fused early layers."""
+    """One part of the fused early layers, with its owner."""
 
     row: int
     column: int
@@ -167,7 +167,7 @@ class Tile(_Frozen):
 
 
 class Tiling(_Frozen):
-    """Fused tile partitioning of the first layers: as many as there are regions in a tile, less one."""
+    """Fused tile partitioning of the first layers; a tile has one region more than there are tiled layers."""
 
     rows: int
     columns: int
@@ -175,7 +175,7 @@ class Tiling(_Frozen):
 
 
 class DistributedPlan(_Frozen):
-    """A whole inference; `testbed_stahl.dataflow` says what that is for each device."""
+    """A complete inference plan; `testbed_stahl.dataflow` derives the tasks of each device."""
 
     scheme: str
     """The scheme as the scenario names it."""
@@ -190,10 +190,10 @@ class DistributedPlan(_Frozen):
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles; none where nothing is tiled."""
+        """All tiles; empty without tiling."""
         return self.tiling.tiles if self.tiling else ()
 
     @property
     def tiled(self) -> int:
-        """How many of the first layers are done by tiles."""
+        """Number of leading layers computed by tiles."""
         return len(self.tiles[0].regions) - 1 if self.tiles else 0

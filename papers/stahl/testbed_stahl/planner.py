@@ -1,4 +1,4 @@
-"""Which device computes which part of which layer, at the start and with the devices that are left after a loss."""
+"""Assignment of layer parts to devices, at the start and after the loss of a device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEFAULTS = DistributedOptions.model_fields
 
 
 class PlanFigures(BaseModel):
-    """What a plan takes for one sample; by device in the order of the plan."""
+    """Resource demands of a plan for one sample, with devices in plan order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     weights: tuple[int, ...]
@@ -60,7 +60,7 @@ class PlanFigures(BaseModel):
 
 
 class DistributedDetails(Details):
-    """What the plan of a distributed inference says beyond its pieces."""
+    """Plan details of a distributed inference."""
 
     model_config = ConfigDict(extra="forbid")
     distributed: DistributedPlan
@@ -68,7 +68,7 @@ class DistributedDetails(Details):
 
 
 def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedDetails]:
-    """Plan for all devices. Raises `InputError` for an unknown source, missing links and too little memory."""
+    """Plan for all devices. Raises `InputError` for an unknown source, missing links or insufficient memory."""
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
@@ -94,7 +94,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
 
 
 def figures(flow: Dataflow) -> PlanFigures:
-    """Return the figures of a plan, but for what reuse saves."""
+    """Return the resource demands of a plan, without the savings of tile reuse."""
     sent, graph = transfers(flow), flow.graph
     held = tuple(weights(flow, device) for device in flow.devices)
     communication, printed = (formula(flow, reuse) for reuse in REUSES)
@@ -116,7 +116,7 @@ def figures(flow: Dataflow) -> PlanFigures:
 
 
 def formula(flow: Dataflow, reuse: Reuse) -> float:
-    """Return C by the paper's formulas; of sequential layer mapping, which has none, what crosses between devices."""
+    """Return C by the paper's formulas; sequential layer mapping counts the elements crossing between devices."""
     graph, plan = flow.graph, flow.plan
     if flow.way == "row":
         # The result's way back is left out.
@@ -127,7 +127,7 @@ def formula(flow: Dataflow, reuse: Reuse) -> float:
 
 
 def _savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
-    """Return what reuse saves beside the same grid in which no tile takes anything of another."""
+    """Return the savings of tile reuse over the same grid without reuse."""
     tiling = flow.plan.tiling
     if tiling is None or not flow.overlaps:
         return {}
@@ -149,18 +149,18 @@ def _of_tiles(flow: Dataflow) -> int:
 
 
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
-    """Return who does what, over the devices that are there; raises `InputError` where they are too small."""
+    """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient."""
     devices = _among(problem, there)
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
 def over(problem: Problem[DistributedOptions], there: Collection[str]) -> tuple[Piece, ...]:
-    """Plan for the devices that are there; raises `InputError` where they are too small."""
+    """Plan for the present devices; raises `InputError` if their memory is insufficient."""
     return pieces(problem, flow_of(problem, distributed(problem, there)))
 
 
 def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piece, ...]:
-    """Return what each device holds and computes: a part of every unit; the source first, as the lead has it."""
+    """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
     found = [
@@ -180,22 +180,21 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
 
 
 def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
-    """Return what every device does and sends."""
+    """Return the dataflow of a plan."""
     settings = PlanSettings(problem.options, decided.source, problem.workload.batch_size)
     return dataflow(graph_of(problem.model), decided, settings)
 
 
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
-    """Return every scheme over the same devices; those that need a link which the scenario lacks are left out."""
+    """Return every scheme over the same devices, except schemes requiring a missing link."""
     found = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
     return tuple(_alternative(problem, each) for each in found if _linked(problem, each.flow))
 
 
 def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
-    """Return a plan of every scheme; of the one that is wished for with the pairs that are wished for.
+    """Return a plan for every scheme; the configured scheme uses the configured pairs.
 
-    Schemes that cannot be, e.g. since pairs do not fit, are left out. Raises `InputError` where that is the one that is
-    wished for.
+    Impossible schemes are omitted. Raises `InputError` if the configured scheme is impossible.
     """
     found = []
     for name in SCHEMES:
@@ -243,7 +242,7 @@ def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> 
 
 
 def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
-    """Predict the seconds from one result to the next; with one request under way, its latency."""
+    """Predict the seconds between two results; with one concurrent request, its latency."""
     devices = _among(problem, spread.plan.devices)
     return interval(phases(spread, devices, problem.links), spread.settings.options.in_flight)
 
@@ -253,16 +252,16 @@ def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list
 
 
 def settings_of(problem: Problem[DistributedOptions], devices: Collection[DeviceSpec]) -> PlanSettings:
-    """Return what every plan over these devices is made by."""
+    """Return the common settings of all plans over these devices."""
     options, names = problem.options, [device.name for device in devices]
     source = names.index(options.source) if options.source else 0
     return PlanSettings(options, source, problem.workload.batch_size)
 
 
 def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
-    """Raise `InputError` where devices that talk to each other have no link: the source and each, or all of them.
+    """Raise `InputError` for a missing link: between source and workers, or between any two devices.
 
-    Also those that the plan leaves idle: they greet the source, and may have to take over.
+    Idle devices need links too: they register with the source and may take over work.
     """
     options = problem.options
     everyone = options.scheme != "single" and (options.exchange == "direct" or options.scheme == "sequential")
@@ -276,7 +275,7 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
 
 
 def part_messages(problem: Problem[DistributedOptions], plan: Plan[DistributedDetails]) -> Iterator[PlannedMessage]:
-    """Yield each part of an output that is sent, and the given weights of each device."""
+    """Yield each transmitted part of an output, and the initial weights of each device."""
     decided, value_bytes = plan.details.distributed, BYTES_PER_VALUE * problem.workload.batch_size
     for each in transfers(flow_of(problem, decided)):
         elements = max(each.messages, default=0)

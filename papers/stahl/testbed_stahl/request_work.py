@@ -1,8 +1,8 @@
-"""One request on one member, with all that the member has for its requests: its slices, its processor, what it holds.
+"""One request on one member, with the shared state of all its requests: slices, processor and memory ledger.
 
-Sending overlaps with computing wherever the data allow it. A layer is computed from the pieces of its input that are
-here while others are still on their way, and its output leaves chunk by chunk, each as soon as it is computed.
-Values are (samples, elements).
+Sending overlaps with computing where data dependencies allow. A layer is computed from the input pieces already
+received while the others are in transit, and output chunks are sent as soon as they are computed. Values are (samples,
+elements).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from testbed_stahl.plan import Range, intersection
 
 
 class Ledger:
-    """Bytes of weights and activations that are resident, counted as tensors come and go.
+    """Resident bytes of weights and activations, tracked as tensors are allocated and released.
 
-    A device that would hold more than it has memory fails, as one would whose kernel has nothing left to give.
+    A device fails if its resident bytes exceed its memory, like a process killed by the kernel.
     """
 
     def __init__(self, device: str, memory: float) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         self._memory = memory
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count activations of any shape that begin to be resident; raises `TestbedError` where they are too many."""
+        """Count activations of any shape as resident; raises `TestbedError` if memory is exceeded."""
         self.activations += tensor.nbytes
         self.peak = max(self.peak, self.activations)
         if self.weights + self.activations > self._memory:
@@ -53,7 +53,7 @@ class Ledger:
         return tensor
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Count activations of any shape that are resident no more."""
+        """Release activations of any shape."""
         self.activations -= tensor.nbytes
 
 
@@ -61,10 +61,10 @@ T = TypeVar("T")
 
 
 class MemberContext:
-    """A device in one configuration: its slices of the layers, its processor, its messages, its tasks."""
+    """A device in one configuration: its layer slices, processor, messages and tasks."""
 
     def __init__(self, mailbox: Mailbox, flow: Dataflow, coordinator: str, memory: float) -> None:
-        """``memory`` is what the device has, in bytes."""
+        """``memory`` is the memory of the device in bytes."""
         self.actions = 0
         self.computing = False
         self.flow = flow
@@ -90,16 +90,16 @@ class MemberContext:
         task.add_done_callback(self._tasks.discard)
 
     def cancel(self) -> None:
-        """End all tasks."""
+        """Cancel all tasks."""
         for task in self._tasks:
             task.cancel()
 
     def post(self, device: int | None, message: Typed) -> None:
-        """Send to a device of the plan, or to the coordinator, without waiting."""
+        """Queue a message to a device of the plan or to the coordinator, without waiting."""
         self._mailbox.post(self._coordinator if device is None else self.flow.plan.devices[device], message)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Work on the device's processor, without gradients."""
+        """Compute on the device's processor, without gradients."""
 
         def without_gradients() -> T:
             with torch.no_grad():
@@ -118,7 +118,7 @@ Block = tuple[Range, "torch.Tensor"]
 
 
 class Store:
-    """Pieces of values, and sums that others have sent, until nobody needs them."""
+    """Received pieces of values and partial sums, kept until their last use."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -127,13 +127,13 @@ class Store:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, value: int, first: int, tensor: torch.Tensor) -> None:
-        """Take in elements of a value from ``first`` on, (samples, elements)."""
+        """Store elements of a value starting at ``first``, (samples, elements)."""
         part = Range(first, first + tensor.shape[1])
         self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
         self._wake()
 
     def put_sums(self, layer: int, made: Range, device: int, tensor: torch.Tensor) -> None:
-        """Take in a device's sums for some output channels of a layer, (samples, elements)."""
+        """Store a device's partial sums for some output channels of a layer, (samples, elements)."""
         self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
         self._wake()
 
@@ -142,12 +142,12 @@ class Store:
             self._waiter.set_result(None)
 
     async def news(self) -> None:
-        """Wait until something more is put in."""
+        """Wait until another piece arrives."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
     def blocks(self, origins: Iterable[Origin]) -> list[Block]:
-        """Return what is here of a layer's input."""
+        """Return the received blocks of a layer's input."""
         found: list[Block] = []
         for origin in origins:
             for part, tensor in self._pieces.get(origin.value, ()):
@@ -159,7 +159,7 @@ class Store:
         return sorted(found, key=lambda block: block[0])
 
     async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
-        """Wait until a layer's input is here; return it in its order."""
+        """Wait until the input of a layer is complete; return the blocks in element order."""
         wanted = sum(origin.part.size for origin in origins)
         found = self.blocks(origins)
         while sum(part.size for part, _ in found) < wanted:
@@ -168,7 +168,7 @@ class Store:
         return found
 
     async def sums(self, layer: int, made: Range, count: int) -> list[torch.Tensor]:
-        """Wait for the sums of ``count`` devices; return them in the order of the devices, counted as held no more."""
+        """Wait for the sums of ``count`` devices; release and return them in device order."""
         while len(self._sums.get((layer, made), {})) < count:
             await self.news()
         found = self._sums.pop((layer, made))
@@ -195,7 +195,7 @@ SPAN = "forward"
 
 
 class RequestWork:
-    """What a member does for one request."""
+    """The work of a member for one request."""
 
     def __init__(self, member: MemberContext, number: int) -> None:
         self.number = number
@@ -208,7 +208,7 @@ class RequestWork:
         """Parts of values, with who made them, that the source has not sent on."""
 
     async def run(self) -> None:
-        """Do this device's part of every layer, in their order; hand in the result on the source."""
+        """Compute this device's part of every layer in order; submit the result on the source."""
         for index in range(self._flow.tiled, len(self._layers)):
             task = self._flow.tasks[index][self._member.index]
             if task.work == "outputs" or (task.work == "whole" and self._layers[index].splits):
@@ -228,9 +228,9 @@ class RequestWork:
     # Divided layers.
 
     async def _by_outputs(self, index: int, task: LayerTask) -> None:
-        """LOP: compute output channels from all of the input, piece by piece as it comes.
+        """LOP: compute output channels from the complete input, piece by piece as input arrives.
 
-        What is added last is computed chunk by chunk, each being sent while the next is computed.
+        The last contribution is computed in chunks, each sent while the next is computed.
         """
         each, total = self._layers[index].pixels, None
         used: set[Range] = set()
@@ -255,7 +255,7 @@ class RequestWork:
             self._member.ledger.drop(total)
 
     async def _new_blocks(self, index: int, task: LayerTask, used: set[Range]) -> list[Block]:
-        """Wait for parts of a layer's input that are not used yet; count them as used."""
+        """Wait for unused parts of a layer's input and mark them as used."""
         origins = self._flow.origins(index, task.takes)
         if self._flow.settings.options.layerwise:
             await self.store.all_of(origins)
@@ -267,7 +267,9 @@ class RequestWork:
             await self.store.news()
 
     async def _by_inputs(self, index: int, task: LayerTask) -> None:
-        """LIP: compute sums of all outputs, each merger's part for it, its own last; merge what all have sent."""
+        """LIP: compute partial sums of all outputs, one part per merger and the own part last; then merge the received
+        sums.
+        """
         if task.takes.size:
             await self._send_sums(index, task)
         senders = sum(other.takes.size > 0 for other in self._flow.tasks[index])
@@ -294,12 +296,11 @@ class RequestWork:
                     self._member.post(merger, sums)
 
     def _product_cost(self, index: int, blocks: Sequence[Block], channels: int) -> Cost:
-        """Return what parts of the input are charged for some output channels."""
         read = sum(taken.size for taken, _ in blocks)
         return forward_of(self._layers[index].product_cost(read, channels), len(blocks[0][1]))
 
     def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
-        """Return what parts of the input add to some output channels, and what was there before."""
+        """Return the accumulated sums of some output channels after adding parts of the input."""
         layer, sliced = self._layers[index], self._member.layers[index]
         each, total = layer.inputs // layer.input_channels, before
         for taken, inputs in blocks:
@@ -318,7 +319,7 @@ class RequestWork:
         return self._member.layers[index].finish(total, as_range(made))
 
     async def _undivided(self, index: int, task: LayerTask) -> None:
-        """Compute a layer as it is, or pool some channels."""
+        """Compute a whole layer, or pool some channels."""
         layer = self._layers[index]
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
         cost = forward_of(layer.cost(task.takes.size, task.makes.size), len(blocks[0][1]))
@@ -331,14 +332,14 @@ class RequestWork:
     # The exchange.
 
     def take_values(self, value: int, first: int, tensor: torch.Tensor, maker: int) -> None:
-        """Keep what another device has made, (samples, elements); the source may have to send it on."""
+        """Store another device's output, (samples, elements); the source may forward it."""
         part = Range(first, first + tensor.shape[1])
         if self._collects:
             self._send_on(value, part, tensor, maker)
         self._keep(value, part, tensor)
 
     def _made(self, value: int, first: int, tensor: torch.Tensor) -> None:
-        """Send what this device has made of a value to those that need it, and keep it for itself."""
+        """Send this device's part of a value to its receivers and keep a local copy."""
         part = Range(first, first + tensor.shape[1])
         self._member.ledger.drop(self._member.ledger.hold(tensor))
         if self._collects:
@@ -349,7 +350,7 @@ class RequestWork:
         self._keep(value, part, tensor)
 
     def _send_on(self, value: int, part: Range, tensor: torch.Tensor, maker: int) -> None:
-        """Send what somebody has made to those that need it; layer by layer all of a value at once."""
+        """Forward another device's part to its receivers, all parts of a value in layer order."""
         parts = self._collected.setdefault(value, [])
         parts.append((maker, part, tensor))
         if self._flow.settings.options.layerwise:
@@ -369,12 +370,12 @@ class RequestWork:
             self.store.put(value, part.first, tensor)
 
     def spread(self, value: int, tensor: torch.Tensor) -> None:
-        """Begin with a whole value, (samples, elements), on the source: the images, or the map of all tiles."""
+        """Start with a complete value, (samples, elements), on the source: the images, or the map of all tiles."""
         self._made(value, 0, tensor)
 
 
 def _joined(blocks: Sequence[Block]) -> torch.Tensor:
-    """Put blocks of an input together, (samples, elements)."""
+    """Concatenate blocks of an input, (samples, elements)."""
     tensors = [values for _, values in blocks]
     if len(tensors) == 1:
         return tensors[0]
@@ -384,5 +385,5 @@ def _joined(blocks: Sequence[Block]) -> torch.Tensor:
 
 
 def _plus(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """Add; of tensors without values either is the sum."""
+    """Add two tensors; for tensors without values either is the sum."""
     return more if more.is_meta else total + more

@@ -1,10 +1,10 @@
-"""LOP, LIP and fused pairs: what each sends, and which choice sends least (Stahl et al., Sections 4.1 to 4.3).
+"""Communication of LOP, LIP and fused pairs, and the choice with the least (Stahl et al., Sections 4.1 to 4.3).
 
-The paper's N devices of equal shares are generalised: whatever the shares, only two figures matter, how many workers
-there are beside the source (the paper's N - 1) and their shares together ((N - 1) / N).
+The paper's N equal devices are generalised to any shares: only the number of workers beside the source (N - 1 in the
+paper) and their total share ((N - 1) / N) matter.
 
-What a layer costs depends on its own scheme and on whether the one before it used LOP, on nothing further back. So
-the optimum of the paper's integer program, equations (11) to (13), is found along the chain from its end, exactly.
+The cost of a layer depends only on its own scheme and on whether the previous layer used LOP. Dynamic programming from
+the last layer therefore yields the exact optimum of the paper's integer program, equations (11) to (13).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REUSES: tuple[Reuse, ...] = ("everywhere", "paper")
 
 @dataclass(frozen=True)
 class WorkerTotals:
-    """The devices beside the source, as the formulas see them."""
+    """Number and total share of the workers, as used in the formulas."""
 
     count: int
     """Workers that take part, the source not among them."""
@@ -47,9 +47,10 @@ class WorkerTotals:
 def elements(
     layer: GraphLayer, scheme: Scheme, workers: WorkerTotals, held: bool, reuse: Reuse = "everywhere"
 ) -> Fraction:
-    """Return what a layer sends and returns, in elements.
+    """Return the elements sent and returned by a layer.
 
-    ``held``: the layer before it used LOP and nothing came in between, so each device holds its share of the input.
+    ``held``: each device already has its share of the input, since the previous layer used LOP and feeds this one
+    directly.
     """
     m, k = layer.inputs, layer.outputs
     everything, shares = m * workers.count, m * workers.share
@@ -65,7 +66,7 @@ def elements(
 
 
 def held(graph: Graph, schemes: Sequence[Scheme], index: int) -> bool:
-    """Whether the devices hold their shares of a layer's input, given the schemes up to it."""
+    """Return whether the devices hold their shares of a layer's input, given the schemes up to this layer."""
     return graph.follows(index) and schemes[index - 1] == "lop"
 
 
@@ -85,14 +86,14 @@ LayerPair = tuple[int, int]
 
 
 def everywhere(graph: Graph, scheme: Scheme, first: int = 0) -> Schemes:
-    """Return one scheme for all layers that can be split, from layer ``first`` on; before it layers are tiled."""
+    """Return one scheme for all splittable layers from layer ``first`` on; earlier layers are tiled."""
     return tuple(
         "tiled" if index < first else scheme if layer.splits else "whole" for index, layer in enumerate(graph.layers)
     )
 
 
 def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes:
-    """Return LOP with the given pairs of layers fused; raises `InputError` naming the pairs that can be."""
+    """Return LOP with the given pairs of layers fused; raises `InputError` listing the valid pairs."""
     schemes = list(everywhere(graph, "lop", first))
     for one, other in pairs:
         if other != one + 1 or one < first or not graph.fuses(one) or {schemes[one], schemes[other]} != {"lop"}:
@@ -110,9 +111,9 @@ def fused(graph: Graph, pairs: Collection[LayerPair], first: int = 0) -> Schemes
 def least_communication(
     graph: Graph, workers: WorkerTotals, reuse: Reuse = "everywhere", first: int = 0, lip: bool = True
 ) -> Schemes:
-    """Return the schemes with the least C from layer ``first`` on; of equals LOP before LIP before FUSE.
+    """Return the schemes with the least C from layer ``first`` on; ties prefer LOP, then LIP, then FUSE.
 
-    Without ``lip`` only LOP and fused pairs are looked at, as the variants of the paper's Table 2 do.
+    Without ``lip`` only LOP and fused pairs are considered, as in the variants of the paper's Table 2.
     """
     count = len(graph.layers)
     # best[index][after_lop]: the least C of this and all later layers, and their schemes.
@@ -132,7 +133,7 @@ def least_communication(
 
 
 def _ways(graph: Graph, index: int, lip: bool) -> list[Schemes]:
-    """Return what can be done with a layer, or with it and the next."""
+    """Return the possible schemes for a layer alone or fused with the next one."""
     if not graph.layers[index].splits:
         return [("whole",)]
     ways: list[Schemes] = [("lop",)]

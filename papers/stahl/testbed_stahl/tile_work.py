@@ -1,4 +1,4 @@
-"""The early layers on one member: its tiles of all requests, what they take of each other, and the source's maps."""
+"""The early layers on one member: tiles of all requests, reused overlaps, and the source's maps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def compute_tile(
     taken: Mapping[int, torch.Tensor],
     ledger: Ledger,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Compute the fused early layers of one tile, from (samples, channels, height, width) of its first region.
+    """Compute the fused early layers of one tile from (samples, channels, height, width) of its first region.
 
-    ``taken`` is what other tiles have of its maps, by lender, as these return it. Only at the border of a layer's map
-    is there padding. Returns the same axes of the last region, and what others take of this tile, by borrower, as
-    (samples, elements). The ledger counts that, and all that is held meanwhile beside ``inputs`` and ``taken``.
+    ``taken`` holds the overlaps reused from other tiles by lender, as returned by their calls. Padding applies only at
+    the border of a layer's map. Returns the last region with the same axes, and the overlaps lent to other tiles by
+    borrower as (samples, elements). The ledger counts the result and all intermediate values, excluding ``inputs`` and
+    ``taken``.
     """
     borrowed = _unpacked(flow, number, inputs, taken)
     lent: dict[int, list[torch.Tensor]] = {borrower: [] for borrower in _borrowers(flow, number)}
@@ -60,7 +61,7 @@ def _lend(
     lent: Mapping[int, list[torch.Tensor]],
     ledger: Ledger,
 ) -> None:
-    """Add the regions of a layer that other tiles take of this one, by borrower."""
+    """Extract the regions of a layer lent to other tiles, by borrower."""
     for borrower, pieces in lent.items():
         for each in flow.overlaps[number, borrower]:
             if each.layer == index:
@@ -77,7 +78,7 @@ def _in_one_piece(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tenso
 def _unpacked(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
-    """Return what a tile takes of others, by the layer that made it."""
+    """Return the regions reused from other tiles, by source layer."""
     found: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]
@@ -96,7 +97,7 @@ def _cut(part: Part, region: Region) -> torch.Tensor:
 def _joined(
     flow: Dataflow, number: int, index: int, like: torch.Tensor, parts: Sequence[Part], ledger: Ledger
 ) -> torch.Tensor:
-    """Return what a tile needs of a layer's output, put together; empty where it needs nothing."""
+    """Assemble a tile's input region of a layer's output; empty if the region is empty."""
     whole = flow.plan.tiles[number].regions[index + 1]
     size = (whole.bottom - whole.top, whole.right - whole.left)
     found = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
@@ -110,11 +111,11 @@ Item = tuple[int, int]
 
 
 class TileQueue:
-    """Tiles that wait at the source, which has the image as DeepThings' gateway and data source in one.
+    """Tiles waiting at the source, which is gateway and data source of DeepThings in one.
 
-    A device has one tile at a time: its own by the plan, or else the last of the device that would need longest for all
-    that still waits for it, if it expects to be done sooner. How long a device takes for a multiplication is what its
-    last tile took, with the way there and back; before that, what its speed says.
+    A device has one tile at a time: first its own tiles; then it steals the last tile of the device with the longest
+    backlog if it expects to finish earlier. A device's time for a multiplication is measured from its last tile,
+    transfers included; the first estimate is its nominal speed.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class TileQueue:
         lending: Collection[tuple[int, int]],
         pace: Sequence[float],
     ) -> None:
-        """Take tiles, multiplications of each, pairs (lender, borrower), and devices' seconds for a multiplication."""
+        """``work``: multiplications by tile; ``lending``: pairs (lender, borrower); ``pace``: seconds for each."""
         self._tiles = tiles
         # A tile of no more than pooling counts as one multiplication.
         self._work = [max(1, each) for each in work]
@@ -142,12 +143,12 @@ class TileQueue:
         return is_late(tile.row, tile.column), -self._work[number]
 
     def add(self, request: int) -> None:
-        """Let all tiles of a request wait: those that need none of the others first, and the largest of these."""
+        """Enqueue all tiles of a request: independent tiles first, then larger ones first."""
         self._done[request] = set()
         self._waiting += [(request, number) for number in self._order]
 
     def take(self, device: int, now: float) -> Item | None:
-        """Give a device the tile that it should compute now; None where it is busy or has nothing to do."""
+        """Return the tile a device should compute now; None if the device is busy or has no work."""
         if device in self._hands:
             return None
         ready = [each for each in self._waiting if self._done[each[0]].issuperset(self._lenders[each[1]])]
@@ -167,7 +168,7 @@ class TileQueue:
         return last[victim] if sooner else None
 
     def _backlog(self, device: int, now: float) -> float:
-        """Return the seconds that a device would need for what it has and what waits for it."""
+        """Return the seconds a device needs for its current and waiting tiles."""
         pace, left = self._pace[device], 0.0
         if device in self._hands:
             (_, number), since = self._hands[device]
@@ -177,13 +178,13 @@ class TileQueue:
         return left + pace * sum(self._work[number] for number in waiting)
 
     def done(self, device: int, now: float) -> None:
-        """Note that a device's tile is there."""
+        """Record the arrival of a device's tile."""
         (request, number), since = self._hands.pop(device)
         self._pace[device] = (now - since) / self._work[number]
         self._done[request].add(number)
 
     def forget(self, request: int) -> None:
-        """Forget a request whose tiles are all there."""
+        """Remove a request whose tiles have all arrived."""
         del self._done[request]
 
 
@@ -195,7 +196,7 @@ def tile_queue(flow: Dataflow, speeds: Sequence[float]) -> TileQueue:
 
 
 class TileWork:
-    """Computes each tile as soon as all that it needs is there.
+    """Compute each tile once all of its inputs have arrived.
 
     Images and maps are (samples, channels, height, width).
     """
@@ -203,9 +204,9 @@ class TileWork:
     def __init__(
         self, member: MemberContext, speeds: Sequence[float], spread: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """``speeds`` of the plan's devices in FLOP/s.
+        """``speeds`` are those of the plan's devices in FLOP/s.
 
-        ``spread`` is given, on the source, the number of a request and its complete map, (samples, elements).
+        On the source, ``spread`` is called with the number of a request and its complete map, (samples, elements).
         """
         self._member = member
         self._flow = member.flow
@@ -227,7 +228,7 @@ class TileWork:
         return self._member.index == self._flow.plan.source
 
     def begin(self, request: int, images: torch.Tensor) -> None:
-        """Send each tile its part of a request's images, (samples, channels, height, width); on the source."""
+        """Send each tile its part of a request's images, (samples, channels, height, width), from the source."""
         self._images[request] = self._member.ledger.hold(images)
         if self._queue is not None:
             self._queue.add(request)
@@ -237,7 +238,7 @@ class TileWork:
             self._give(request, number, tile.device)
 
     def _give(self, request: int, number: int, device: int) -> None:
-        """Have a device compute a tile."""
+        """Assign a tile to a device."""
         region = self._flow.plan.tiles[number].regions[0]
         part = self._images[request][:, :, region.top : region.bottom, region.left : region.right]
         if device == self._member.index:
@@ -246,7 +247,7 @@ class TileWork:
             self._member.post(device, TileInput(self._member.configuration, request, number, part.contiguous()))
 
     def _hand_out(self, queue: TileQueue) -> None:
-        """Give every idle device a tile, with what it takes of others."""
+        """Assign a tile to every idle device, with its reused overlaps."""
         for device in self._flow.devices:
             if (found := queue.take(device, self._member.device.now())) is None:
                 continue
@@ -261,13 +262,13 @@ class TileWork:
             self._member.device.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
 
     def take_input(self, request: int, number: int, inputs: torch.Tensor) -> None:
-        """Take in what a tile needs of the image, (samples, channels, height, width)."""
+        """Receive the image region of a tile, (samples, channels, height, width)."""
         # On the source it is a part of the image.
         self._inputs[request, number] = inputs if self._is_source else self._member.ledger.hold(inputs)
         self._begin_if_complete(request, number)
 
     def take_overlap(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
-        """Take in what one tile lends another, (samples, elements); send it on if another device computes that one."""
+        """Receive an overlap of two tiles, (samples, elements); forward it if another device computes the borrower."""
         to = self._flow.plan.tiles[borrower].device
         if self._queue is None and to != self._member.index:
             self._member.post(to, TileOverlap(self._member.configuration, request, lender, borrower, tensor))
@@ -276,7 +277,7 @@ class TileWork:
         self._begin_if_complete(request, borrower)
 
     def _lend(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
-        """Let another tile have what it takes of one, by way of the source where all goes there."""
+        """Provide another tile with an overlap, through the source if all tile traffic passes there."""
         to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
         if self._queue is not None or (self._flow.way == "source" and to != self._member.index):
             to = source
@@ -310,7 +311,7 @@ class TileWork:
             self._member.post(None, TileOutput(self._member.configuration, request, number, outputs))
 
     def place(self, request: int, number: int, outputs: torch.Tensor, device: str) -> None:
-        """Collect tiles, (samples, channels, height, width), on the source; spread the map when all are there."""
+        """Collect tiles, (samples, channels, height, width), on the source; distribute the complete map."""
         if self._queue is not None:
             self._queue.done(self._flow.plan.devices.index(device), self._member.device.now())
             self._hand_out(self._queue)

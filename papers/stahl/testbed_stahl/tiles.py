@@ -1,14 +1,14 @@
-"""Fused tile partitioning (FTP) of the early layers, after Zhao et al., "DeepThings", as Stahl et al. use it.
+"""Fused tile partitioning (FTP) of the early layers, after Zhao et al., "DeepThings", as used by Stahl et al.
 
-The output of the last early layer is cut by a grid; each tile is traced back to what it needs of every layer's input,
-its halo included. A device that computes a tile needs nothing of the others from the image to the tile's output;
-what it pays for that is what neighbouring tiles compute twice, unless they reuse it. Rows and columns
-are independent, so all is traced along one axis at a time.
+A grid cuts the output of the last early layer, and each tile is traced back to its region of every layer's input,
+including its halo. A device computes a tile from the image to the output without data from other devices. In exchange,
+neighbouring tiles compute their overlaps twice unless they reuse data. Rows and columns are independent, so regions are
+traced along one axis at a time.
 
-Beyond the paper, overlaps may be reused as in "DeepThings". The tiles are the squares of a chessboard. Those on the
-first colour are computed first, halo and all. The neighbours of one on the second colour are all of the first: of every
-map between the early layers it takes what they have, and computes what lies between. Of the image it takes what it
-computes from, as it all comes from the source.
+Beyond the paper, overlaps may be reused as in "DeepThings". Tiles are coloured like a chessboard. Tiles of the first
+colour are computed first, halos included. All neighbours of a tile of the second colour have the first colour: the tile
+reuses their regions of every map between the early layers and computes only the rest. Its image region comes from the
+source in full.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from testbed_stahl.plan import NOTHING, Range, Region, Tile, Tiling, evenly
 
 
 class Overlap(NamedTuple):
-    """A part of one map that a tile takes from its neighbour; tiles by their place in the plan."""
+    """A region of one map reused by a tile from its neighbour; tiles are indices of the plan."""
 
     lender: int
     borrower: int
@@ -43,14 +43,14 @@ def is_late(row: int, column: int) -> bool:
 
 
 def between(needed: Range, before: Range | None, after: Range | None) -> Range:
-    """Return what of a range along one axis neither neighbour has; None: there is no neighbour."""
+    """Return the part of a range along one axis covered by neither neighbour; None means no neighbour."""
     first = needed.first if before is None else min(max(needed.first, before.last), needed.last)
     last = needed.last if after is None else max(first, min(needed.last, after.first))
     return Range(first, last)
 
 
 def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
-    """Return what a tile computes of each early layer's output, where neighbours' data are reused."""
+    """Return the region of each early layer's output computed by a tile with data reuse."""
     tile = tiling.tiles[number]
     if not is_late(tile.row, tile.column):
         return tile.regions[1:]
@@ -64,9 +64,9 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
 
 
 def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
-    """Return all that tiles take of each other, layer by layer for each pair.
+    """Return all overlaps reused between tiles, layer by layer for each pair.
 
-    The neighbours above and below have all of a tile's columns; those left and right have what is left of its rows.
+    The neighbours above and below cover all columns of a tile; the left and right neighbours cover the remaining rows.
     """
     found = []
     for number, tile in enumerate(tiling.tiles):
@@ -89,8 +89,6 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
 
 
 def _neighbours(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
-    """Return the tiles above, below, left and right."""
-
     def at(row: int, column: int) -> Tile | None:
         inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
         return tiling.tiles[row * tiling.columns + column] if inside else None
@@ -108,11 +106,11 @@ def _columns(region: Region) -> Range:
 
 
 def early_layers(graph: Graph) -> int:
-    """Return how many of the first layers are better tiled than divided by channels.
+    """Return how many of the first layers should be tiled instead of divided by channels.
 
-    Feature-dominated layers have more elements entering and leaving than weights. The cut is where the sum of
-    (features - weights) over the layers with weights before it is largest; pooling right after it is tiled too.
-    Layer 16 of YOLOv2 at 608x608, as in Stahl et al., Section 5.
+    In feature-dominated layers, inputs and outputs have more elements than the weights. The cut maximizes the sum of
+    (features - weights) over the layers with weights before the cut; a pooling directly after the cut is tiled too. For
+    YOLOv2 at 608x608 the result is layer 16, as in Stahl et al., Section 5.
     """
     best, total, cut = 0, 0, 0
     for index in range(len(graph.layers)):
@@ -130,7 +128,7 @@ def early_layers(graph: Graph) -> int:
 
 
 def check_early(graph: Graph, count: int) -> None:
-    """Raise `InputError` where the first ``count`` layers cannot be tiled; it names the nearest number that can."""
+    """Raise `InputError` naming the nearest valid number if the first ``count`` layers cannot be tiled."""
     if count <= len(graph.layers) and _can_be(graph, count):
         return
     nearest = max(fewer for fewer in range(min(count, len(graph.layers)) + 1) if _can_be(graph, fewer))
@@ -148,9 +146,9 @@ def _can_be(graph: Graph, count: int) -> bool:
 
 
 def _tiles(graph: Graph, index: int) -> bool:
-    """Whether a layer works on pixels near each other, and only on what the layer before it made.
+    """Whether a layer works on neighbouring pixels of the previous layer's output only.
 
-    With as much padding as its kernel, a tile at the border might see nothing of the map.
+    A padding as large as the kernel is excluded, since a border tile might see no pixel of the map.
     """
     layer = graph.layers[index]
     near = layer.window is not None and layer.window.padding < layer.window.kernel
@@ -158,13 +156,13 @@ def _tiles(graph: Graph, index: int) -> bool:
 
 
 def _closes(graph: Graph, count: int) -> bool:
-    """Whether nothing after the first ``count`` layers needs what is inside them, or the image."""
+    """Whether no later layer reads a value inside the first ``count`` layers, or the image."""
     inside = range(INPUT, count - 1)
     return all(source not in inside for layer in graph.layers[count:] for source in layer.sources)
 
 
 def needed(layer: GraphLayer, out: Range, size: int) -> Range:
-    """Return which of ``size`` pixels along one axis a layer needs for pixels ``out`` of its output."""
+    """Return the range of ``size`` input pixels along one axis needed for output pixels ``out``."""
     if not out.size:
         return NOTHING
     seen = _seen(layer, out.first, out.last)
@@ -172,16 +170,16 @@ def needed(layer: GraphLayer, out: Range, size: int) -> Range:
 
 
 def _seen(layer: GraphLayer, first: int, last: int) -> Range:
-    """Return the pixels along one axis, padding included, that a layer looks at for some pixels of its output."""
+    """Return the padded input range along one axis read for a range of output pixels."""
     window = layer.window
     assert window is not None
     return Range(first * window.stride - window.padding, (last - 1) * window.stride - window.padding + window.kernel)
 
 
 def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
-    """Return how many pixels of padding a tile has left, right, top and bottom at a layer: torch's order.
+    """Return the padding in pixels of a tile at a layer as (left, right, top, bottom), torch's order.
 
-    ``out`` is the region of the layer's output. Only tiles at the map's border have any.
+    ``out`` is the region of the layer's output. Only tiles at the border of the map are padded.
     """
     _, height, width = layer.input
 
@@ -203,7 +201,7 @@ class _AxisTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class _Grid:
-    """Early layers cut into rows and columns, before anybody owns a tile."""
+    """Early layers cut into rows and columns, before tiles are assigned to devices."""
 
     layers: Sequence[GraphLayer]
     rows: int
@@ -213,7 +211,7 @@ class _Grid:
 
     @cached_property
     def _down(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        """For each row, the line of its tiles that wait for no neighbour and that of those that do."""
+        """For each row, the ranges of its independent tiles and of its waiting tiles."""
         return self._lines(self.rows, 1)
 
     @cached_property
@@ -245,11 +243,11 @@ class _Grid:
         return found
 
     def least_time(self, speeds: Sequence[float]) -> float:
-        """Return a time that no assignment of the tiles can beat, in multiplications per unit of speed."""
+        """Return a lower bound on the time of any assignment, in multiplications per unit of speed."""
         return max(max(self.work) / max(speeds), sum(self.work) / sum(speeds))
 
     def owners(self, speeds: Sequence[float], source: int) -> tuple[list[int], float]:
-        """Give each tile to a device; return the owners, and when the last device is done."""
+        """Assign each tile to a device; return the owners and the finish time of the last device."""
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
         order = range(len(owners))
@@ -293,13 +291,13 @@ class _Grid:
 def tile(
     layers: Sequence[GraphLayer], rows: int, columns: int, speeds: Sequence[float], source: int, reuse: bool = False
 ) -> Tiling:
-    """Cut early layers into a grid and give the tiles to devices; with ``reuse`` of neighbours' data.
+    """Cut early layers into a grid and assign the tiles to devices, with ``reuse`` of neighbours' data if requested.
 
-    Each tile, the one with most multiplications first, goes to the device that would be done with it first; of
-    equals to the source, which needs no graph for it.
+    Tiles are assigned in descending order of multiplications to the device with the earliest finish time; ties go to
+    the source, which needs no transfer.
 
     Raises:
-        InputError: for a grid that is finer than the output it cuts.
+        InputError: for a grid finer than the output.
     """
     _, height, width = layers[-1].output
     for name, parts, size in (("rows", rows, height), ("columns", columns, width)):
@@ -313,7 +311,7 @@ def tile(
 
 
 def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: int, reuse: bool = False) -> Tiling:
-    """Return a grid with about one or two tiles for each device that is computed soonest; of equals the coarsest."""
+    """Return the fastest grid with about one or two tiles per device; the coarsest on ties."""
     grids = [_Grid(layers, *each, reuse) for each in _grid_sizes(layers, len(speeds))]
     best: tuple[float, int, list[int], _Grid] | None = None
     for bound, grid in sorted(((grid.least_time(speeds), grid) for grid in grids), key=lambda each: each[0]):
@@ -327,7 +325,7 @@ def best_tiling(layers: Sequence[GraphLayer], speeds: Sequence[float], source: i
 
 
 def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, int]]:
-    """Return the rows and columns of grids with about one or two tiles for each device."""
+    """Return the rows and columns of grids with about one or two tiles per device."""
     _, height, width = layers[-1].output
     sizes = set()
     for rows in range(1, min(devices, height) + 1):
@@ -337,7 +335,7 @@ def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, i
 
 
 def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
-    """Return what is needed along one axis of every layer's input, and at the end ``out`` itself."""
+    """Return the range needed along one axis of every layer's input, followed by ``out``."""
     found = [out]
     for layer in reversed(layers):
         found.append(needed(layer, found[-1], layer.input[axis]))
@@ -347,7 +345,7 @@ def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
 def _between(
     layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
 ) -> _AxisTiles:
-    """Return what is needed and computed along one axis where the neighbours' data are there."""
+    """Return the ranges needed and computed along one axis with data from the neighbours."""
     needs, makes = [out], [out]
     for index in range(len(layers) - 1, -1, -1):
         needs.append(needed(layers[index], makes[-1], layers[index].input[axis]))
@@ -358,7 +356,7 @@ def _between(
 
 
 def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> list[int]:
-    """Return the multiplications of each layer in one tile that computes these regions of the layers' outputs."""
+    """Return the multiplications of each layer in a tile computing these regions of the layers' outputs."""
     return [
         layer.multiplications * region.pixels // (layer.output[1] * layer.output[2])
         for layer, region in zip(layers, made, strict=True)
@@ -366,7 +364,7 @@ def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> lis
 
 
 def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) -> list[Cost]:
-    """Return what each layer is charged in one tile that computes these regions: its share of pixels, all weights."""
+    """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
     found = []
     for layer, region in zip(layers, made, strict=True):
         share = region.pixels / (layer.output[1] * layer.output[2])
@@ -376,6 +374,6 @@ def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) ->
 
 
 def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:
-    """Return what tiles that compute these regions multiply more than the layers in one piece: the halo's price."""
+    """Return the extra multiplications of these regions over an undivided computation (halo overhead)."""
     tiled = sum(sum(multiplications(layers, each)) for each in made)
     return tiled - sum(layer.multiplications for layer in layers)

@@ -1,4 +1,4 @@
-"""Training pictures changed at random in each epoch by transforms of torchvision; devices need no torchvision."""
+"""Augmentation of training images by torchvision transforms, drawn anew in each epoch; devices need no torchvision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY: Key = ("data", "augment", "transforms")
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws samples by seed, epoch and sample alone: the same whoever owns a sample, and whenever it is drawn."""
+    """Draws augmented samples from seed, epoch and sample index alone, independent of owner and time."""
 
     chain: Any
     """Takes a picture, (channels, height, width), and returns one of that shape."""
@@ -31,7 +31,7 @@ class Drawing:
 
     @property
     def copies(self) -> int:
-        """How many epochs differ; after them come the same again."""
+        """Number of distinct epochs; later epochs repeat them."""
         part, steps = self.workload.data.augment, self.workload.steps
         if part is not None and part.copies is not None:
             return part.copies
@@ -40,13 +40,13 @@ class Drawing:
         return math.ceil(steps / steps_per_epoch(len(self.places), self.workload.batch_size, self.workload.drop_last))
 
     def part(self, indices: Indices) -> Drawing:
-        """Return that of some of the samples, (indices,)."""
+        """Return the augmentation of some samples, (indices,)."""
         return replace(self, places=self.places[indices])
 
     def __call__(self, images: npt.NDArray[Any], indices: Indices, epoch: int) -> npt.NDArray[np.float32]:
-        """Return pictures of an epoch, (samples, channels, height, width), like those given, which are at ``indices``.
+        """Return the images of an epoch, (samples, channels, height, width), like those given at ``indices``.
 
-        Raises `InputError` for a transform that such pictures cannot have, or that changes their shape.
+        Raises `InputError` for a transform that does not accept the images or changes their shape.
         """
         found, state = np.empty(images.shape, np.float32), random.getstate()
         with torch.random.fork_rng(devices=[]):
@@ -65,9 +65,9 @@ class Drawing:
 
 
 def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
-    """Return what draws as many training samples of a shape as a workload says.
+    """Return the augmentation a workload configures for a number of training samples of one shape.
 
-    Raises `InputError` for samples that are no pictures, transforms that there are not, and those that change shapes.
+    Raises `InputError` for samples other than images, unknown transforms, and transforms changing the shape.
     """
     assert workload.data.augment is not None
     if len(shape) != 3:

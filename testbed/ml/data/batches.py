@@ -1,9 +1,8 @@
-"""Which samples make up which batch: a function of seed and step alone, so a resumed run sees the same batches.
+"""Composition of batches as a function of seed and step alone, so a resumed run sees the same batches.
 
-Each epoch is a new permutation of the samples, cut into whole batches; the samples left over, fewer than one
-batch, sit out that epoch and come up in others. Every step thus has the same size and the same cost. With `drop_last`
-off they are a smaller last batch of the epoch. A training set smaller than the batch makes one batch of all its
-samples.
+Each epoch is a new permutation of the samples, cut into whole batches. The remaining samples, fewer than one batch, are
+skipped in that epoch and drawn in others, so every step has the same size and cost. With `drop_last` off they form a
+smaller last batch of the epoch. A training set smaller than the batch is one batch of all its samples.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Indices: TypeAlias = "npt.NDArray[np.int64]"
 
 
 def steps_per_epoch(samples: int, batch_size: int, drop_last: bool = True) -> int:
-    """Return the number of batches in the samples, at least one; raises ValueError where there is none."""
+    """Return the number of batches in the samples, at least one; raises ValueError for an empty set."""
     if samples < 1 or batch_size < 1:
         raise ValueError(f"no batches of {batch_size} in {samples} samples")
     return max(1, samples // batch_size) if drop_last else -(-samples // batch_size)
@@ -31,31 +30,36 @@ def batch_length(samples: int, batch_size: int, step: int, drop_last: bool = Tru
 
 
 def left_out(samples: int, batch_size: int, drop_last: bool = True) -> int:
-    """Return the number of samples that each epoch leaves out."""
+    """Return the number of samples each epoch leaves out."""
     return samples % batch_size if drop_last and samples >= batch_size else 0
 
 
 def is_due(done: int, every: float | None) -> bool:
-    """Say whether what is done every so many steps is due after ``done`` of them; None and 0 are never."""
+    """Return whether a periodic action is due after ``done`` steps; an interval of None or 0 is never due."""
     return bool(every) and done > 0 and done % (every or 1) == 0
 
 
 class Due:
-    """Says when it is time for what is done every so many steps, or after so many seconds."""
+    """Triggers a periodic action, every so many steps or seconds.
+
+    >>> trigger = Due(10, now=0.0)
+    >>> trigger(10, now=0.5)
+    True
+    """
 
     def __init__(self, every: float | None, now: float) -> None:
-        """``every``: steps, if it is a whole number, else seconds, which begin ``now``; None: never."""
+        """``every`` is a number of steps if it is an integer, else seconds since ``now``; None never triggers."""
         self._every = every
         self._last = now
 
     def __call__(self, done: int, now: float) -> bool:
-        """Say whether it is time after ``done`` steps, ``now``."""
+        """Return whether the action is due after ``done`` steps at time ``now``."""
         if isinstance(self._every, float):
             return done > 0 and now - self._last >= self._every
         return is_due(done, self._every)
 
     def made(self, now: float) -> None:
-        """Count seconds anew."""
+        """Restart the interval in seconds."""
         self._last = now
 
 
@@ -67,7 +71,7 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
 
 
 def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True) -> Indices:
-    """Return the indices of the samples of a training step from 0, (samples,); without a seed in their own order."""
+    """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order."""
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size, drop_last))
     order = np.arange(samples) if seed is None else _order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
@@ -76,7 +80,7 @@ def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last:
 def cut_batch(size: int, micro_batches: int) -> tuple[slice, ...]:
     """Cut a batch into contiguous micro-batches of nearly equal size, larger ones first.
 
-    A batch of 10 in 4 micro-batches is 3, 3, 2, 2. The batch's mean loss is the mean of the micro-batches' losses,
+    A batch of 10 in 4 micro-batches is 3, 3, 2, 2. The mean loss of the batch is the mean of the micro-batches' losses
     weighted by their sizes. Raises ValueError for more micro-batches than samples, which would leave some empty.
     """
     if not 1 <= micro_batches <= size:

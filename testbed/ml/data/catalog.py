@@ -1,4 +1,6 @@
-"""The data sets a scenario can name, and `load`.
+"""The catalogue of data sets and `load`.
+
+Nothing here downloads files; `testbed.ml.data.fetch` does so for its command.
 
 Nothing here downloads; `testbed.ml.data.fetch` does, when its command is called.
 """
@@ -38,14 +40,14 @@ SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
 
 
 def data_place(name: str) -> Path:
-    """Return the folder of a set for which a scenario names none: the first that is there, or where to put it."""
+    """Return the default folder of a set: the first existing one, or the one to create."""
     places = [folder / name for folder in (DATA_FOLDER, SYSTEM_DATA_FOLDER)]
     return next((place for place in places if place.is_dir()), places[0])
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download: where it is had, its checksum, and what of it is kept where it is an archive."""
+    """A file to download: its addresses, its checksum, and the members to keep if it is an archive."""
 
     name: str
     bases: tuple[str, ...]
@@ -79,12 +81,12 @@ class DataSource:
 
     @property
     def entering(self) -> Entering:
-        """What enters a network that learns from it."""
+        """The input of a network trained on the set."""
         return Entering(self.shape, self.integers, self.fields)
 
 
 def _all_of(source: DataSource, *folders: Path) -> list[Path]:
-    """Return the files of a set, each from the first folder that has it; raises `InputError` naming what is missing."""
+    """Return the files of a set, each from the first folder containing the file; raises `InputError` for missing files."""
     found = {name: [files.find(folder, name) for folder in folders] for name in source.files}
     paths = [path for places in found.values() for path in [*filter(None, places)][:1]]
     if len(paths) < len(found):
@@ -137,7 +139,7 @@ def _read_cifar10(source: DataSource, folder: Path) -> tuple[str, Samples, Sampl
 
 @cache
 def _digits_table() -> npt.NDArray[np.uint8]:
-    """Return a row for each digit: 64 grey levels up to 16, then its class.
+    """Return a row for each digit: 64 grey levels up to 16, then the class.
 
     The file is the test part of the UCI set "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak, 1998,
     CC BY 4.0), as scikit-learn's `load_digits` has it.
@@ -155,7 +157,7 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
-    """Read photographs, all of them to be asked about: nothing can be learnt without labels."""
+    """Read photographs as test samples only: training is impossible without labels."""
     found = [pictures.read(place)] if source.from_path else pictures.photos()
     images = np.stack([pictures.letterbox(picture, source.shape) for picture in found])
     labels = np.zeros(len(images), dtype=np.uint8)
@@ -268,7 +270,7 @@ DATASETS: dict[str, DataSource] = {
 
 
 def describe(name: str) -> DataSource:
-    """Return what is known of a set without reading it; raises `InputError` for an unknown name."""
+    """Describe a set without reading its files; raises `InputError` for an unknown name."""
     if name in DATASETS:
         return DATASETS[name]
     if pictures.is_picture(name):
@@ -293,7 +295,7 @@ def list_names() -> list[str]:
 
 
 def part_of(text: str) -> DataPart:
-    """Return the data that a command names: a set of the list, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
+    """Return the data named on a command line: a set, a file or folder, FILE.py:FUNCTION or TABLE:LABEL."""
     place, _, name = text.rpartition(":")
     if place.endswith(".py"):
         return DataPart(file=place, name=name)
@@ -303,7 +305,7 @@ def part_of(text: str) -> DataPart:
 
 
 def is_own(part: DataPart) -> bool:
-    """Return whether the samples are the user's own or of a package's function, and none of the catalogue's."""
+    """Return whether the samples come from the user or a package's function instead of the catalogue."""
     if part.file is not None:
         return True
     if part.name in DATASETS or pictures.is_picture(part.name):
@@ -314,7 +316,7 @@ def is_own(part: DataPart) -> bool:
 
 
 def describe_part(part: DataPart, place: Path) -> DataSource:
-    """Return what is known of the data that a scenario names; raises `InputError`. One's own are read for that."""
+    """Describe the data of a scenario; raises `InputError`. User data are read for the description."""
     if not is_own(part):
         return describe(part.name)
     found = own.load(part, place, TEST_SHARE)
@@ -322,7 +324,7 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
 
 
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
-    """Return the labels of the training samples that a scenario names, (samples,); raises `InputError` as `load`."""
+    """Return the labels of a scenario's training samples, (samples,); raises `InputError` like `load`."""
     if is_own(part):
         return _limited(own.load(part, folder, TEST_SHARE), part).train_labels
     source = describe(part.name)
@@ -334,12 +336,12 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
-    """Return which value of the split's column each training sample has, (samples,), or None; raises `InputError`."""
+    """Return the index of each training sample's group in the split column, (samples,), or None; raises `InputError`."""
     return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
 
 
 def known_samples(part: DataPart) -> int | None:
-    """Return how many training samples a scenario has; None where only the data's files can tell."""
+    """Return the number of training samples of a scenario; None if only the data files can tell."""
     if part.train is not None:
         return part.train
     if part.name.startswith("synthetic"):
@@ -348,9 +350,9 @@ def known_samples(part: DataPart) -> int | None:
 
 
 def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
-    """Yield (key, what is wrong) of the files of a set of the catalogue, and of how many samples are asked of it.
+    """Yield (key, problem) for the files of a catalogue set and for the number of requested samples.
 
-    ``place`` is its folder, or its file. Reads no samples. Raises `InputError` for an unknown name.
+    ``place`` is the folder or the file of the set. Samples are not read. Raises `InputError` for an unknown name.
     """
     source = describe(part.name)
     if source.files:
@@ -377,12 +379,12 @@ def _folder_problems(source: DataSource, name: str, folder: Path) -> Iterator[tu
 
 
 def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dataset:
-    """Read the set that a scenario names, its files from ``folder`` (``part.folder`` where that is None).
+    """Read the set named by a scenario, with its files from ``folder`` (``part.folder`` if None).
 
-    For a set that is one file, ``folder`` is that file (``part.path`` where that is None). ``blank``: its labels, and
-    black images.
+    For a set stored in one file, ``folder`` is that file (``part.path`` if None). With ``blank``, images are black and
+    only labels are read.
 
-    Raises `InputError` for an unknown name, missing or damaged files, and more samples than there are.
+    Raises `InputError` for an unknown name, missing or damaged files, and too few samples.
     """
     if is_own(part):
         found = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
@@ -397,7 +399,7 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
 
 
 def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
-    """Return the file or folder to read; raises `InputError` where a folder is missing."""
+    """Return the file or folder to read; raises `InputError` for a missing folder."""
     if not source.files:
         return folder or Path((part.path if source.from_path else None) or "")
     download = f"`testbed setup data {part.name}`"
@@ -411,7 +413,7 @@ def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
 
 
 def _limited(found: Dataset, part: DataPart) -> Dataset:
-    """Return a set with the samples that a scenario uses of it."""
+    """Return a set reduced to the samples a scenario uses."""
     _check_limit(part.name, "train", len(found.train_labels), part.train)
     _check_limit(part.name, "test", len(found.test_labels), part.test)
     return replace(
@@ -427,7 +429,7 @@ def _limited(found: Dataset, part: DataPart) -> Dataset:
 def _take(
     name: str, part: str, samples: Samples, limit: int | None
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Return the first ``limit`` samples as floats; only those are ever widened to four bytes a pixel."""
+    """Return the first ``limit`` samples as floats; only these are widened to four bytes a pixel."""
     images, labels = samples
     _check_limit(name, part, len(images), limit)
     scaled = images[:limit].astype(np.float32)

@@ -1,4 +1,4 @@
-"""A data set in memory, and as one safetensors body: how it travels to the device that leads."""
+"""A data set in memory and its safetensors encoding for the coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Labels: TypeAlias = "npt.NDArray[Any]"
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples and their labels, split into training and test parts. Samples are called images, whatever they are."""
+    """Samples and labels, split into training and test parts. Samples of any kind are called images."""
 
     name: str
     """As shown beside every figure; a synthetic set has the word in its name."""
@@ -44,9 +44,9 @@ class Dataset:
     """Changes training samples anew in each epoch. Not sent: `pack` draws them for all epochs."""
 
     def batch(self, indices: npt.NDArray[np.int64], epoch: int, values: slice | None = None) -> Images:
-        """Return training samples, (samples, ...), of an epoch: each epoch sees augmented ones drawn anew.
+        """Return training samples, (samples, ...), of an epoch; augmentation differs in each epoch.
 
-        With ``values`` only these of the values of each, (samples, values), which is quicker than to choose them later.
+        With ``values`` only these values of each sample, (samples, values), which is faster than selecting them later.
         """
         if self.drawing is not None:
             return _with(values, self.drawing(_scaled(self.train_images[indices]), indices, epoch))
@@ -60,22 +60,22 @@ class Dataset:
 
     @property
     def integers(self) -> bool:
-        """Whether the samples are whole numbers, such as tokens."""
+        """Whether the samples are integers, such as tokens."""
         return self.train_images.dtype.kind == "i"
 
     def floats(self) -> Dataset:
-        """Return the same with samples of float32, for networks that take no whole numbers."""
+        """Return a copy with samples of float32, for networks that accept no integers."""
         if not self.integers:
             return self
         train, test = (each.astype(np.float32) for each in (self.train_images, self.test_images))
         return replace(self, train_images=train, test_images=test)
 
     def blank(self) -> Dataset:
-        """Return as many samples of the same labels, all black: for what asks for shapes alone. They take no memory."""
+        """Return the same number of black samples with the same labels, for shapes only. The samples take no memory."""
         return replace(self, train_images=_blank(self.train_images), test_images=_blank(self.test_images))
 
     def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
-        """Return a set with these training samples alone, (samples,) by their indices, and all or no test samples."""
+        """Return a set of the training samples with these indices, (samples,), and all or no test samples."""
         test = slice(None) if tests else slice(0)
         return replace(
             self,
@@ -87,7 +87,7 @@ class Dataset:
         )
 
     def drawn(self) -> Dataset:
-        """Return the same with its training samples drawn for all epochs, so that what draws them is not needed."""
+        """Return a copy with the augmented training samples of all epochs, independent of the augmentation."""
         if self.drawing is None or not len(self.train_labels):
             return replace(self, drawing=None)
         every = np.arange(len(self.train_labels))
@@ -95,7 +95,7 @@ class Dataset:
         return replace(self, train_images=copies, drawing=None)
 
     def noisy(self, deviation: float, seed: int) -> Dataset:
-        """Return the same with Gaussian noise of a standard deviation on the training samples, of float32."""
+        """Return a copy with Gaussian noise of a standard deviation on the training samples, as float32."""
         noise = np.random.default_rng(seed).normal(0, deviation, self.train_images.shape)
         return replace(self, train_images=(_scaled(self.train_images) + noise).astype(np.float32))
 
@@ -106,7 +106,7 @@ class Dataset:
 
 
 def _with(values: slice | None, images: Images) -> Images:
-    """Return some values of each image; None: the images as they are. They share memory."""
+    """Return the selected values of each image; None returns the images unchanged. Memory is shared."""
     return images if values is None else images.reshape(len(images), -1)[:, values]
 
 
@@ -119,7 +119,7 @@ def _blank(images: Images) -> Images:
 
 
 def _chosen(images: Images, indices: npt.NDArray[np.int64]) -> Images:
-    """Return some of the images; of blank ones, as many that take no memory either."""
+    """Return the selected images; a selection of blank images takes no memory either."""
     return images[: len(indices)] if len(images) and images.strides[0] == 0 else images[indices]
 
 
@@ -133,7 +133,7 @@ _ARRAYS = {
 
 
 def pack(dataset: Dataset) -> bytes:
-    """Return the body: its arrays, and as metadata its name and number of classes."""
+    """Return the message body: its arrays, with name and number of classes as metadata."""
     dataset = dataset.drawn()
     arrays = {name: getattr(dataset, name) for name in _ARRAYS}
     metadata = {"name": dataset.name, "classes": str(dataset.classes)}
@@ -141,7 +141,7 @@ def pack(dataset: Dataset) -> bytes:
 
 
 def unpack(body: Buffer) -> Dataset:
-    """Read what `pack` wrote; the arrays share the memory of ``body``. Raises `TensorError` for anything else."""
+    """Read the output of `pack`; the arrays share the memory of ``body``. Raises `TensorError` for other bytes."""
     raw, metadata = tensors.read(body)
     arrays = tensors.to_numpy(raw)
     if set(metadata) != {"name", "classes"} or not re.fullmatch("[0-9]{1,9}", metadata["classes"]):

@@ -1,4 +1,4 @@
-"""Downloads the files of a data set into a folder; only ever called by the command of that name."""
+"""Download of a data set's files into a folder, only for the command of the same name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _TIMEOUT = 30.0
 def fetch(
     name: str, folder: Path, bases: Sequence[str] = (), progress: DownloadProgress = lambda _file, _done, _all: None
 ) -> list[Path]:
-    """Download what is missing of a set; return the set's files, those that were there before included.
+    """Download the missing files of a set; return all files of the set.
 
-    ``bases`` are addresses of folders to try before the published ones, mirrors for instance. A download becomes
-    a file of its name only once its checksum is right. Raises `InputError` for a set that has nothing to
-    download and `HostError` where no address serves the right file.
+    ``bases`` are folder addresses tried before the published ones, such as mirrors. A download gets its final name once
+    its checksum matches. Raises `InputError` for a set without downloads and `HostError` if no address serves the right
+    file.
     """
     source = describe(name)
     if not source.remotes:
@@ -48,7 +48,7 @@ def fetch(
 
 
 def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
-    """Download one file from the first address that has it, and unpack it."""
+    """Download one file from the first working address, and unpack archives."""
     failures = []
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
         download = Path(unfinished) / remote.name
@@ -65,7 +65,7 @@ def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadP
 
 
 def _download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
-    """Write the bytes of an address to a file; raises ValueError where their checksum is another one."""
+    """Write the content of an address to a file; raises ValueError for a wrong checksum."""
     digest, done = hashlib.md5(usedforsecurity=False), 0
     with requests.get(address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
         response.raise_for_status()
@@ -84,7 +84,7 @@ def _download(address: str, file: Path, remote: Remote, progress: DownloadProgre
 
 
 def _keep(remote: Remote, download: Path, folder: Path) -> None:
-    """Give a sound download its name, or take out of it what is wanted."""
+    """Rename a verified download, or extract the wanted members."""
     if not remote.members:
         download.replace(folder / remote.name)
         return
@@ -101,7 +101,7 @@ def _keep(remote: Remote, download: Path, folder: Path) -> None:
 
 
 def _members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the files of an archive, opened, each by its name without any folder: so none lands outside."""
+    """Yield the files of an archive, opened, by name without folder, so none is written outside the target."""
     if zipped:
         with zipfile.ZipFile(archive) as opened:
             for entry in opened.infolist():

@@ -1,4 +1,6 @@
-"""Readers of the published file formats: IDX (MNIST and its kin) and CIFAR-10's binary form.
+"""Readers of published file formats: IDX (MNIST and similar sets) and CIFAR-10's binary form.
+
+A malformed file raises `InputError` with its name and the problem.
 
 Whatever is wrong with a file raises `InputError` with the file's name and what is wrong with it.
 """
@@ -23,7 +25,7 @@ _CIFAR_RECORD = 1 + math.prod(CIFAR_IMAGE)
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """Return the file of that name, plain or with ``.gz``; None where there is neither."""
+    """Return the file with this name, plain or with ``.gz``; None if both are missing."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
@@ -40,7 +42,7 @@ def _content(path: Path) -> bytes:
 
 
 def read_idx(path: Path, axes: int) -> Bytes:
-    """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for what is none."""
+    """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for other files."""
     content = _content(path)
     shape = _sizes(path, content, axes)
     found, announced = len(content) - 4 - 4 * axes, math.prod(shape)
@@ -52,7 +54,7 @@ def read_idx(path: Path, axes: int) -> Bytes:
 
 
 def check_images(path: Path, pixels: tuple[int, ...]) -> None:
-    """Raise `InputError` where the header of an IDX file of images says that they have other sizes."""
+    """Raise `InputError` if the header of an IDX image file declares other sizes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             _check_pixels(path, _sizes(path, file.read(16), 3), pixels)
@@ -67,7 +69,7 @@ def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -
 
 
 def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
-    """Return what the header of an IDX file announces."""
+    """Return the sizes declared by the header of an IDX file."""
     header = 4 + 4 * axes
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if content[:4] != magic:
@@ -78,7 +80,7 @@ def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
 
 
 def read_idx_pair(images: Path, labels: Path, shape: tuple[int, int], classes: int) -> tuple[Bytes, Bytes]:
-    """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` where they do not fit."""
+    """Read images (samples, 1, height, width) and labels (samples,); raises `InputError` if their numbers differ."""
     pixels, targets = read_idx(images, 3), read_idx(labels, 1)
     _check_pixels(images, pixels.shape, shape)
     if len(pixels) != len(targets):

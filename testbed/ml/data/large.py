@@ -17,7 +17,7 @@ _BLOCK = 1 << 22
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return an array, (*shape), to be filled; a large one lies in a file without a name, which goes with it."""
+    """Return an uninitialised array, (*shape); a large one is backed by an unnamed temporary file."""
     if math.prod(shape) * np.dtype(dtype).itemsize <= LARGE:
         return np.empty(shape, dtype)
     # /tmp may lie in memory; /var/tmp does not.
@@ -27,7 +27,7 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def take(values: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-    """Return a copy of some of the values, (indices, ...), which lies in a file if it is large."""
+    """Return a copy of some values, (indices, ...), backed by a file if large."""
     found = empty((len(indices), *values.shape[1:]), values.dtype)
     step = max(1, _BLOCK // max(1, math.prod(values.shape[1:])))
     for at in range(0, len(indices), step):

@@ -1,8 +1,7 @@
-"""The user's own data: of a function in a file or an installed package, ``.npz``, ``.safetensors``, tables, pictures.
+"""The user's own data: a function in a file or package, ``.npz``, ``.safetensors``, tables, or images.
 
 Arrays are called ``train_images``, ``train_labels``, ``test_images`` and ``test_labels``, or ``x_train``, ``y_train``,
-``x_test`` and ``y_test``; those of several inputs ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is
-unpickled.
+``x_test`` and ``y_test``; several inputs are ``train_NAME`` and ``test_NAME`` beside the labels. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm"}
 
 
 def load(part: DataPart, place: Path, test_share: float) -> Dataset:
-    """Return all samples of the file or folder ``place``; raises `InputError` saying what is wrong with them.
+    """Return all samples of the file or folder ``place``; raises `InputError` for malformed data.
 
-    Bytes are scaled to [0, 1], other values taken as they are: whole numbers stay whole (int64). ``test_share`` is kept
-    for the test part where the data have none. What was read last is kept, until the file changes.
+    Bytes are scaled to [0, 1]; other values stay as they are, and integers stay int64. If the data have no test part,
+    ``test_share`` of the samples is used for tests. The last result is cached until the file changes.
     """
     if is_packaged(part):
         place = Path(part.name)
@@ -103,7 +102,7 @@ def _load(text: str, place: Path, changed: int, test_share: float, group: str | 
 
 
 def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arrays, Groups]:
-    """Set a share of the training samples aside for tests."""
+    """Move a share of the training samples to the test part."""
     samples, labels = train
     classes = labels if is_class(labels) else np.zeros(len(labels), np.int64)
     kept, left = holdout(classes, share)
@@ -113,7 +112,7 @@ def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arra
 
 
 def _alike(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, Arrays]:
-    """Return both parts with samples of one type; raises `InputError` where shapes or types of labels differ."""
+    """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
         raise InputError(f"{place}: {shapes}: give both one shape", key)
@@ -126,7 +125,7 @@ def _alike(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, 
 
 
 def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, key: Key) -> int:
-    """Return the number of classes, or of the values to predict for a sample; raises `InputError` for odd labels."""
+    """Return the number of classes, or of predicted values per sample; raises `InputError` for invalid labels."""
     if train.dtype.kind == "f":
         return math.prod(train.shape[1:])
     classes = 1 + int(max(train.max(initial=0), test.max(initial=0)))
@@ -137,7 +136,7 @@ def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, ke
 
 
 def _read(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
-    """Return training and test samples as they lie in a file or folder, and which values split the former."""
+    """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
     if part.size is not None and not place.is_dir():
         raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
     if part.path is None:
@@ -160,7 +159,7 @@ def _refuse_columns(part: DataPart) -> None:
 
 
 def _without(samples: Samples, group: str) -> tuple[Samples, Groups]:
-    """Return samples without the input that says how they are split, and which of its values each has."""
+    """Return samples without the split column, and that column."""
     values, labels = samples
     if not isinstance(values, Mapping) or group not in values:
         return samples, None
@@ -169,7 +168,7 @@ def _without(samples: Samples, group: str) -> tuple[Samples, Groups]:
 
 
 def _checked(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
-    """Return samples and labels, (samples, ...) both, as every data set has them, of float32 or int64; and fields."""
+    """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields."""
     values, labels = samples
     if isinstance(values, Mapping):
         if not values:
@@ -224,7 +223,7 @@ def _has_colours_last(shape: tuple[int, ...]) -> bool:
 
 
 def _is_finite(values: npt.NDArray[Any]) -> bool:
-    """Return whether an array that may be larger than memory has finite values alone."""
+    """Return whether an array of any size, possibly larger than memory, is finite."""
     if values.dtype == np.uint8:
         return True
     step = max(1, _READ // max(1, values[0].size))
@@ -245,7 +244,9 @@ def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
 
 
 def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
-    """Call the user's function: it returns train and test, each a pair of arrays or a torch data set; None: no test."""
+    """Call the user's function, which returns train and test: pairs of arrays, torch data sets, or None for no test
+    part.
+    """
     if part.file is None:
         found = plugins.load(plugins.installed(GROUP)[part.name], _NAME, lambda function: function())
     else:
@@ -259,10 +260,10 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
 
 
 def _pair(part: Any, where: str) -> Samples:
-    """Return one part of a set as arrays: a pair of them, or of whatever has a length and pairs by number.
+    """Return one part of a set as arrays, from a pair of arrays or from an indexable sequence of pairs.
 
-    Samples may consist of several inputs, as a mapping or a tuple; so may those of a data set, whose samples may also
-    be mappings with their labels among them, as those of Hugging Face are.
+    Samples may consist of several inputs, as a mapping or a tuple. The samples of a data set may also be mappings
+    containing their labels, as those of Hugging Face.
     """
     try:
         if isinstance(part, tuple) and len(part) == 2:
@@ -275,7 +276,7 @@ def _pair(part: Any, where: str) -> Samples:
 
 
 def _inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
-    """Return samples as an array, or of several inputs an array of each."""
+    """Return samples as one array, or as one array for each of several inputs."""
     several = isinstance(samples, tuple) and len(samples) != len(labels)
     if several and all(len(each) == len(labels) for each in samples):
         samples = {str(place): each for place, each in enumerate(samples)}
@@ -285,7 +286,7 @@ def _inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
 
 
 def _sample(item: Any) -> tuple[Any, Any]:
-    """Return a sample, of several inputs a mapping, and its label."""
+    """Return a sample (a mapping for several inputs) and its label."""
     if isinstance(item, Mapping):
         label = next((name for name in ("labels", "label") if name in item), None)
         if label is None:
@@ -296,7 +297,7 @@ def _sample(item: Any) -> tuple[Any, Any]:
 
 
 def _together(samples: Sequence[Any], filling: int) -> Values:
-    """Return samples as an array, or of several inputs an array of each."""
+    """Stack samples into one array, or into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
         return _stacked(samples, filling)
     found = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
@@ -304,12 +305,12 @@ def _together(samples: Sequence[Any], filling: int) -> Values:
 
 
 def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
-    """Return the array of a single input, or several by their names."""
+    """Return the array of a single input, or the mapping of several inputs."""
     return inputs if len(inputs) > 1 else next(iter(inputs.values()))
 
 
 def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
-    """Return (samples, ...); samples of several lengths are filled up to the longest."""
+    """Stack samples, (samples, ...), padding shorter ones to the longest."""
     arrays = [_array(each) for each in values]
     longest = max((len(each) for each in arrays if each.ndim), default=0)
     return np.stack(
@@ -323,7 +324,7 @@ def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
 
 
 def _array(values: Any) -> npt.NDArray[Any]:
-    """Return an array; a picture of Pillow's has its channels first, as torch wants them."""
+    """Convert a value to an array; Pillow images become channels first, as in torch."""
     if hasattr(values, "detach"):
         values = values.detach()
     array = np.asarray(values)
@@ -354,12 +355,12 @@ def _test_part(place: Path, arrays: Mapping[str, npt.NDArray[Any]], names: tuple
 
 
 def _inputs_of(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays whose names begin with a prefix, by the rest of their names."""
+    """Return the arrays with a prefix in their names, keyed by the rest of the name."""
     return {name.removeprefix(prefix): each for name, each in arrays.items() if name.startswith(prefix)}
 
 
 def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | None]:
-    """Read what `datasets` saved; columns are the inputs of a sample by their names, one column its only input."""
+    """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
     library = need("datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH)
     try:
         found = library.load_from_disk(str(place))
@@ -419,7 +420,7 @@ def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
 
 
 def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
-    """Read pictures in a folder for each class, itself in ``train`` and ``test`` where there are these two."""
+    """Read images from one folder per class, optionally below ``train`` and ``test``."""
     if (place / "train").is_dir() and (place / "test").is_dir():
         classes = _classes(place / "train")
         if unlike := set(_classes(place / "test")) - set(classes):

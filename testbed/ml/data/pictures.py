@@ -1,8 +1,8 @@
-"""Photographs as inputs of a network: any picture, shrunk or stretched as a whole into the network's input.
+"""Photographs as network inputs: each image is scaled as a whole into the input size of the network.
 
-Two data sets without labels, so for inference alone: ``photos`` are the two sample photographs that come with
-scikit-learn, ``image`` is a file of the user's. Their names say the size of the network's input, as
-``photos-160x160``: every device knows the scenario, but only the one that leads is sent the pictures.
+Two data sets have no labels and serve inference only: ``photos`` are the two sample photographs of scikit-learn,
+``image`` is a file of the user. Their names include the network's input size, as in ``photos-160x160``: every device
+knows the scenario, but only the coordinator receives the images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KIND = re.compile(r"(photos|image)(-|\Z)")
 
 
 class Frame(NamedTuple):
-    """Where in the input a picture lies, in pixels."""
+    """The position of an image within the input, in pixels."""
 
     left: int
     top: int
@@ -39,7 +39,7 @@ class Frame(NamedTuple):
 
 
 def is_picture(name: str) -> bool:
-    """Return whether a data set's name is meant as one of these, though its size may be wrong."""
+    """Return whether a data set name denotes photographs, even with a malformed size."""
     return _KIND.match(name) is not None
 
 
@@ -61,7 +61,7 @@ def parse(name: str) -> tuple[str, tuple[int, int, int]]:
 
 
 def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
-    """Return the largest place that a picture of this size fills with its sides in proportion, in the middle."""
+    """Return the largest centred frame with the aspect ratio of the image."""
     _, room_high, room_wide = shape
     scale = min(room_wide / width, room_high / height)
     wide, high = max(1, int(width * scale)), max(1, int(height * scale))
@@ -69,7 +69,7 @@ def frame(width: int, height: int, shape: Sequence[int]) -> Frame:
 
 
 def letterbox(picture: Image, shape: Sequence[int]) -> Bytes:
-    """Return a picture as (3, height, width), its sides in proportion and grey where it does not reach."""
+    """Return an image as (3, height, width) with its aspect ratio kept and grey borders."""
     from PIL import Image
 
     place = frame(picture.width, picture.height, shape)
@@ -88,7 +88,7 @@ def photos() -> list[Image]:
 
 
 def read(path: Path) -> Image:
-    """Read a file in any format that Pillow knows, turned as its camera says; raises `InputError` naming the file."""
+    """Read a file in any format of Pillow, rotated by its EXIF orientation; raises `InputError` naming the file."""
     need("PIL", "pictures", f"reading {path}")
     from PIL import Image, ImageOps, UnidentifiedImageError
 

@@ -1,4 +1,4 @@
-"""Who owns which training samples: shares of indices, a function of labels, owners and seed alone."""
+"""Ownership of training samples: shares of indices as a function of labels, owners and seed alone."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ DRAWS = 1000
 
 
 def is_class(labels: npt.NDArray[Any]) -> bool:
-    """Say whether labels, (samples, ...), are one class for each sample, and not numbers or one for each token."""
+    """Return whether labels, (samples, ...), are one class per sample, in contrast to numbers or classes per token."""
     return labels.ndim == 1 and labels.dtype.kind == "i"
 
 
 def split(
     labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None = None
 ) -> dict[str, Indices]:
-    """Share samples among the devices that own data; no sample goes to two of them.
+    """Distribute samples among the devices with data; each sample goes to at most one device.
 
-    All samples are shared, but for `sizes` that add up to fewer and for classes that `shards` gives to nobody.
+    All samples are distributed, except with `sizes` summing to fewer, and except classes `shards` assigns to no device.
 
     Args:
         labels: of all training samples, (samples,).
-        classes: that there are, numbered from 0.
-        owners: the devices that own data.
-        how: as ``workload.data.split`` says; not ``lead``, which shares nothing.
-        seed: the scenario's.
-        groups: of all training samples, (samples,), which value of the column of ``how`` each has; None: there is none.
+        classes: number of classes, numbered from 0.
+        owners: the devices with data.
+        how: the part ``workload.data.split``; any value but ``lead``, which keeps all samples at the coordinator.
+        seed: the scenario's seed.
+        groups: for each training sample, (samples,), the value of the column named by ``how``; None without a column.
 
-    Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError where
-    a device would be left without samples, or there are too few samples or classes.
+    Returns: By device, the indices of its samples in ascending order, (samples of the device,). Raises InputError for
+    a device without samples, and for too few samples or classes.
     """
     if len(owners) > len(labels):
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
@@ -54,7 +54,7 @@ def split(
 def _large_enough(
     labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None
 ) -> tuple[list[Indices], str]:
-    """Return the first draw that gives each device `min_samples`, and a remedy for a device without samples."""
+    """Return the first draw with `min_samples` for each device, and a remedy for devices without samples."""
     least = how.min_samples if isinstance(how, SplitPart) else None
     if not least:
         return _shared(labels, classes, owners, how, seed, groups, 0)
@@ -72,7 +72,7 @@ def _large_enough(
 def _shared(
     labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None, draw: int
 ) -> tuple[list[Indices], str]:
-    """Return the shares of a draw, counted from 0, and a remedy for a device without samples."""
+    """Return the shares of a draw, counted from 0, and a remedy for devices without samples."""
     larger = "use a larger value, fewer devices or another seed, or write min_samples"
     if not isinstance(how, SplitPart):
         return _iid(labels, len(owners), seed), ""
@@ -94,23 +94,23 @@ def _shared(
 
 
 def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
-    """Return how many samples of which classes each device owns; of classes that it has none of, nothing."""
+    """Return the number of samples by device and class, without zeros."""
     counted = {name: np.unique(labels[share], return_counts=True) for name, share in shares.items()}
     return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
 
 
 def _generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
-    """Return the random numbers of a draw, which the scenario's seed and the number of the draw decide."""
+    """Return the random generator of a draw, seeded by the scenario's seed and the number of the draw."""
     return np.random.default_rng(derive(seed, "split", kind, *([draw] if draw else [])))
 
 
 def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
-    """Share at random; the shares' sizes differ by one at most."""
+    """Distribute samples at random; the sizes of shares differ by at most one."""
     return np.array_split(_generator(seed, "iid").permutation(len(labels)), devices)
 
 
 def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
-    """Share at random, in the given sizes."""
+    """Distribute samples at random in the given sizes."""
     key = (*_KEY, "sizes")
     if len(sizes) != len(owners):
         raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
@@ -121,7 +121,7 @@ def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: i
 
 
 def _dirichlet(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
-    """Share each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
+    """Distribute each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == label))
@@ -132,13 +132,13 @@ def _dirichlet(labels: Indices, devices: int, concentration: float, generator: n
 
 
 def _quantity(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
-    """Share at random, in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
+    """Distribute samples at random in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
     edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
     return np.split(generator.permutation(len(labels)), edges.astype(int))
 
 
 def _column(groups: Indices, devices: int) -> list[Indices]:
-    """Keep samples of one value together: the value with most samples goes to the device that has fewest so far."""
+    """Keep samples with one column value together; the largest group goes to the device with fewest samples so far."""
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     values, counts = np.unique(groups, return_counts=True)
     for value in values[np.argsort(-counts, kind="stable")]:
@@ -148,7 +148,7 @@ def _column(groups: Indices, devices: int) -> list[Indices]:
 
 
 def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
-    """Deal ``count`` classes to each device, all classes about equally often; who has a class shares it evenly.
+    """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
@@ -183,7 +183,10 @@ def _deal(classes: int, devices: int, each: int, generator: np.random.Generator)
 
 
 def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
-    """Set a fraction of each class aside: (kept, set aside), each in the order of the samples. Always the same."""
+    """Split off a fraction of each class: (kept, split off), each in the order of the samples.
+
+    The result is deterministic.
+    """
     generator = _generator(0, "holdout")
     aside = np.concatenate(
         [

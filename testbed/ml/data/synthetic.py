@@ -1,7 +1,7 @@
-"""Made-up images that a network can learn: a prototype for each class, plus noise.
+"""Synthetic images with learnable classes: a prototype for each class, plus noise.
 
-For shapes and sizes that no real set at hand has, and for timing. Never to be taken for real data: the set's name
-begins with ``synthetic``, and so every figure from it does.
+They serve shapes and sizes missing from real sets, and timing. They must never pass as real data, so their set name,
+and every metric label derived from the set, begins with ``synthetic``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _labels(count: int, classes: int) -> npt.NDArray[np.int64]:
 
 
 def make(name: str, train: int | None, test: int | None, blank: bool = False) -> Dataset:
-    """Make the set of that name, the same whatever the scenario's seed; ``blank``: its labels, and black images."""
+    """Generate the set of this name, independent of the scenario's seed; ``blank``: labels with black images."""
     shape, classes = parse(name)
     channels, height, width = shape
     generator = np.random.default_rng(derive(0, "synthetic", "prototypes", *shape, classes))

@@ -1,4 +1,4 @@
-"""Tables with named columns, as CSV or Parquet: rows are samples, a column their labels, another one who owns them."""
+"""Tables in CSV or Parquet files: rows are samples, with a column for labels and optionally one for owners."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Table:
 
 
 def read(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Table:
-    """Read a table; words become whole numbers in the order of the alphabet, in labels as elsewhere.
+    """Read a table; words become integers in alphabetical order, in labels and in inputs.
 
-    ``label`` names the column of the labels, ``columns`` those of a sample (None: all others), or by name those of each
-    of its inputs, ``group`` the one by which samples are split among devices. The file is read several times, a block
-    of rows at a time, so it may be larger than memory. Raises `InputError` for columns that are not there, cells that
-    hold nothing, and a file that is no table.
+    ``label`` names the label column, ``columns`` those of a sample (None: all others), or, by input name, those of each
+    input; ``group`` names the column for splitting samples among devices. The file is read several times in blocks of
+    rows, so it may be larger than memory. Raises `InputError` for missing columns, empty cells, and files in another
+    format.
     """
     inputs = _inputs(place, label, columns, group)
     assert label is not None
@@ -60,7 +60,7 @@ def read(place: Path, label: str | None, columns: Columns | None, group: str | N
 
 
 def _groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
-    """Return a column as whole numbers in the order of the alphabet."""
+    """Return a column as integers, numbering its values in alphabetical order."""
     if name is None:
         return None
     words = _words(place, [name])[name]
@@ -69,7 +69,7 @@ def _groups(place: Path, name: str | None) -> npt.NDArray[np.int64] | None:
 
 
 def _inputs(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Mapping[str, Sequence[str]]:
-    """Return the columns of each input by its name, "" for the only one; raises `InputError` for unknown columns."""
+    """Return the columns of each input by name, "" for a single input; raises `InputError` for unknown columns."""
     existing = _names(place)
     names = ", ".join(existing)
     if label is None:
@@ -90,7 +90,7 @@ def _inputs(place: Path, label: str | None, columns: Columns | None, group: str 
 
 
 def _type(kinds: Mapping[str, Kind], names: Sequence[str]) -> npt.DTypeLike:
-    """Return the type of an array of some columns, of which words are whole numbers."""
+    """Return the array type of some columns; words count as integers."""
     return np.float32 if any(kinds[name] is np.float32 for name in names) else np.int64
 
 
@@ -99,7 +99,6 @@ def _values(cells: npt.NDArray[Any], kind: Kind, words: npt.NDArray[Any] | None)
 
 
 def _names(place: Path) -> list[str]:
-    """Return the names of a table's columns."""
     if place.suffix == ".parquet":
         names = list(_parquet(place).schema_arrow.names)
     else:
@@ -124,7 +123,7 @@ def _blocks(place: Path, names: Sequence[str]) -> Iterator[dict[str, npt.NDArray
 
 
 def _lines(place: Path) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield the first line of a CSV file, and with it `ROWS` of the others at a time."""
+    """Yield blocks of `ROWS` lines of a CSV file, each preceded by the header line."""
     try:
         with place.open(newline="", encoding="utf-8-sig") as file:
             rows = (row for row in csv.reader(file) if row)
@@ -156,7 +155,7 @@ def _no_parquet(place: Path, error: Exception) -> InputError:
 
 
 def _kinds(place: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
-    """Return for each column whether it holds whole numbers, numbers or words, and the number of rows."""
+    """Return the kind of each column (integers, numbers or words) and the number of rows."""
     found, rows = dict.fromkeys(names, 0), 0
     wider: Sequence[Kind] = (np.int64, np.float32, str)
     for block in _blocks(place, names):
@@ -189,7 +188,7 @@ def _kind(cells: npt.NDArray[Any]) -> Kind:
 
 
 def _words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return the different words of some columns, in the order of the alphabet."""
+    """Return the distinct words of some columns in alphabetical order."""
     found: dict[str, set[str]] = {name: set() for name in names}
     for block in _blocks(place, names) if names else ():
         for name, words in found.items():
@@ -202,5 +201,5 @@ def _texts(cells: npt.NDArray[Any]) -> list[str]:
 
 
 def numbered(cells: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return values, (rows,), as whole numbers in the order of the alphabet."""
+    """Return values, (rows,), as integers in alphabetical order of the values."""
     return np.unique(_texts(cells), return_inverse=True)[1].astype(np.int64)

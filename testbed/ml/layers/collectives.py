@@ -1,4 +1,4 @@
-"""Collective operations of several devices, as MPI and ``torch.distributed`` know them."""
+"""Collective operations among several devices, as in MPI and ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.ml.lazy import torch
 
 @dataclass(frozen=True)
 class Contribution(Numbered, kind="collective", key=("group", "operation", "step", "sender")):
-    """From a member of a group to another, in one step of an operation."""
+    """Message from one group member to another for one step of an operation."""
 
     group: int
     operation: int
@@ -25,16 +25,21 @@ class Contribution(Numbered, kind="collective", key=("group", "operation", "step
 
 
 class Group:
-    """Devices that call the same operations in the same order; a program's mailbox has to know `Contribution`.
+    """Devices calling the same operations in the same order; the program's mailbox must register `Contribution`.
 
-    Operations match by their order, so what runs at the same time, such as two requests under way, needs a group of its
-    own for each, with a number of its own. A member that is missing is waited for: a program that outlives its devices
-    opens another configuration of its mailbox, which makes the operations of the one before void. An operation returns
-    as soon as this device has what it is to have; what it still sends is withdrawn if its mailbox closes.
+    Operations match by their order, so concurrent activities, such as two requests under way, need separate groups with
+    distinct numbers. An operation waits for missing members: a program surviving the loss of devices opens another
+    configuration of its mailbox, which voids the operations of the previous one. An operation returns once this device
+    has its result; pending sends are withdrawn if its mailbox closes.
+
+    Example, in the program of every member::
+
+        group = Group(mailbox, device, members)
+        total = await group.all_reduce(torch.ones(3))
     """
 
     def __init__(self, mailbox: Mailbox, members: Sequence[str], number: int = 0) -> None:
-        """``members`` are names of devices, the same in the same order on each, this device among them."""
+        """``members`` are device names including this device, in the same order on every member."""
         self.members = tuple(members)
         self.device = mailbox.device
         self.rank = self.members.index(self.device.name)
@@ -44,12 +49,12 @@ class Group:
         self._operations = count()
 
     async def broadcast(self, tensor: torch.Tensor | None, root: str) -> torch.Tensor:
-        """Return the root's tensor, of any shape, on every member; the others pass None."""
+        """Return the root's tensor, of any shape, on every member; other members pass None."""
         sent = None if tensor is None else [{"": tensor}] * len(self.members)
         return (await self.scatter(sent, root))[""]
 
     async def scatter(self, states: Sequence[State] | None, root: str) -> State:
-        """Return on each member the named tensors that the root has for it, in members' order; others pass None."""
+        """Return on each member the named tensors the root passes for this member; other members pass None."""
         operation = next(self._operations)
         if states is None:
             return await self._take(operation, root)
@@ -58,7 +63,7 @@ class Group:
         return states[self.rank]
 
     async def gather(self, tensor: torch.Tensor, root: str) -> list[torch.Tensor] | None:
-        """Return on the root every member's tensor, of any shapes, in the order of the members; None elsewhere."""
+        """Return on the root the tensors of all members, of any shapes, in member order; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
             self._send(operation, root, {"": tensor})
@@ -66,7 +71,7 @@ class Group:
         return await self._collect(operation, tensor)
 
     async def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return on every member every member's tensor, of any shapes, in the order of the members."""
+        """Return on every member the tensors of all members, of any shapes, in member order."""
         operation = next(self._operations)
         for member in self.members:
             self._send(operation, member, {"": tensor})
@@ -78,10 +83,10 @@ class Group:
         ]
 
     async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return on every member the sum of all members' tensors, which are of one shape; the same sum to the bit.
+        """Return on every member the sum of all tensors, which have one shape; the sums are bitwise equal.
 
-        Passed round a ring in as many parts as there are members: every link carries 2 (n - 1) / n of a tensor. The
-        additions take the device's time.
+        The tensors travel round a ring in as many parts as there are members: every link carries 2 (n - 1) / n of a
+        tensor. The additions take the device's time.
         """
         operation, size = next(self._operations), len(self.members)
         parts = list(tensor.flatten().tensor_split(size))

@@ -1,8 +1,8 @@
-"""What a stage is charged and needs: FLOPs and accessed bytes of each piece of work, bytes of memory.
+"""Costs and memory of a stage: FLOPs and accessed bytes of each operation, bytes of memory.
 
-Forward and backward are the units' formulas times the samples. For an update see `Recipe.update_flops`; copying weights
-(a checkpoint, a new shard, building one) is charged 1 FLOP a parameter and another for each value of the optimizer's
-state, such as momentum. The loss is charged nothing.
+Forward and backward costs are the units' formulas times the samples. `Recipe.update_flops` gives the cost of updates.
+Copying weights (a checkpoint, a new shard, building one) costs 1 FLOP for each parameter and for each value of the
+optimizer's state, such as momentum. The loss costs nothing.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def update(units: Sequence[Unit], training: Recipe) -> Cost:
 
 
 def copy(units: Sequence[Unit], training: Recipe) -> Cost:
-    """Return the cost of copying the weights that travel and the optimizer's state."""
+    """Return the cost of copying the transmitted weights and the optimizer's state."""
     return Cost(training.state_values * parameters(units) + weight_bytes(units, training) / BYTES_PER_VALUE)
 
 
 def weight_bytes(units: Sequence[Unit], training: Recipe) -> float:
-    """Return the bytes of the weights that travel."""
+    """Return the bytes of the transmitted weights."""
     fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
     return BYTES_PER_VALUE * (parameters(units) + fixed)
 
 
 def state_bytes(units: Sequence[Unit], training: Recipe) -> float:
-    """Return the bytes of the weights that travel and of the optimizer's state."""
+    """Return the bytes of the transmitted weights and the optimizer's state."""
     return BYTES_PER_VALUE * copy(units, training).of().flops
 
 
 def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
-    """Return the bytes that a device needs to hold the whole model and compute with it."""
+    """Return the bytes a device needs to hold and compute the whole model."""
     model, workload = problem.model, problem.workload
     units, samples = range(len(model.units)), workload.batch_size
     if workload.task == "infer":
@@ -67,7 +67,7 @@ def whole_memory(problem: Problem[Any], device: DeviceSpec) -> float:
 
 
 def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
-    """Return the seconds that one device alone takes for a step or a request."""
+    """Return the seconds one device alone takes for a step or a request."""
     units, samples = problem.model.units, problem.workload.batch_size
     seconds = device.seconds(forward(units, samples))
     if problem.workload.task == "train":
@@ -76,7 +76,7 @@ def whole_seconds(problem: Problem[Any], device: DeviceSpec) -> float:
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
-    """Raise `InputError` where a device's part does not fit into it."""
+    """Raise `InputError` if a device's part exceeds its memory."""
     if memory > device.memory:
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, its part of the model needs "

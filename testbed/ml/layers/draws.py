@@ -1,4 +1,4 @@
-"""Random numbers of some rows of a batch as the whole batch draws them: dropout is the same in however many parts."""
+"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout is independent of splitting."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LIKE = {
 
 
 class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has what is drawn for each of some samples drawn for all of the batch, and takes the rows of those.
+    """Context in which random tensors are drawn for the whole batch and reduced to the rows of some samples.
 
-    Every dropout of torch draws in this way, modules that drop whole samples, and noise like a tensor
-    (`torch.randn_like`). What has no rows for each sample is drawn as it is.
+    All dropout layers of torch draw this way, as do modules dropping whole samples, and noise shaped like a tensor
+    (`torch.randn_like`). Random tensors without one row per sample are drawn unchanged.
     """
 
     def __init__(self, begin: int, count: int, samples: int) -> None:
-        """``count`` rows from ``begin`` on, of a batch of ``samples``."""
+        """Select ``count`` rows starting at ``begin`` in a batch of ``samples``."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._begin = begin
         self._count = count

@@ -1,4 +1,4 @@
-"""What the lead feeds into a model, batches and requests, and what it makes of the answers: scores and boxes."""
+"""Input batches and requests on the coordinator, and evaluation of the outputs: scores and boxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testbed.ml.workload import LearningPart
 
 
 def loss_fields(loss: float, computed: bool) -> dict[str, float]:
-    """Return the fields of an event for a loss; none where a run without numbers computed no loss."""
+    """Return the event fields of a loss; empty in timing-only runs."""
     return {"loss": loss} if computed else {}
 
 
@@ -28,7 +28,7 @@ _PLAIN = Recipe()
 
 
 class Score:
-    """Adds up correct answers, the loss, and what else the training is measured by."""
+    """Accumulates correct answers, loss and the configured metrics."""
 
     def __init__(self, training: Recipe = _PLAIN) -> None:
         self.samples = 0
@@ -42,7 +42,7 @@ class Score:
         self._metrics = training.metrics()
 
     def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:
-        """Count outputs, (samples, ...) as the loss wants them, and labels, (samples, ...); nothing without numbers."""
+        """Count outputs, (samples, ...), against labels, (samples, ...); a no-op in timing-only runs."""
         if outputs.is_meta:
             return
         wanted = torch.from_numpy(labels)
@@ -57,16 +57,16 @@ class Score:
 
     @property
     def accuracy(self) -> float | None:
-        """Fraction of samples, or of tokens, whose largest output is their label; None where labels are no classes."""
+        """Fraction of samples, or tokens, whose largest output is their label; None for labels other than classes."""
         return self._correct / self._answers if self._answers else None
 
     @property
     def loss(self) -> float | None:
-        """Mean loss; None where the loss counts no label."""
+        """Mean loss; None if the loss counts no label."""
         return self._loss / self._weight if self._weight else None
 
     def fields(self) -> dict[str, Any]:
-        """Return accuracy, loss and metrics as an event has them; nothing where there was nothing to score."""
+        """Return accuracy, loss and metrics as event fields; empty without scored samples."""
         if not self.samples:
             return {}
         metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
@@ -75,13 +75,13 @@ class Score:
 
 
 def record_left_out(device: Device, samples: int, of: int) -> None:
-    """Record how many of all training samples each epoch leaves out, if it does."""
+    """Record the number of training samples each epoch leaves out, if any."""
     if samples:
         device.record("left_out", samples=samples, of=of)
 
 
 class Training:
-    """The batches of every training step; a step that is done again sees the same samples."""
+    """The batches of all training steps; a repeated step sees the same samples."""
 
     def __init__(self, dataset: Dataset, workload: LearningPart, seed: int) -> None:
         self._dataset = dataset
@@ -95,7 +95,7 @@ class Training:
 
     @property
     def samples(self) -> int:
-        """Samples of one batch, of which the last of an epoch may have fewer."""
+        """Samples of one batch; the last batch of an epoch may have fewer."""
         return min(self._size, self._samples)
 
     def count(self, step: int) -> int:
@@ -103,7 +103,7 @@ class Training:
         return batch_length(self._samples, self._size, step, self._drop_last)
 
     def record_left_out(self, device: Device) -> None:
-        """Record how many samples each epoch leaves out, if it does."""
+        """Record the number of samples each epoch leaves out, if any."""
         record_left_out(device, left_out(self._samples, self._size, self._drop_last), self._samples)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Training:
         return self.images(step), self.labels(step)
 
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
-        """Return the samples of a step, (samples, ...); with ``values`` only these of each, (samples, values)."""
+        """Return the samples of a step, (samples, ...); with ``values`` only these values, (samples, values)."""
         epoch = step // self._per_epoch
         return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch, values))
 
@@ -124,7 +124,7 @@ class Training:
 
 
 class Requests:
-    """Batches of test samples, from the first on: ``count`` full ones, round and round, or one pass over all."""
+    """Batches of test samples in order: ``count`` full ones, cyclically, or one pass over all."""
 
     def __init__(self, dataset: Dataset, batch_size: int, count: int | None = None) -> None:
         self._dataset = dataset
@@ -137,26 +137,26 @@ class Requests:
 
     @property
     def labelled(self) -> bool:
-        """Whether it is known what the answers should be."""
+        """Whether labels exist for the samples."""
         return self._dataset.classes > 0
 
     def samples(self, index: int) -> Sequence[int]:
-        """Return which test samples one request is about."""
+        """Return the indices of one request's test samples."""
         there = len(self._dataset.test_labels)
         first, end = index * self._size, (index + 1) * self._size
         return [at % there for at in range(first, end)] if self._round else range(first, min(end, there))
 
     def images(self, index: int) -> torch.Tensor:
-        """Return the samples of one request, (samples, ...); of images (samples, channels, height, width)."""
+        """Return the samples of one request, (samples, ...); for images (samples, channels, height, width)."""
         return torch.from_numpy(self._dataset.tests(self.samples(index)))
 
     def labels(self, index: int) -> npt.NDArray[Any]:
-        """Return the labels that belong to one request's images, (samples, ...)."""
+        """Return the labels of one request, (samples, ...)."""
         return self._dataset.test_labels[self.samples(index)]
 
 
 class Answers:
-    """Takes in the output of every request and records what it says, on the device that asked."""
+    """Evaluates and records the output of every request on the requesting device."""
 
     def __init__(self, device: Device, problem: Problem, requests: Requests) -> None:
         self._device = device
@@ -165,7 +165,7 @@ class Answers:
         self._score = Score(problem.training)
 
     def add(self, index: int, outputs: torch.Tensor) -> None:
-        """Take in the outputs (samples, ...) of one request; its time is over by then."""
+        """Record the outputs (samples, ...) of one request; its latency no longer counts this."""
         if outputs.is_meta:
             return
         if self._detector is not None:
@@ -176,6 +176,6 @@ class Answers:
             self._score.add(outputs, self._requests.labels(index))
 
     def finish(self) -> None:
-        """Record the score of all requests, if there is one."""
+        """Record the score of all requests, if labels exist."""
         if self._requests.labelled:
             self._device.record("evaluate", step=len(self._requests), **self._score.fields())

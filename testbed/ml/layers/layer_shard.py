@@ -1,9 +1,8 @@
-"""Some neurons of one layer under training, for methods that divide a layer over devices (EdgePipe's super neurons).
+"""Some neurons of one layer under training, for methods dividing a layer over devices (EdgePipe's super neurons).
 
-Where `Shard` holds whole units, this holds all weights that enter some neurons. A neuron is an output channel.
+A `Shard` holds whole units, this class all weights entering some neurons. A neuron is an output channel.
 
-The arithmetic is `testbed.ml.models.sliced`; what is kept between forward and backward, gradients, updates and moving
-neurons are here.
+The arithmetic is in `testbed.ml.models.sliced`; this module adds gradients, updates and moving neurons.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Gradients = dict[str, "torch.Tensor"]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Any layer, whose gradients autograd computes."""
+    """Any layer, with gradients computed by autograd."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -38,7 +37,7 @@ class _Recorded:
     """The parameters that it was computed with: an update makes new ones."""
 
     def back(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Gradients]:
-        """Return the gradients of what entered, (samples, elements), and of the parameters as they were then."""
+        """Return the gradients of the inputs, (samples, elements), and of the parameters used in the forward."""
         inputs, *others = self._of(gradient, [self.inputs, *self.parameters.values()])
         assert inputs is not None
         return inputs, self._named(others)
@@ -57,7 +56,7 @@ class _Recorded:
 
 @dataclass(frozen=True)
 class _Dense:
-    """A fully connected layer, whose gradients are computed in closed form."""
+    """A fully connected layer, with gradients in closed form."""
 
     step: DenseStep
     weight: str
@@ -77,16 +76,17 @@ class _Dense:
 class LayerShard:
     """A slice of a layer with its gradients and optimizer state.
 
-    Values are (samples, elements), channel after channel. Several computations may be under way, each with its key;
-    each backward uses the weights of its forward, whatever was updated in between, and gradients add up until `update`.
-    Nothing handed in is changed, and nothing handed out is changed later.
+    Values are (samples, elements), channel after channel. Several computations may be under way, each with its own key.
+    Each backward uses the weights of its forward, whatever updates happened in between, and gradients accumulate until
+    `update`. Arguments and results are never modified later.
     """
 
     def __init__(self, layer: GraphLayer, part: Slice, state: State, optimizer: OptimizerPart) -> None:
-        """Take a slice's tensors as `cut` or `draw` of `testbed.ml.models.sliced` returns them, and momentum if any.
+        """Take a slice's tensors from `cut` or `draw` of `testbed.ml.models.sliced`, and momentum if any.
 
-        Raises ValueError for layers that cannot be divided by neurons, slices that hold no neuron as a whole, and
-        dropout, whose masks would depend on the division.
+        Raises ValueError for layers that cannot be divided by neurons, slices with incomplete neurons, and dropout,
+        whose masks
+        would depend on the division.
         """
         if not layer.splits:
             raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
@@ -116,7 +116,7 @@ class LayerShard:
 
     @property
     def _layer(self) -> SlicedLayer:
-        """The slice with the present weights, of which autograd takes note."""
+        """The slice with the current weights, tracked by autograd."""
         if self._sliced is None:
             self._noted: dict[str, torch.Tensor] = {
                 name: torch.nn.Parameter(tensor)
@@ -129,8 +129,8 @@ class LayerShard:
     def forward(self, key: Hashable, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs of all neurons held, (samples, elements of the neurons).
 
-        ``inputs`` is (samples, elements of the input channels ``columns``); the others are missing and count as zero.
-        None: all that the shard has weights for.
+        ``inputs`` is (samples, elements of the input channels ``columns``); missing channels count as zero. None means
+        all channels the shard has weights for.
         """
         if not self._dense or columns is not None:
             inputs, whole = inputs.detach().requires_grad_(), self._layer
@@ -147,20 +147,24 @@ class LayerShard:
         return self._tensors[weight], self._tensors[bias]
 
     def backward(self, key: Hashable, gradient: torch.Tensor) -> torch.Tensor:
-        """Add to the gradients; return that of the inputs, (samples, elements of what `forward` took).
+        """Accumulate gradients; return the gradient of the inputs, (samples, elements), with the shape given to
+        `forward`.
 
-        ``gradient`` is that of the outputs. Of an input that other shards take too, the gradients of all add up.
+        ``gradient`` is the gradient of the outputs. If several shards use an input, its gradient is the sum over all
+        shards.
         """
         before, gradients = self._steps.pop(key).back(gradient)
         self.add_gradients(gradients)
         return before
 
     def learn(self, key: Hashable, gradient: torch.Tensor) -> None:
-        """Add to the gradients as `backward` does with (samples, elements), where nobody wants that of the inputs."""
+        """Accumulate gradients as `backward` does for (samples, elements), without computing the gradient of the
+        inputs.
+        """
         self.add_gradients(self._steps.pop(key).learn(gradient))
 
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
-        """Return the outputs, (samples, elements), as `forward` does, in evaluation mode and keeping nothing."""
+        """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
         if self._dense and columns is None:
             return dense_forward(inputs, *self._weights(), self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
@@ -168,11 +172,11 @@ class LayerShard:
             return layer.finish(layer.sums(inputs, columns))
 
     def forget(self, key: Hashable) -> None:
-        """Drop what waits for the gradients of a key: they will not come."""
+        """Drop the forward of a key that will not receive gradients."""
         self._steps.pop(key, None)
 
     def update(self, scale: float = 1.0) -> None:
-        """Take one optimizer step with ``scale`` times the gradients added up, and forget them."""
+        """Take one optimizer step with ``scale`` times the accumulated gradients, and reset them."""
         changed = {name: self._tensors[name].clone() for name in self._gradients}
         gradients = self._gradients if scale == 1 else {name: each * scale for name, each in self._gradients.items()}
         self._sgd.step(changed, gradients)
@@ -181,27 +185,27 @@ class LayerShard:
         self._sliced = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the gradients added up since the last update."""
+        """Return a copy of the gradients accumulated since the last update."""
         return {name: gradient.clone() for name, gradient in self._gradients.items()}
 
     def add_gradients(self, gradients: State) -> None:
-        """Add gradients that were computed earlier, of the same neurons."""
+        """Add gradients of the same neurons computed earlier."""
         for name, added in gradients.items():
             self._gradients[name] = self._gradients[name] + added if name in self._gradients else added
 
     def drop_gradients(self) -> None:
-        """Forget the gradients added up since the last update."""
+        """Reset the gradients accumulated since the last update."""
         self._gradients.clear()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the tensors of the slice, and of the momentum behind ``MOMENTUM``."""
+        """Return a copy of the slice's tensors, and of the momentum prefixed by ``MOMENTUM``."""
         state = {name: tensor.detach().clone() for name, tensor in self._tensors.items()}
         return state | {MOMENTUM + name: running.clone() for name, running in self._sgd.momentum.items()}
 
     def give(self, neurons: Channels) -> dict[str, torch.Tensor]:
-        """Part with neurons: return their state, for another shard's `take`, and go on with the others.
+        """Remove neurons and return their state for another shard's `take`.
 
-        Computations under way and gradients not yet used are forgotten. Raises ValueError for neurons not held.
+        Computations under way and unused gradients are dropped. Raises ValueError for neurons not held.
         """
         left = as_channels(set(self.part.rows) - set(neurons))
         state, held = self.state(), self.part.rows
@@ -211,9 +215,9 @@ class LayerShard:
         return {name: tensor.clone() for name, tensor in given.items()}
 
     def take(self, neurons: Channels, state: State) -> None:
-        """Take in neurons with their state, momentum from nothing where there is none; forget as `give` does.
+        """Add neurons with their state, momentum defaulting to zero; drop computations as `give` does.
 
-        Raises ValueError for neurons that are held already.
+        Raises ValueError for neurons already held.
         """
         held = self.part.rows
         if set(held) & set(neurons):

@@ -1,4 +1,4 @@
-"""What a device holds of a model whose layers are divided over devices: which slice of each layer, what that takes."""
+"""A device's part of a model with divided layers: the slice of each layer, and its demands."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LayerSlices = Sequence[tuple[GraphLayer, Slice]]
 
 
 def parameters(held: LayerSlices) -> int:
-    """Return the values in slices: weights, and what belongs to the channels that are finished there."""
+    """Return the number of values in slices: weights, and the values of each finished channel."""
     return sum(layer.share(layer.weights, part) + layer.channel_values * len(part.channels) for layer, part in held)
 
 
 def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
-    """Return what a plan says of a device that holds slices of all units; ``part`` names them for the reader.
+    """Return the placement of a device holding slices of all units; ``part`` describes the slices for display.
 
-    Its memory is that of the weights and, for a batch, of the most values that one layer takes and makes there.
+    The memory is that of the weights and, for a batch, of the largest sum of one layer's input and output.
     """
     samples, values = problem.workload.batch_size, parameters(held)
     most = max(layer.inputs + layer.pixels * len(part.rows) for layer, part in held)
@@ -44,20 +44,20 @@ def piece(problem: Problem, device: str, held: LayerSlices, part: str) -> Piece:
 
 
 def product_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
-    """Return what `SlicedLayer.sums` is charged for a batch: the products of a slice's rows and columns."""
+    """Return the cost of `SlicedLayer.sums` for a batch: the products of a slice's rows and columns."""
     each = layer.inputs // layer.input_channels
     return forward_of(layer.product_cost(each * len(part.columns), len(part.rows)), samples)
 
 
 def finish_cost(layer: GraphLayer, part: Slice, samples: int) -> Cost:
-    """Return what `SlicedLayer.finish` is charged for a batch: what follows the products, on a slice's channels."""
+    """Return the cost of `SlicedLayer.finish` for a batch: the operations after the products, on a slice's channels."""
     return forward_of(layer.finish_cost(len(part.channels)), samples)
 
 
 async def load_slices(group: Group, job: Job, held: Sequence[LayerSlices]) -> list[SlicedLayer]:
-    """Return this device's slices with their first weights: those that the job's lead was given, or the seed's.
+    """Return this device's slices with their initial weights, from the coordinator's job or from the seed.
 
-    ``held`` is what each member of the group holds. Loading takes the device an operation for each value.
+    ``held`` has the slices of each group member. Loading costs the device one operation for each value.
     """
     problem, own = job.problem, held[group.rank]
     if problem.workload.model.weights is None:

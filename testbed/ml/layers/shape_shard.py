@@ -1,8 +1,8 @@
-"""Some units of a model of which only time and traffic are of interest: shapes instead of numbers.
+"""Units of a model in timing-only runs: shapes instead of numbers.
 
-Tensors are torch's meta tensors, which have a shape and a type and nothing else. Making them by formula takes some
+Tensors are meta tensors of torch, which have a shape and a type and no values. Creating them by formula takes
 microseconds; running the modules on the meta device takes longer than computing (ResNet18, a mini-batch of 10: half a
-second), for torch works out every shape in Python.
+second), because torch derives every shape in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testbed.ml.training.recipe import Recipe
 
 
 def shard(problem: Problem, first: int, last: int, device: str) -> Shard | ShapeShard:
-    """Return units ``first`` up to but without ``last`` on a device, with numbers or without as the workload says."""
+    """Create units ``first`` to ``last`` (exclusive) on a device, with or without numbers as the workload asks."""
     if problem.workload.numerics == "none":
         return ShapeShard(problem.model, first, last, problem.training)
     precision = problem.device(device).precision
@@ -31,7 +31,7 @@ def shard(problem: Problem, first: int, last: int, device: str) -> Shard | Shape
 
 @lru_cache(maxsize=1024)
 def _described(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, torch.dtype, bool]]:
-    """Return shape and type of every tensor of a unit, and whether it is trained; ``fixed``: of frozen ones as well."""
+    """Return shape, type and trainability of every tensor of a unit; ``fixed`` includes frozen tensors."""
     from testbed.ml.models.modules import frozen_names
 
     module = model.build(unit, unit + 1, 0)
@@ -42,7 +42,9 @@ def _described(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, t
 
 
 class ShapeShard:
-    """What `Shard` does without computing: outputs have a shape, no values; versions have numbers, no weights.
+    """A `Shard` without computation: outputs have shapes without values; versions have numbers without weights.
+
+    Every loss is NaN.
 
     A loss is no number (nan).
     """
@@ -61,7 +63,7 @@ class ShapeShard:
     def forward(
         self, key: Hashable, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
     ) -> torch.Tensor:
-        """Return outputs of the shape that `Shard.forward` gives."""
+        """Return outputs with the shape of `Shard.forward`."""
         self._kept[key] = tuple(inputs.shape)
         return self.infer(inputs)
 
@@ -76,12 +78,12 @@ class ShapeShard:
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
-        """Return no number, whatever the shapes of inputs and labels."""
+        """Return NaN for inputs and labels of any shape."""
         self._kept[key] = tuple(inputs.shape)
         return math.nan
 
     def backward(self, key: Hashable, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return a gradient of the inputs' shape, None at the model's begin."""
+        """Return a gradient with the shape of the inputs, None at the beginning of the model."""
         shape = self._kept.pop(key)
         return torch.empty(shape, device="meta") if self.first > 0 else None
 
@@ -89,7 +91,7 @@ class ShapeShard:
         """Do nothing: there are no gradients."""
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
-        """Return norms of the shape that `Shard.norms` gives."""
+        """Return norms with the shape of `Shard.norms`."""
         described = [self._described(unit) for unit in range(self.first, self.last)]
         trained = {name for unit in described for name, (_, _, is_trained) in unit.items() if is_trained}
         for tied in self._model.tied:
@@ -100,7 +102,7 @@ class ShapeShard:
         return _described(self._model, unit, self._training.frozen_travels)
 
     def gradient(self, tied: Tied) -> torch.Tensor:
-        """Return a gradient of the shape that `Shard.gradient` gives."""
+        """Return a gradient with the shape of `Shard.gradient`."""
         shape, dtype, _ = self._described(tied.units[0])[tied.names[0]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -108,21 +110,21 @@ class ShapeShard:
         """Do nothing: timing-only runs have no gradients of any shape."""
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take note that there is an optimizer's state from now on; ``norms`` are of any shape."""
+        """Record the existence of an optimizer state; ``norms`` have any shape."""
         self._updated = True
 
     def advance(self, key: Hashable, version: int, oldest_needed: int, aggregate: int = 0) -> None:
-        """Count a version more, and free those before ``oldest_needed``."""
+        """Increment the version, and free versions before ``oldest_needed``."""
         self._updated = True
         self.versions.begin_next(min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed)
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return outputs of the shape that `Shard.infer` gives."""
+        """Return outputs with the shape of `Shard.infer`."""
         return torch.empty((len(inputs), *self._output), device="meta")
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return tensors of the names, shapes and types that `Shard.state` gives."""
+        """Return tensors with the names, shapes and types of `Shard.state`."""
         found: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
@@ -134,6 +136,6 @@ class ShapeShard:
         return found | running
 
     def load(self, state: State) -> None:
-        """Forget what was under way; the optimizer has a state if it is there."""
+        """Drop computations under way; note whether the state includes an optimizer's."""
         self._kept.clear()
         self._updated = not all(map(is_weight, state))

@@ -1,4 +1,4 @@
-"""Some units of a model under training: forward, backward and update, and nothing about who asks for them."""
+"""Units of a model under training: forward, backward and update, independent of the caller."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
-    """Return a state without what belongs to the optimizer."""
+    """Return a state without the tensors of the optimizer."""
     return {name: tensor for name, tensor in state.items() if is_weight(name)}
 
 
 def result_of(state: State) -> dict[str, torch.Tensor]:
-    """Return what a run leaves: the weights, or their moving averages where there are any."""
+    """Return the result of a run: the weights, or their moving averages if configured."""
     return {name: state.get(AVERAGE + name, tensor) for name, tensor in weights_of(state).items()}
 
 
 def unit_of(name: str) -> int:
-    """Return the index of the unit that a tensor of a state belongs to."""
+    """Return the unit index of a tensor name."""
     return int(name.partition(".")[0].rpartition(":")[2])
 
 
 def restrict(state: State, first: int, last: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of units ``first`` up to but without ``last``."""
+    """Return the tensors of units ``first`` to ``last`` (exclusive)."""
     return {name: tensor for name, tensor in state.items() if first <= unit_of(name) < last}
 
 
 def draws(network: torch.nn.Module) -> bool:
-    """Return whether a network draws random numbers; one of the user's may, without a module that says so."""
+    """Return whether a network may draw random numbers; a user's network may do so without a module of a known kind."""
     from torch.fx import GraphModule
     from torch.nn.modules.dropout import _DropoutNd
 
@@ -54,16 +54,16 @@ def draws(network: torch.nn.Module) -> bool:
 
 
 class Shard:
-    """Units ``first`` up to but without ``last`` with their gradients and optimizer state.
+    """Units ``first`` to ``last`` (exclusive) with their gradients and optimizer state.
 
-    Several forwards may be under way at once, distinguished by a key; what backward needs is kept from a key's
-    forward to its backward. Nothing handed in is changed and nothing handed out is changed later, so tensors may be
-    shared between devices of one process.
+    Several forwards may be under way at once, distinguished by a key; the intermediate values of a key are kept from
+    its forward to its backward. Arguments and results are never modified later, so devices of one process may share
+    tensors.
 
-    Synchronous training computes with the newest weights: gradients add up until `update`, in the order of the
+    Synchronous training computes with the newest weights: gradients accumulate until `update`, in the order of the
     backwards. Asynchronous training names a version in each forward, and each backward is followed by an `advance`, its
-    own update. Then the running statistics of batch normalisation, too, are those of the batches whose
-    backward is done: a batch that was only forwarded, and may have to be forwarded again, has left no trace.
+    own update. Running statistics of batch normalisation then include only batches whose backward is done: a batch
+    whose forward must be repeated has left no trace.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Shard:
     def forward(
         self, key: Key, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None
     ) -> torch.Tensor:
-        """Return the outputs for a micro-batch, keeping what its `backward` needs.
+        """Return the outputs of a micro-batch, keeping the intermediate values for its `backward`.
 
-        ``inputs`` is (samples, ...) of the shape that the cut before ``first`` has (`Model.crossing`; several tensors
-        flattened and joined, (samples, values)), the result likewise of the cut before ``last``. ``version``: which
-        weights to compute with, in asynchronous training; None: the newest. ``rows``: None: it is a whole batch.
+        ``inputs`` is (samples, ...) with the shape of the cut before ``first`` (`Model.crossing`; several tensors
+        flattened and joined, (samples, values)), and the result has the shape of the cut before ``last``. ``version``
+        selects the weights in asynchronous training; None selects the newest. ``rows`` is None for a whole batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version, rows)
@@ -107,9 +107,9 @@ class Shard:
         return outputs.detach()
 
     def forward_lightly(self, key: Key, inputs: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-        """Return the outputs, (samples, ...), keeping nothing but the inputs: `backward` computes them again (GPipe).
+        """Return the outputs, (samples, ...), keeping only the inputs: `backward` repeats the forward (GPipe).
 
-        The second time draws what the first one drew and leaves the running statistics alone.
+        The repetition draws the same random numbers and leaves the running statistics unchanged.
         """
         with torch.no_grad():
             outputs = self._run(key, inputs, rows)
@@ -132,11 +132,11 @@ class Shard:
         version: int | None = None,
         rows: Rows | None = None,
     ) -> float:
-        """Forward through the model's end; return this micro-batch's part of the batch's mean loss.
+        """Forward through the end of the model; return this micro-batch's part of the batch's mean loss.
 
-        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or what else the loss takes.
-        ``whole`` is the `Recipe.weight` of all labels of the batch: each part carries the weight of its own labels, so
-        the parts add up to the mean, and their gradients to its gradient, however unevenly the batch was split.
+        ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or another shape the loss accepts.
+        ``whole`` is the `Recipe.weight` of all labels of the batch: each part is weighted by its own labels, so the
+        parts sum to the mean loss, and their gradients to its gradient, for any split of the batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version, rows)
@@ -145,10 +145,11 @@ class Shard:
         return float(loss.detach())
 
     def backward(self, key: Key, gradient: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Add up the gradients of a micro-batch; return the gradient of its inputs, None at the model's begin.
+        """Accumulate the gradients of a micro-batch; return the gradient of its inputs, None at the model's beginning.
 
-        ``gradient`` is that of the outputs and of their shape, the result of the inputs' shape. None where the forward
-        computed the loss. Raises KeyError for a key whose forward was not done, or whose backward already was.
+        ``gradient`` is the gradient of the outputs, with their shape; the result has the shape of the inputs.
+        ``gradient`` is None if the forward computed the loss. Raises KeyError for a key without a forward, or with a
+        backward already done.
         """
         if key in self._postponed:
             self._postponed.pop(key)()
@@ -161,13 +162,16 @@ class Shard:
         return inputs.grad
 
     def adjust(self, change: Adjust) -> None:
-        """Let ``change`` alter the gradients that the next `update` goes along."""
+        """Apply ``change`` to the gradients of the next `update`."""
         for name, weight in self._module.named_parameters():
             if weight.grad is not None:
                 change(name, weight.detach(), weight.grad)
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
-        """Return the norms of the gradients added up, as a vector: one for each trained tensor that has one.
+        """Return the norms of the accumulated gradients, as a vector with one entry for each trained tensor with a
+        gradient.
+
+        Tensors in ``without`` are omitted because another stage counts them.
 
         Those of the names in ``without`` are left out: another stage counts them.
         """
@@ -177,19 +181,22 @@ class Shard:
         )
 
     def gradient(self, tied: Tied) -> torch.Tensor:
-        """Return the gradient added up here of a weight that other stages use as well, of the weight's shape."""
+        """Return the accumulated gradient of a weight shared with other stages, with the weight's shape."""
         weight = self._tied_weight(tied)
         return torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
-        """Replace the gradient of a tied weight by the sum over all stages, of the weight's shape."""
+        """Replace the gradient of a tied weight by the sum over all stages, with the weight's shape."""
         self._tied_weight(tied).grad = gradient.clone()
 
     def _tied_weight(self, tied: Tied) -> torch.nn.Parameter:
         return next(self.versions.latest[name] for name in tied.names if name in self.versions.latest)
 
     def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take one optimizer step, counted from 0, with the gradients added up, and forget them.
+        """Take optimizer step ``step``, counted from 0, with the accumulated gradients, and reset them.
+
+        ``norms`` are the gradient norms of the whole model, (tensors,), for clipping; None if this shard is the whole
+        model.
 
         ``norms`` are those of the gradients of the whole model, (tensors,), for clipping; None: this is all of it.
         """
@@ -214,10 +221,10 @@ class Shard:
                         average.mul_(share).add_(weight, alpha=1 - share)
 
     def advance(self, key: tuple[int, int], version: int, oldest_needed: int, aggregate: int = 0) -> None:
-        """Make the next version from the newest one with the gradients that were computed with ``version``.
+        """Make the next version from the newest one, with the gradients computed with ``version``.
 
-        ``key`` is that of the batch just done backward, the training step first. ``aggregate`` versions, if more than
-        one, are then averaged in the new one; those before ``oldest_needed`` are freed.
+        ``key`` is the key of the batch whose backward was just done, the training step first. If ``aggregate`` exceeds
+        one, that many versions are averaged in the new one. Versions before ``oldest_needed`` are freed.
         """
         gradients = _taken(self.versions[version])
         # What is to be averaged has to be there, the newest so far among it.
@@ -229,7 +236,7 @@ class Shard:
         self.versions.forget(oldest_needed)
 
     def infer(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the outputs in evaluation mode, keeping nothing; shapes are those of `forward`."""
+        """Return the outputs in evaluation mode, keeping nothing; shapes as in `forward`."""
         self.versions.use(self.versions.newest)
         if self._averages:
             self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
@@ -242,20 +249,20 @@ class Shard:
         return outputs.float()
 
     def _narrow(self) -> AbstractContextManager[object]:
-        """Compute in 16 bits within, as torch's autocast does; in float32 where the device does."""
+        """Context computing in 16 bits by torch's autocast, or in float32 if the device does."""
         kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
         kind = kinds.get(self._precision)
         return nullcontext() if kind is None else torch.autocast("cpu", dtype=kind)
 
     def _narrow_weights(self) -> None:
-        """Leave of matrices and kernels what 8 bits and a scale for each output channel hold, where the device does."""
+        """Quantise matrices and kernels to 8 bits with a scale for each output channel, if the device does."""
         by = codec("int8-channel") if self._precision == "int8" else None
         for weight in self._module.parameters():
             if by is not None and weight.ndim > 1:
                 weight.data = by.unpack(by.pack(weight.detach()))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the newest weights, of buffers and of the optimizer's state, without fixed weights."""
+        """Return a copy of the newest weights, the buffers and the optimizer's state, without frozen weights."""
         self.versions.use(self.versions.newest)
         found = self._module.state_dict().items()
         state = {name: tensor.detach().clone() for name, tensor in found if name not in self._fixed}
@@ -263,7 +270,7 @@ class Shard:
         return state | self._with_aliases(self._optimizer.state() | averages)
 
     def _with_aliases(self, kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state also by the other names of a weight: its units may part ways later."""
+        """Return the optimizer's state under all names of shared weights, whose units may be separated later."""
         further = {}
         for alias, name in self._aliases.items():
             for key, tensor in kept.items():
@@ -273,7 +280,9 @@ class Shard:
         return kept | further
 
     def load(self, state: State) -> None:
-        """Take over a state as `state` made it; what is not in it of the optimizer's starts from nothing.
+        """Restore a state returned by `state`; missing optimizer tensors start from zero.
+
+        Raises RuntimeError for names or shapes other than this shard's.
 
         Raises RuntimeError where names or shapes are not those of this shard.
         """
@@ -302,10 +311,10 @@ class Shard:
             return self._run(key, inputs, rows)
 
     def _run(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
-        """Run the units one by one; where any draws random numbers, each by a seed of its own for this batch.
+        """Run the units in order; if any draws random numbers, seed each by its unit and this batch.
 
-        So the draws depend neither on where the model is cut, nor on how many parts a batch is of, nor on what other
-        devices of the process do.
+        The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
+        process.
         """
         return self._seeded(inputs, repr((key[0], 0) if rows else key), rows).float()
 
@@ -335,14 +344,14 @@ class Shard:
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Return the further names of parameters that units of a module share, each with the first name."""
+    """Return the additional names of parameters shared by units of a module, each with the first name."""
     first = {parameter: name for name, parameter in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     return {name: first[weight] for name, weight in every if unit_of(name) != unit_of(first[weight])}
 
 
 def _taken(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return the gradients of parameters, and leave them without."""
+    """Return the gradients of parameters and clear them."""
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""What is kept of a module for batches under way: versions of its weights, and what they add to its statistics."""
+"""State of a module for batches under way: versions of its weights, and pending updates of its statistics."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from testbed.ml.lazy import torch
 
 
 class Versions:
-    """Numbered sets of a module's trained parameters; the module computes with one of them at a time.
+    """Numbered sets of a module's trained parameters; the module computes with one set at a time.
 
-    What a forward has computed holds on to the set that it used, so its backward needs no module. A set that is kept is
-    never written to; where only the newest is kept, updates happen in place and nothing is copied.
+    A forward's graph references the set it used, so its backward needs no module. A kept set is never modified; if only
+    the newest set is kept, updates happen in place without copies.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -32,7 +32,7 @@ class Versions:
         return len(self._sets)
 
     def __getitem__(self, version: int) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of a version that is kept."""
+        """Return the parameters of a kept version."""
         return self._sets[version]
 
     @property
@@ -41,21 +41,21 @@ class Versions:
         return self._sets[self.newest]
 
     def use(self, version: int) -> None:
-        """Let the module compute with a version from now on."""
+        """Make the module compute with a version."""
         self.put(self._sets[version])
 
     def put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Let the module compute with these."""
+        """Make the module compute with these parameters."""
         for name, part, attribute in self._places:
             part._parameters[attribute] = parameters[name]
 
     def restart(self, number: int) -> None:
-        """Forget all versions but the newest, and call it by this number."""
+        """Forget all versions but the newest, and give the newest this number."""
         self._sets = {number: self.latest}
         self.newest = number
 
     def begin_next(self, oldest_needed: int) -> dict[str, torch.nn.Parameter]:
-        """Return the next version's parameters, a copy of the newest's, or those where they are needed no more."""
+        """Return the parameters of the next version: a copy of the newest, or the newest itself if no longer needed."""
         before = self.latest
         if self.newest >= oldest_needed:
             following = {name: torch.nn.Parameter(value.detach().clone()) for name, value in before.items()}
@@ -66,12 +66,12 @@ class Versions:
         return following
 
     def forget(self, oldest_needed: int) -> None:
-        """Free the versions before this one; the newest stays."""
+        """Free the versions before this one, except the newest."""
         for version in [number for number in self._sets if number < min(oldest_needed, self.newest)]:
             del self._sets[version]
 
     def aggregate(self, count: int) -> None:
-        """Put the mean of the last ``count`` versions in the newest one's place."""
+        """Replace the newest version by the mean of the last ``count`` versions."""
         means = mean([self._sets[self.newest - back] for back in range(count)])
         with torch.no_grad():
             for name, parameter in self.latest.items():
@@ -79,11 +79,11 @@ class Versions:
 
 
 def mean(versions: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the mean of the last n - i versions of a stage's trained weights: what replaces the newest.
+    """Return the mean of the last n - i versions of a stage's trained weights, the replacement of the newest.
 
-    Only trained weights have versions. Momentum and the running statistics of batch normalisation are one for all and
-    follow every batch, so there is nothing to average in them. See `testbed.ml.schedule.versions.aggregates` for when.
-    Raises ValueError for versions of different units.
+    Only trained weights have versions. Momentum and the running statistics of batch normalisation exist once and follow
+    every batch, so they are not averaged. `testbed.ml.schedule.versions.aggregates` decides when. Raises ValueError for
+    versions of different units.
     """
     names = list(versions[0])
     if any(list(version) != names for version in versions):
@@ -95,11 +95,11 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Statistics:
-    """Keeps what a forward adds to the running statistics aside until its batch is done.
+    """Holds back a forward's contribution to the running statistics until its batch is done.
 
-    A forward normalises by its own batch and only adds to the running averages, r = (1 - m) r + m x. It runs on
-    averages of zero, which leaves m x in them; `apply` does the rest, in the order of the backwards. Without a
-    momentum m is one over the number of batches so far, which was one in that forward.
+    A forward normalises by its own batch and only adds to the running averages, r = (1 - m) r + m x. The forward runs
+    on averages of zero, which leaves m x in them; `apply` adds the rest, in the order of the backwards. Without a
+    momentum, m is one over the number of batches so far, which was one in that forward.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -112,7 +112,7 @@ class Statistics:
 
     @contextmanager
     def set_aside(self, key: Hashable) -> Iterator[None]:
-        """Run a forward of this key within."""
+        """Context for the forward of this key."""
         lasting = [{name: part._buffers[name] for name in _BUFFERS} for part in self._normalisations]
         for part, buffers in zip(self._normalisations, lasting, strict=True):
             part._buffers.update(
@@ -124,7 +124,7 @@ class Statistics:
             part._buffers.update(buffers)
 
     def apply(self, key: Hashable) -> None:
-        """Add what the forward of this key had to add."""
+        """Apply the contribution of this key's forward."""
         for part, added in zip(self._normalisations, self._aside.pop(key), strict=True):
             assert part.num_batches_tracked is not None
             part.num_batches_tracked.add_(added["num_batches_tracked"])
@@ -136,9 +136,9 @@ class Statistics:
                 buffer.mul_(keep).add_(added[name], alpha=weight)
 
     def drop(self, key: Hashable) -> None:
-        """Forget what the forward of this key had to add."""
+        """Drop the contribution of this key's forward."""
         del self._aside[key]
 
     def clear(self) -> None:
-        """Forget what was set aside: those batches are done again."""
+        """Drop all pending contributions, because their batches are repeated."""
         self._aside.clear()

@@ -1,1 +1,1 @@
-"""Methods that train or infer: baselines, and published systems."""
+"""Training and inference methods: baselines and published systems."""

@@ -1,4 +1,4 @@
-"""Messages of one size between devices: what links and transport do before any model is split."""
+"""Exchange of equal messages between devices, to measure links and transport without a model."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ExchangeOptions(Options):
 
 
 class Exchange(Method[ExchangeOptions]):
-    """The first device sends, one message after the other.
+    """The first device sends one message after the other.
 
-    A request is over when its message is acknowledged or, of a cast, when it has left the device.
+    A request is complete once its message is acknowledged or, with casts, once the message has left the device.
     """
 
     name = "exchange"
@@ -43,7 +43,7 @@ class Exchange(Method[ExchangeOptions]):
     begins = frozenset()
 
     def plan(self, problem: Problem[ExchangeOptions]) -> Plan:
-        """Name the devices that take part. Raises `InputError` where they have no links."""
+        """Name the participating devices. Raises `InputError` for missing links."""
         options = problem.options
         source = problem.devices[0].name
         if options.cast:
@@ -64,7 +64,7 @@ class Exchange(Method[ExchangeOptions]):
         return Plan(method=self.name, lead=source, pieces=parts)
 
     async def program(self, device: Device, job: Job[ExchangeOptions]) -> None:
-        """Send or cast on the lead, cast elsewhere when everyone does, and take in whatever comes."""
+        """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
         options = job.problem.options
         if options.cast and (options.everyone or device.name == job.plan.lead):
             await self._cast(device, job)

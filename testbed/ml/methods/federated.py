@@ -16,7 +16,7 @@ class FederatedOptions(GroupOptions):
 
 
 class Federated(RoundMethod[FederatedOptions]):
-    """Each device trains the whole model on its own data; the server averages what they send, by their samples."""
+    """Each device trains the whole model on its own data; the server averages the models weighted by sample counts."""
 
     name = "federated"
     summary = "federated learning: devices train the whole model on their data, the server averages"
@@ -36,8 +36,8 @@ class SplitLearningOptions(TransferOptions):
 class SplitLearning(SplitMethod[SplitLearningOptions]):
     """One device after the other trains the first layers, the server the rest.
 
-    A device's layers go to the next one by way of the server, for devices are linked to that alone. In a round each
-    device has one turn; one that is gone is passed over.
+    A device's layers pass to the next one through the server, since devices have no other links. In each round every
+    device has one turn; absent devices are skipped.
     """
 
     name = "split-learning"
@@ -46,11 +46,11 @@ class SplitLearning(SplitMethod[SplitLearningOptions]):
     in_turn = True
 
     def hooks(self, options: SplitLearningOptions) -> Hooks:
-        """Let each device have its turn."""
+        """Give each device its turn."""
         return Hooks()
 
     def plan(self, problem: Problem[SplitLearningOptions]) -> Plan[RoundDetails]:
-        """Split the model for each device. Raises `InputError` where that cannot be."""
+        """Split the model for each device. Raises `InputError` for impossible splits."""
         return split_plan(self.name, Participants(problem), problem.options.split, concurrent_clients=1)
 
 
@@ -72,6 +72,6 @@ class SplitFederated(SplitMethod[SplitFederatedOptions]):
         return Hooks(choose=options.choose, min_updates=options.min_devices)
 
     def plan(self, problem: Problem[SplitFederatedOptions]) -> Plan[RoundDetails]:
-        """Split the model for each device. Raises `InputError` where that cannot be."""
+        """Split the model for each device. Raises `InputError` for impossible splits."""
         team = Participants(problem)
         return split_plan(self.name, team, problem.options.split, concurrent_clients=len(team.devices))

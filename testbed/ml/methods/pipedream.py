@@ -1,4 +1,4 @@
-"""PipeDream and ResPipe as FTPipeHD is compared with them: asynchronous 1F1B that never adapts its partition."""
+"""PipeDream and ResPipe as compared with FTPipeHD: asynchronous 1F1B with a fixed partition."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class PipeDreamOptions(AsynchronousOptions):
 
 
 class PipeDreamPartitioner(Partitioner[PipeDreamOptions]):
-    """Counts all devices as equal, or even all units."""
+    """Treats all devices, or even all units, as equal."""
 
     def cut(self, pipeline: AsynchronousPipeline) -> Cuts:
-        """Return the cuts that the options ask for; raises `InputError` where they do not fit."""
+        """Return the cuts the options ask for; raises `InputError` for cuts that do not fit."""
         return pipeline.even() if self.problem.options.partition == "even" else super().cut(pipeline)
 
 
 class PipeDream(AsynchronousMethod[PipeDreamOptions]):
-    """Never adapts. Checkpoints at the first device are what it goes on from after a failure, on a new partition."""
+    """Never adapts. After a failure, training resumes from the first device's checkpoint with a new partition."""
 
     name = "pipedream"
     summary = "asynchronous 1F1B with weight stashing on the partition for equal devices; recovery from checkpoints"
@@ -52,29 +52,29 @@ class ResPipeOptions(AsynchronousOptions):
 
 
 class TakeOverPartitioner(Partitioner[ResPipeOptions]):
-    """The device that has a lost stage's replica takes its units; none joins again, and nothing else ever changes."""
+    """The device holding a lost stage's replica takes over its units; devices never rejoin and nothing else changes."""
 
     admits = False
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return the pipeline over these devices, for equal ones or, as FTPipeHD comes to, by their capacities."""
+        """Return the pipeline over these devices, equal ones or, as FTPipeHD's adapts, by their capacities."""
         given = self.problem.options.partition == "capacities"
         return as_given(self.problem, names) if given else super().pipeline(names)
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
-        """Return the partition over the devices that are left."""
+        """Return the partition over the remaining devices."""
         return take_over(old, set(old.devices).difference(there))
 
     def due(self, done: int) -> bool:
-        """Return that no better partition is ever looked for."""
+        """Never look for a better partition."""
         return False
 
 
 def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
-    """Return ResPipe's partition: the next stage that is left takes all units of a lost one.
+    """Return ResPipe's partition: the next remaining stage takes all units of a lost one.
 
-    The last one's replica is at the coordinator, but a pipeline that ends where it begins would be no pipeline: its
-    units go to the stage before it, which fetches them there. Raises ValueError when no device is left.
+    The last stage's replica is at the coordinator. A pipeline cannot end at its first device, so the last stage's units
+    go to the stage before, which fetches them from the coordinator. Raises ValueError if no device is left.
     """
     left = tuple(device for device in old.devices if device not in lost)
     if not left:
@@ -84,7 +84,7 @@ def take_over(old: StagePartition, lost: Collection[str]) -> StagePartition:
 
 
 class ResPipe(AsynchronousMethod[ResPipeOptions]):
-    """The take-over moves no weights: the next worker has them. A last worker's go to the one before it."""
+    """A take-over moves no weights, since the next worker has replicas. A last worker's units go to its predecessor."""
 
     name = "respipe"
     summary = "asynchronous 1F1B; a lost worker's layers are taken over by the next one, which has their replica"

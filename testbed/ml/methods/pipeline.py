@@ -1,4 +1,4 @@
-"""Synchronous pipelines: with the schedule of one's choice, as GPipe, and as model parallelism without pipelining."""
+"""Synchronous pipelines: with any schedule, as GPipe, and as model parallelism without pipelining."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from testbed.ml.pipeline.planning import SynchronousOptions
 
 
 class Pipeline(SynchronousMethod):
-    """Model parallelism, GPipe and 1F1B: the update is that of the whole batch, whatever the schedule and the cuts.
+    """Model parallelism, GPipe and 1F1B with one update of the whole batch, independent of schedule and cuts.
 
-    A batch is cut into micro-batches whose gradients add up to the batch's, so weights equal the undivided model's
-    to round-off; batch normalisation alone sees micro-batches, as in GPipe, and so differs. Stages that die, come back
-    or stay away are dealt with as `testbed.ml.pipeline.checkpointing` says.
+    A batch is cut into micro-batches whose gradients sum to the batch's, so weights equal the undivided model's to
+    round-off. Only batch normalisation depends on micro-batches, as in GPipe. For stages that crash, return or stay
+    away see `testbed.ml.pipeline.checkpointing`.
     """
 
     name = "pipeline"
@@ -23,7 +23,7 @@ class Pipeline(SynchronousMethod):
 
 
 class GPipeOptions(SynchronousOptions):
-    """Options of `GPipe`: those of the pipeline, but for the schedule."""
+    """Options of `GPipe`: those of the pipeline except the schedule."""
 
     schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
     recompute: bool = Field(
@@ -40,13 +40,13 @@ class GPipe(SynchronousMethod):
 
 
 class ModelParallelismOptions(SynchronousOptions):
-    """Options of `ModelParallelism`: those of the pipeline, but for the schedule."""
+    """Options of `ModelParallelism`: those of the pipeline except the schedule."""
 
     schedule: Literal["model-parallelism"] = Field("model-parallelism", description="the only one")
 
 
 class ModelParallelism(SynchronousMethod):
-    """A batch goes forward through all stages and back before the next one begins."""
+    """A batch passes forward through all stages and back before the next one begins."""
 
     name = "model-parallelism"
     summary = "one batch at a time through all stages and back: no pipelining"

@@ -1,4 +1,4 @@
-"""Sequential layer mapping: the model's units in order over the devices, for inference."""
+"""Sequential layer mapping: consecutive units of the model over the devices, for inference."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class SequentialOptions(StagesOptions):
 
 
 class InferenceChain(Chain):
-    """A chain that several requests pass at once, and whose outputs return to the first device."""
+    """A chain shared by several requests at once, whose outputs return to the first device."""
 
     def bottleneck(self, cuts: Cuts) -> float:
-        """Return the seconds between two requests' outputs when many are in flight."""
+        """Return the seconds between two outputs with many requests in flight."""
         return max(super().bottleneck(cuts), self.way_back[0])
 
     @property
     def way_back(self) -> tuple[float, float]:
-        """The seconds that a link is busy with the outputs, and its delay."""
+        """Seconds a link is busy with the outputs, and its delay."""
         link = self.links.get((self.devices[-1].name, self.devices[0].name))
         if link is None:
             return 0.0, 0.0
@@ -43,7 +43,7 @@ class InferenceChain(Chain):
 
 
 class SequentialDetails(Details):
-    """What the plan of an inference chain shows; in seconds."""
+    """Plan details of an inference chain, in seconds."""
 
     model_config = ConfigDict(extra="forbid")
     partition: str
@@ -55,11 +55,11 @@ class SequentialDetails(Details):
 
 
 class Sequential(Method[SequentialOptions, SequentialDetails]):
-    """Each device computes its units and passes the result on; the outputs come back to the first device.
+    """Each device computes its units and forwards the result; the outputs return to the first device.
 
-    With one request in flight its latency is that of the whole chain; with more the devices work on several at once
-    ("layer pipelining"). Devices that die are dealt with as `testbed.ml.pipeline.checkpointing` says; requests that
-    got lost with them are sent again, and their latency counts from the first time.
+    With one request in flight, latency is that of the whole chain; with more, the devices work on several requests at
+    once ("layer pipelining"). For crashed devices see `testbed.ml.pipeline.checkpointing`; requests lost with them are
+    sent again, and their latency counts from the first attempt.
     """
 
     name = "sequential"
@@ -71,7 +71,9 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     begins = frozenset({"load", "forward"})
 
     def plan(self, problem: Problem[SequentialOptions]) -> Plan[SequentialDetails]:
-        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
+        memory.
+        """
         options = problem.options
         chain, cuts = _cut(problem, all_devices(problem))
         latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)
@@ -86,11 +88,11 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
     def largest_messages(
         self, problem: Problem[SequentialOptions], plan: Plan[SequentialDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return activations and given weights."""
+        """Return the activations and initial weights as messages."""
         return stage_messages(problem, plan)
 
     async def program(self, device: Device, job: Job[SequentialOptions, SequentialDetails]) -> None:
-        """Send requests on the first device; be a stage there and elsewhere."""
+        """Send requests from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_inference
 
         def stages(there: Collection[str]) -> tuple[Piece, ...]:

@@ -1,4 +1,4 @@
-"""One device alone, for training and inference: what every split of the work is compared with."""
+"""Training and inference on one device, the reference for every division of the work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SingleOptions(Options):
 
 
 class Single(Method[SingleOptions]):
-    """The whole model on one device. When that device restarts it starts over."""
+    """The whole model on one device. A restart of the device starts the workload again."""
 
     name = "single"
     summary = "one device alone; the others idle"
@@ -38,7 +38,7 @@ class Single(Method[SingleOptions]):
     supports = frozenset({"early_stopping", "initial_weights", "precisions", "smaller_batches", "timing_only"})
 
     def plan(self, problem: Problem[SingleOptions]) -> Plan:
-        """Give everything to one device. Raises `InputError` where it is unknown or too small."""
+        """Assign all units to one device. Raises `InputError` for an unknown device or insufficient memory."""
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
         if chosen not in names:
@@ -54,7 +54,7 @@ class Single(Method[SingleOptions]):
         )
 
     async def program(self, device: Device, job: Job[SingleOptions]) -> None:
-        """Train or answer requests on the lead; nothing elsewhere."""
+        """Train or answer requests on the coordinator; do nothing elsewhere."""
         if device.name != job.plan.lead:
             return
         assert job.dataset is not None
@@ -70,7 +70,7 @@ class Single(Method[SingleOptions]):
             await _infer(device, problem, job.dataset, shard)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of the one device; the others begin none."""
+        """Return the spans of the one device; the others have none."""
         return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
 
 
@@ -118,7 +118,6 @@ async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shar
 async def _answer(
     device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests, index: int, span: str
 ) -> torch.Tensor:
-    """Send one request's images through the model; return what comes out."""
     images = requests.images(index)
     cost = costs.forward(problem.model.units, len(images))
     return await device.compute(lambda: shard.infer(images), cost, Span(span, index))
