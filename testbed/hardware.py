@@ -195,6 +195,7 @@ class Profile:
 
 _GIB = 2.0**30
 _TOP500_BENCHMARK = "github.com/geerlingguy/top500-benchmark"
+_LLAMAFILE = "LLaMA Now Goes Faster on CPUs (J. Tunney, 2024), llamafile 0.7, TinyLlama 1.1B in q8_0, one digit each"
 
 # HPL solves a dense system in float64 on all cores: a board's sustained best in large matrix products. float32 kernels
 # can exceed it, small layers stay far below it, so a study of one network should measure it and override `speed`.
@@ -228,6 +229,23 @@ _PROFILES = (
         8 * _GIB,
         "measured, HPL float64, 2.4 GHz",
         f"{_TOP500_BENCHMARK} (Raspberry Pi 5, BCM2712); sold with 2, 4, 8 and 16 GiB",
+    ),
+    Profile(
+        "raspberry-pi-4b-llm",
+        22e9,
+        8 * _GIB,
+        "derived from tokens a second, 8-bit weights",
+        f"{_LLAMAFILE}: 10 and 3 tokens a second (prompt, decoding); 2.2 GFLOP and 1.17 GB a token. STREAM copies "
+        "5.5 GB/s (sci-pi.org.uk/bench/stream.html)",
+        kinds={"linear": Rates(22e9, weight_rate=5.0e9)},
+    ),
+    Profile(
+        "raspberry-pi-5-llm",
+        99e9,
+        8 * _GIB,
+        "derived from tokens a second, 8-bit weights",
+        f"{_LLAMAFILE}: 45 and 9 tokens a second (prompt, decoding); 2.2 GFLOP and 1.17 GB a token",
+        kinds={"linear": Rates(99e9, weight_rate=13.2e9)},
     ),
     Profile(
         "jetson-nano",

@@ -69,6 +69,20 @@ class CostModel:
         weights = stored_bytes(round(values), self.storage)
         return Cost(flops, activations + cached, weights, "linear")
 
+    def product(self, values: int, tokens: int, integers: bool) -> Cost:
+        """Return the cost of multiplying tokens with a matrix of so many values.
+
+        Products of 8-bit ``integers`` take the time of reading the matrix; only those in float32 count as FLOPs.
+        """
+        flops = 0.0 if integers else 2.0 * tokens * values
+        return Cost(flops, 0.0, stored_bytes(values, self.storage), "linear")
+
+    def attention(self, tokens: int, past: int) -> Cost:
+        """Return the cost of attending with all heads of a layer, without its matrices."""
+        pairs = tokens * past + tokens * (tokens + 1) / 2
+        cached = self.architecture.cache_bytes(self.cache_value_bytes) * (past + tokens)
+        return Cost(4.0 * self.architecture.query_values * pairs, cached, 0.0, "linear")
+
     def embedding(self, tokens: int) -> Cost:
         """Return the cost of looking tokens up in the embedding."""
         return Cost(0.0, VALUE_BYTES * self.architecture.width * tokens, 0.0, "linear")

@@ -105,4 +105,17 @@ class Pong(Typed, kind="pong"):
     """When the device's program started; it differs after a restart, when the device holds nothing."""
 
 
+@dataclass(frozen=True)
+class Forward(Typed, kind="forward"):
+    """From the source: compute the next tokens of a request."""
+
+    number: int
+    """Of the forward; the same on all devices."""
+    request: int
+    position: int
+    tokens: int
+    values: torch.Tensor | None = None
+    """Shape (tokens, width); None without numerics."""
+
+
 KINDS: tuple[type[Typed], ...] = (Assign, Assigned, Step, Result, Release, Copy, Ping, Pong)

@@ -11,11 +11,14 @@ from pydantic import ConfigDict, Field
 from testbed.common.errors import InputError
 from testbed.common.quantities import Duration
 from testbed.device import Device
+from testbed.hardware import DeviceSpec
 from testbed.messaging.mailbox import Mailbox
 from testbed.method import Method, Options, PlannedMessage
 from testbed.plan import Details, Piece, Plan
+from testbed_generation.formats import BLOCK
 from testbed_generation.placement import Layers
 from testbed_generation.planning import CHOICES, first_devices, pieces_of, room, row_over, shards_of
+from testbed_generation.sharding import check_rows
 from testbed_generation.workload import GenerateJob, GenerateProblem
 
 
@@ -185,6 +188,16 @@ class Petals(Sequential):
     through_source = True
 
 
+def check_memory(device: DeviceSpec, memory: float) -> None:
+    """Raise `InputError` for a device without the memory for its part of the layers."""
+    if memory > device.memory:
+        raise InputError(
+            f"{device.name} needs {memory / 1e9:.2f} GB for its part of the layers and has "
+            f"{device.memory / 1e9:.2f} GB: add devices, shorten the sequences, or store in fewer bits",
+            ("devices",),
+        )
+
+
 class ShardsOptions(Options):
     """Options of `TensorParallel`."""
 
@@ -193,6 +206,17 @@ class ShardsOptions(Options):
     )
     shares: tuple[float, ...] | None = Field(
         None, description="how much of a layer each device holds; default: in proportion to its rate for decoding"
+    )
+    dataflow: Literal["all-reduce", "gather"] = Field(
+        "all-reduce",
+        description="all-reduce: devices hold heads and hidden columns and add up their results twice a layer; gather: "
+        "devices hold rows of each matrix, and the source alone attends, sends all inputs and gathers all outputs, as "
+        "distributed-llama of January 2024 does",
+    )
+    transport: Literal["f32", "q8_0"] = Field(
+        "f32",
+        description="values on the wire with gather. q8_0: 34 bytes for 32 values; layers then multiply 8-bit "
+        "integers, whose time is that of reading the weights",
     )
     power_of_two: bool = Field(False, description="refuse other numbers of devices, as distributed-llama does")
 
@@ -204,7 +228,7 @@ class TensorParallel(Method[ShardsOptions]):
     summary = "generation: heads and hidden columns of every layer on every device, with all-reduce"
     tasks = ("generate",)
     Options = ShardsOptions
-    begins = frozenset({"embed", "attention", "feed_forward", "choose"})
+    begins = frozenset({"embed", "attention", "feed_forward", "qkv", "output", "hidden", "down", "choose"})
 
     def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
         """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
@@ -216,30 +240,67 @@ class TensorParallel(Method[ShardsOptions]):
             )
         model, pieces = problem.model, []
         architecture = model.architecture
+        if problem.options.dataflow == "gather":
+            return self._plan_gather(problem)
+        if problem.options.transport != "f32":
+            raise InputError(
+                "sums travel in f32: leave 'transport' out, or use 'dataflow: gather'",
+                ("workload", "method", "transport"),
+            )
         for device, shard in zip(problem.devices, shards_of(problem, problem.options.shares), strict=True):
             share = shard.heads / architecture.kv_heads
             memory = model.layer_memory() * architecture.layers * share + model.buffer_memory()
             memory += model.end_memory(device is problem.devices[0], device is problem.devices[0])
-            if memory > device.memory:
-                raise InputError(
-                    f"{device.name} needs {memory / 1e9:.2f} GB for its part of the layers and has "
-                    f"{device.memory / 1e9:.2f} GB: add devices, shorten the sequences, or store in fewer bits",
-                    ("devices",),
-                )
+            check_memory(device, memory)
             part = f"heads {shard.first_head} to {shard.last_head - 1}"
+            pieces.append(Piece(device=device.name, first=0, last=architecture.layers, memory=memory, part=part))
+        return Plan(method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces))
+
+    def _plan_gather(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
+        """Give all devices equal rows of each matrix, and the source all caches."""
+        model, architecture, number = problem.model, problem.model.architecture, len(problem.devices)
+        if problem.options.shares is not None:
+            raise InputError(
+                "with 'dataflow: gather' all devices hold equal parts: leave 'shares' out",
+                ("workload", "method", "shares"),
+            )
+        check_rows(architecture, number, BLOCK if problem.options.transport == "q8_0" else 1)
+        pieces: list[Piece] = []
+        for device in problem.devices:
+            memory = architecture.layers * architecture.layer_bytes(model.storage) / number + model.buffer_memory()
+            if device is problem.devices[0]:
+                caches = model.layer_memory() - architecture.layer_bytes(model.storage)
+                memory += architecture.layers * caches + model.end_memory(first=True, last=True)
+            check_memory(device, memory)
+            part = f"rows {len(pieces) + 1} of {number}"
             pieces.append(Piece(device=device.name, first=0, last=architecture.layers, memory=memory, part=part))
         return Plan(method=self.name, lead=problem.devices[0].name, pieces=tuple(pieces))
 
     async def program(self, device: Device, job: GenerateJob[ShardsOptions]) -> None:
         """Hold a shard; on the source, serve the requests."""
+        from testbed_generation import gather
         from testbed_generation.collectives import Ring, Star
         from testbed_generation.programs import embedding_of, sampling_of, service_of, weights_of
         from testbed_generation.source import Embedder, serve_requests
         from testbed_generation.tensor_parallel import KINDS, ShardHolder, TensorParallelSource
+        from testbed_generation.transport import Transport
 
         problem = job.problem
         names = [each.name for each in problem.devices]
         source = weights_of(job)
+        if problem.options.dataflow == "gather":
+            async with Mailbox(device, problem.links, gather.KINDS) as mailbox:
+                transport = Transport(problem.options.transport)
+                rows = gather.Rows(problem.model, names.index(device.name), len(names), transport, source)
+                if device.name != job.plan.lead:
+                    await gather.serve_rows(mailbox, job.plan.lead, rows)
+                own = gather.GatherSource(mailbox, names[1:], rows, source)
+                embedder = Embedder(mailbox, problem.model, embedding_of(source))
+                drive = TensorParallelSource(
+                    mailbox, problem.model, names[:1], own, embedder, sampling_of(problem), source
+                )
+                await serve_requests(device, drive, service_of(device, job))
+            return
         async with Mailbox(device, problem.links, KINDS) as mailbox:
             reduce = (Star if problem.options.reduce == "star" else Ring)(mailbox, names)
             shard = shards_of(problem, problem.options.shares)[names.index(device.name)]

@@ -129,6 +129,16 @@ def _seconds_of(event_name: str) -> Callable[[RunView, str], float]:
     return pick
 
 
+def _values(field_name: str) -> Callable[[RunView], float | None]:
+    """Return the metric of the values of the last token, which was decoded; None with other dataflows."""
+
+    def compute(record: RunView) -> float | None:
+        transfers = [event.fields[field_name] for event in record.events if event.event == "transfer"]
+        return float(transfers[-1]) if transfers else None
+
+    return compute
+
+
 def requests_list(record: RunView) -> list[dict[str, Any]]:
     """Return each request with its times."""
     rows = []
@@ -173,6 +183,10 @@ GENERATION = MetricsSpec(
         Metric("request_token_rate", "number", "median of the tokens a second of each request", _rate_of_a_request),
         Metric("token_bytes", "bytes", "bytes that all devices send for a token", _bytes_per_token, compared=True),
         Metric(
+            "sent_per_token", "bytes", "values that the source sends for a decoded token, with gather", _values("sent")
+        ),
+        Metric("received_per_token", "bytes", "values that it receives", _values("received")),
+        Metric(
             "compute_per_token.<device>",
             "seconds",
             "time that a device computes for a token",
@@ -186,6 +200,9 @@ GENERATION = MetricsSpec(
     events=(
         EventType("arrival", "a request arrived at the source", (), ("request", "tokens")),
         EventType("token", "a token was chosen", ("request", "index"), ("request", "index", "token")),
+        EventType(
+            "transfer", "all values of a token were sent and gathered", ("request",), ("request", "sent", "received")
+        ),
         EventType("text", "the text of a request is complete", (), ("request", "text")),
     ),
     rows=(

@@ -66,6 +66,25 @@ def rotate(values: Tensor, first: int, base: float) -> Tensor:
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1)
 
 
+def attend_to(architecture: Architecture, queries: Tensor, keys: Tensor, values: Tensor, cache: Cache) -> Tensor:
+    """Return the weighted values for the queries of the next tokens, each of shape (tokens, values of all its heads).
+
+    Rotates queries and keys, and appends keys and values to the cache.
+    """
+
+    def heads(projected: Tensor) -> Tensor:
+        return projected.view(len(projected), -1, architecture.values_per_head).transpose(0, 1)
+
+    first, tokens = cache.length, len(queries)
+    rotated = rotate(heads(queries), first, architecture.rope_base)
+    keys, values = cache.extend(rotate(heads(keys), first, architecture.rope_base), heads(values))
+    mask = None
+    if tokens > 1:
+        mask = torch.ones(tokens, keys.shape[1], dtype=torch.bool).tril(diagonal=first)
+    attended = functional.scaled_dot_product_attention(rotated, keys, values, attn_mask=mask, enable_gqa=True)
+    return attended.transpose(0, 1).reshape(tokens, -1)
+
+
 @dataclass(frozen=True)
 class LayerShard:
     """A layer, or a shard of it; the weights are matrices of shape (outputs, inputs)."""
@@ -77,21 +96,10 @@ class LayerShard:
         """Return what the shard's heads add to tokens of shape (tokens, width); appends to the cache."""
         architecture = self.architecture
         normal = normalise(values, self.weights["input_layernorm"], architecture.epsilon)
-        first = cache.length
-        queries = rotate(self._heads(normal, "q_proj"), first, architecture.rope_base)
-        keys = rotate(self._heads(normal, "k_proj"), first, architecture.rope_base)
-        keys, cached = cache.extend(keys, self._heads(normal, "v_proj"))
-        mask = None
-        if len(values) > 1:
-            mask = torch.ones(len(values), keys.shape[1], dtype=torch.bool).tril(diagonal=first)
-        attended = functional.scaled_dot_product_attention(queries, keys, cached, attn_mask=mask, enable_gqa=True)
-        together = attended.transpose(0, 1).reshape(len(values), -1)
-        return functional.linear(together, self.weights["self_attn.o_proj"])
-
-    def _heads(self, normal: Tensor, name: str) -> Tensor:
-        """Return a projection of shape (heads, tokens, values of a head)."""
-        projected = functional.linear(normal, self.weights[f"self_attn.{name}"])
-        return projected.view(len(normal), -1, self.architecture.values_per_head).transpose(0, 1)
+        names = ("q_proj", "k_proj", "v_proj")
+        queries, keys, own = (functional.linear(normal, self.weights[f"self_attn.{name}"]) for name in names)
+        attended = attend_to(architecture, queries, keys, own, cache)
+        return functional.linear(attended, self.weights["self_attn.o_proj"])
 
     def feed_forward(self, values: Tensor) -> Tensor:
         """Return what the shard's hidden columns add to tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""

@@ -86,3 +86,20 @@ def apportion(total: int, shares: Sequence[float], what: str) -> tuple[int, ...]
         largest = max(range(len(parts)), key=lambda index: parts[index] - exact[index] if parts[index] > 1 else -total)
         parts[largest] -= 1
     return tuple(parts)
+
+
+def check_rows(architecture: Architecture, devices: int, block: int) -> None:
+    """Raise `InputError` where the rows of a matrix do not divide over devices in blocks of so many."""
+    matrices = {
+        "query": architecture.query_values,
+        "key": architecture.kv_values,
+        "output": architecture.width,
+        "hidden": architecture.hidden,
+    }
+    for name, rows in matrices.items():
+        if rows % (devices * block):
+            raise InputError(
+                f"{rows} {name} rows do not divide over {devices} devices in blocks of {block}: use another number of "
+                "devices, or 'dataflow: all-reduce'",
+                ("workload", "method", "dataflow"),
+            )

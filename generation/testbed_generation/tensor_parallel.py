@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,26 +18,12 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed_generation.collectives import AllReduce, Part
 from testbed_generation.costs import CostModel
-from testbed_generation.messages import Release
+from testbed_generation.messages import Forward, Release
 from testbed_generation.network import Cache, LayerShard, score
 from testbed_generation.sampling import Sampling
 from testbed_generation.sharding import Shard
 from testbed_generation.source import Embedder, Progress
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
-
-
-@dataclass(frozen=True)
-class Forward(Typed, kind="forward"):
-    """From the source: compute the next tokens of a request."""
-
-    number: int
-    """Of the forward; the same on all devices."""
-    request: int
-    position: int
-    tokens: int
-    values: torch.Tensor | None = None
-    """Shape (tokens, width); None without numerics."""
-
 
 KINDS: tuple[type[Typed], ...] = (Forward, Part, Release)
 
@@ -106,6 +92,16 @@ class ShardHolder:
         return await self._device.compute(work, cost, span)
 
 
+class Computing(Protocol):
+    """The source's part of the layers, which asks other devices for theirs."""
+
+    async def compute(self, forward: Forward) -> Tensor | None:
+        """Return the values of tokens after all layers."""
+
+    def release(self, request: int) -> None:
+        """Forget the caches of a request."""
+
+
 class TensorParallelSource:
     """The source's side: a `testbed_generation.source.Drive` over shards."""
 
@@ -114,12 +110,12 @@ class TensorParallelSource:
         mailbox: Mailbox,
         model: CostModel,
         names: Sequence[str],
-        own: ShardHolder,
+        own: Computing,
         embedder: Embedder,
         sampling: Sampling,
         source: Source | None,
     ) -> None:
-        """``names`` are all devices, the source first; ``own`` is its shard."""
+        """``names`` are the source and the devices that are sent each forward; ``own`` is the source's part."""
         self._mailbox = mailbox
         self._device = mailbox.device
         self._model = model

@@ -33,6 +33,10 @@ class Transport:
         rounded = torch.where(scales > 0, blocks / scales, 0.0).round().to(torch.int8)
         return {"values": rounded, "scales": scales.half()}
 
+    def rounded(self, values: Tensor | None) -> Tensor | None:
+        """Return values as they arrive."""
+        return None if values is None else self.unpack(self.pack(values), tuple(values.shape))
+
     def unpack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor | None:
         """Return the values that `pack` made tensors of; None where there are none."""
         if not tensors:
