@@ -1,4 +1,4 @@
-"""The testbed from Python, and the packages that all of its sides share.
+"""The Python interface of the testbed, and the root of the packages shared by controller and agents.
 
     import testbed
 

@@ -1,4 +1,4 @@
-"""What a device is given to know of a run before its program starts: plain facts, as JSON of a versioned schema.
+"""The deployment of a device: the facts about a run that its agent receives before the program starts.
 
 The controller writes it and the agent reads it. Neither a scenario nor the links of other devices travel, unless the
 method's program needs those links (`testbed.method.Method.facts`).
@@ -32,14 +32,14 @@ VERSION = 1
 
 
 class Peer(BaseModel):
-    """Where another device takes messages, and what shows on either side who has sent one."""
+    """Address and message tokens of another device."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     address: str
     sent: str
-    """Token of the messages to it."""
+    """Token of messages sent to the peer."""
     received: str
-    """Token of those from it."""
+    """Token of messages received from the peer."""
 
 
 class Deployment(BaseModel):
@@ -52,25 +52,25 @@ class Deployment(BaseModel):
     seed: int
     workload: SerializeAsAny[WorkloadPart]
     facts: dict[str, Any] = {}
-    """What all devices are told of the problem (`testbed.workload.Workload.facts`)."""
+    """Facts of the problem shared by all devices (`testbed.workload.Workload.facts`)."""
     own_facts: dict[str, Any] = {}
-    """What this device is told of it beside that."""
+    """Further facts of the problem for this device only."""
     specs: tuple[DeviceSpec, ...]
-    """The kinds of devices there are, without names."""
+    """The distinct device specifications, without names."""
     devices: dict[str, int]
-    """Every device of the run in the order of the scenario, with the number of its kind."""
+    """Index into `specs` of every device of the run, in the order of the scenario."""
     work_code: Code | None = None
-    """Source text of a kind of work that is no part of this code."""
+    """Source text of a workload from a package; None for the testbed's own."""
     method_code: Code | None = None
-    """Source text of a method that is no part of this code."""
+    """Source text of a method from a file or package; None for the testbed's own."""
     plan: Plan
-    """The part of the plan that the device's program needs."""
+    """The part of the plan relevant to the device."""
     kinds: tuple[Link, ...] = ()
-    """The different links there are."""
+    """The distinct links."""
     links: tuple[tuple[str, str, int], ...] = ()
-    """Source, destination and number of the kind, of the links that the device's program needs."""
+    """Source, destination and index into `kinds` of each link known to the program."""
     peers: dict[str, Peer] = {}
-    """Each device that this one can send to and be answered by."""
+    """Peers of the device by name."""
     broadcast: str | None = None
     """Address of the data network."""
 
@@ -85,7 +85,8 @@ class Deployment(BaseModel):
         return self
 
     def problem(self) -> tuple[Method, Problem]:
-        """Return the method, and the problem as the device's program is to see it; raises `InputError`."""
+        """Import the method and build the device's view of the problem. Raises `InputError` for code that cannot be
+        loaded."""
         workload = self.workload
         method = (
             methods.get(workload.method.name, workload.task)
@@ -103,7 +104,7 @@ class Deployment(BaseModel):
 
 
 def read(body: bytes | bytearray) -> Deployment:
-    """Read what `Deployments.of` wrote; raises `InputError` saying what is wrong with it."""
+    """Parse a deployment as written by `Deployments.of`. Raises `InputError` naming the first invalid field."""
     try:
         document = from_json(bytes(body))
         version = document.get("version") if isinstance(document, dict) else None
@@ -122,21 +123,21 @@ def read(body: bytes | bytearray) -> Deployment:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return where the first of the problems is, and what it is."""
+    """Return the first validation problem as ``location: message``."""
     first = error.errors()[0]
     return ": ".join(each for each in (".".join(str(part) for part in first["loc"]), first["msg"]) if each)
 
 
 @dataclass(frozen=True)
 class Deployments:
-    """The deployments of all devices of a run. What they have in common is written once."""
+    """The deployments of all devices of a run. Common parts are serialised once."""
 
     method: Method
     problem: Problem
     plan: Plan
     run: str
     token: str
-    """Token of the run; it does not travel."""
+    """Token of the run; never part of a deployment."""
     addresses: Mapping[str, str]
     """Address of each device on the data network."""
     broadcast: str | None = None
@@ -144,7 +145,7 @@ class Deployments:
     work_code: Code | None = None
 
     def of(self, device: str) -> bytes:
-        """Return what a device is given, as JSON."""
+        """Return the deployment of a device as JSON."""
         problem, plan = self.method.facts(self.problem, self.plan, device)
         numbers: dict[Link, int] = {}
         known: dict[int, int] = {}  # by identity, since pairs share links and it takes long to compare two
@@ -175,7 +176,7 @@ class Deployments:
 
     @cached_property
     def _common(self) -> str:
-        """What every device is given."""
+        """Return the JSON fields common to all devices."""
         problem = self.problem
         numbers: dict[str, int] = {}
         specs: list[object] = []
@@ -203,7 +204,7 @@ class Deployments:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return what writes values of a type; it takes long to make, and a command that only plans needs none."""
+    """Return a cached serialiser. Building one is slow, and commands that only plan need none."""
     return TypeAdapter(kind)
 
 
@@ -214,7 +215,7 @@ def _json(document: object) -> str:
 def deployments(
     prepared: Prepared, run: str, token: str, addresses: Mapping[str, str], broadcast: str | None
 ) -> Deployments:
-    """Return what each device is given to know; raises `InputError` where a file of the user's is no text.
+    """Build the deployments of a prepared run. Raises `InputError` for a user's file that is not text.
 
     ``addresses`` are the devices' on the data network.
     """

@@ -1,4 +1,4 @@
-"""The small interface that a method's program is written against, on whichever clock it runs.
+"""The interface between a method's program and its device, on the wall clock and on the virtual clock.
 
 In a container ``testbed_agent.device`` implements it on the wall clock; in simulation ``testbed.simulation`` does on a
 virtual one. A program is an ``async`` function of a device and a job; it may start tasks of its own, but all
@@ -19,25 +19,25 @@ T = TypeVar("T")
 
 
 Kind = Literal["convolution", "pointwise", "depthwise", "linear", "normalisation", "activation", "pooling", "other"]
-"""Kind of a layer: a device can have a speed for each. ``pointwise`` is a convolution of single pixels, ``depthwise``
-one in groups; ``other`` is what no layer does: updates, copies, averages."""
+"""Kind of a layer, each with its own speed on a device. ``pointwise`` is a 1x1 convolution, ``depthwise`` a grouped
+one; ``other`` is work outside layers: updates, copies, averages."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 Precision = Literal["f32", "f16", "bf16", "int8"]
-"""What a device computes in: float32; 16 bits, what is trained stays float32; or weights of 8 bits, for inference."""
+"""Number format of computations: float32; 16 bits with float32 master weights; or 8-bit weights for inference."""
 
 
 class Work(NamedTuple):
-    """What layers do."""
+    """Amount of work done by layers."""
 
     flops: float
     """Floating-point operations, a multiply and an add being two."""
     accessed: float
-    """Bytes of values that they read and write."""
+    """Bytes of activations read and written."""
     weights: float
-    """Bytes of weights that they read, and of their gradients: as many for a batch as for a sample."""
+    """Bytes of weights and gradients read, independent of the batch size."""
 
 
 _EACH = len(Work._fields)
@@ -45,7 +45,7 @@ _EACH = len(Work._fields)
 
 @dataclass(frozen=True, init=False)
 class Cost:
-    """What a piece of work is charged; `testbed.hardware.DeviceSpec.seconds` makes time of it."""
+    """Amount of work charged for a computation; `testbed.hardware.DeviceSpec.seconds` converts a cost to time."""
 
     _amounts: tuple[float, ...]
     """The work of each of `KINDS`, one after the other."""
@@ -70,7 +70,7 @@ class Cost:
         return self.scaled(times, times, times)
 
     def scaled(self, flops: float, accessed: float, weights: float) -> Cost:
-        """Return so many times the FLOPs, the bytes of values and those of weights."""
+        """Return the cost with FLOPs, activation bytes and weight bytes multiplied by separate factors."""
         return Cost.__new__(Cost)._set(tuple(map(mul, self._amounts, cycle((flops, accessed, weights)))))
 
     def of(self, kinds: Collection[Kind] = KINDS) -> Work:
@@ -90,7 +90,7 @@ class Span:
     micro: int | None = None
 
     def row(self) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return the names of the span's fields in an event, without those that are not given, and their values."""
+        """Return the names and the values of all fields that are set."""
         if self.micro is None:
             if self.batch is None:
                 return ("span",), (self.name,)
@@ -100,12 +100,12 @@ class Span:
         return ("span", "batch", "micro"), (self.name, self.batch, self.micro)
 
     def fields(self) -> dict[str, Any]:
-        """Return the span as event fields, without those that are not given."""
+        """Return all fields that are set, for use in an event."""
         return dict(zip(*self.row(), strict=True))
 
 
 class Device(Protocol):
-    """One device, as its program sees it."""
+    """A device as seen by its program."""
 
     @property
     def name(self) -> str:
@@ -113,36 +113,37 @@ class Device(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether it has been asked to leave (the fault `retire`); it is off as soon as its program has returned."""
+        """Whether a `retire` fault has asked the device to leave. The device stops when its program returns."""
 
     async def send(self, peer: str, message: Message) -> None:
-        """Deliver reliably, in the order of the calls per peer; return once the peer has acknowledged.
+        """Send reliably, in the order of the calls for each peer; return after the peer's acknowledgement.
 
-        Retries while the peer is gone or cut off, for ever. Cancelling the call withdraws the message unless all of it
-        has left; ``asyncio.timeout`` limits how long to wait. The order is that of the calls, so several sends may be
-        under way as tasks, and the link is used without a break: up to `testbed.wire.framing.WINDOW` bytes leave before
-        the first acknowledgement is back. A peer that restarts is the same peer with an empty inbox: methods number
-        their configurations and ignore what is not theirs.
+        Retries without limit while the peer is down or unreachable. Cancelling the call withdraws the message unless
+        all bytes have left; ``asyncio.timeout`` limits the wait. Several sends may run as concurrent tasks and keep the
+        link busy: up to `testbed.wire.framing.WINDOW` bytes leave before the first acknowledgement returns. A peer that
+        restarts is the same peer with an empty inbox: methods number their configurations and ignore messages of older
+        ones.
         """
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
-        """Transmit once, best effort: each peer hears it or not; return when it has left the device."""
+        """Broadcast once, best effort; return when the message has left the device. Each peer may or may not receive
+        the message."""
 
     async def receive(self) -> Message:
         """Return the next message of any peer, in the order of arrival."""
 
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
-        """Pass each message to a function as it arrives, instead of `receive`, until cancelled.
+        """Call a function with each message on arrival, instead of `receive`, until cancelled.
 
         Raises what the function raises. A program either listens or receives. On the virtual clock, no task is woken
         for a message.
         """
 
     def receives(self, peer: str) -> bool:
-        """Return whether a part of a message from this peer has arrived and the rest is on its way."""
+        """Return whether a message from the peer has arrived in part."""
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work on one of the device's processors; takes what ``cost`` does of the device's time.
+        """Run a computation on one of the device's processors and charge its cost as time.
 
         Calls queue up and begin in the order of the calls, as many at once as the device has processors: one, unless
         the scenario says otherwise. Records ``begin`` and ``compute``.
@@ -152,14 +153,14 @@ class Device(Protocol):
         """Wait on the device's clock."""
 
     async def save(self, name: str, message: Message) -> None:
-        """Keep a message on the device's disk, whole or not at all, instead of what was kept under that name.
+        """Write a message to the device's disk atomically, replacing the previous one of the same name.
 
         Return when it is there. It outlives a restart of the device, and nothing else: the next workload does not see
         it. Calls take effect in their order, and none of the device's time.
         """
 
     def saved(self, name: str) -> Message | None:
-        """Return what was last kept under a name; None where nothing was."""
+        """Return the message last saved under a name; None without one."""
 
     def now(self) -> float:
         """Seconds since the workload started; one clock for all devices of the run."""
@@ -168,7 +169,7 @@ class Device(Protocol):
         """Write an event to the run's log; see ``testbed.trace.events`` for the ones with a meaning."""
 
     def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
-        """Name the function that returns the weights held now; the runtime calls it when asked for them.
+        """Register the function that returns the current weights; the runtime calls the function on request.
 
         Those of the lead are the run's. A ``part`` is the device's own part of the model: a run that fails before the
         lead has gathered the whole keeps the parts of all devices. A device may expose both.

@@ -1,4 +1,4 @@
-"""One run as plain facts: each device, link, fault and change by itself, whatever file they came from."""
+"""One run as plain facts: devices, links, faults and changes, independent of the scenario file."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a runtime emulates or simulates."""
+    """The facts of one run, the input of a runtime."""
 
     name: str
     seed: int
-    """Everything random comes from it."""
+    """Seed of all random choices."""
     workload: WorkloadPart
     devices: tuple[DeviceSpec, ...]
     """Devices in the order of the scenario."""
     links: dict[Pair, Link]
-    """Every directed pair that may talk; pairs that are absent cannot."""
+    """Links by (source, destination). Pairs without a link cannot communicate."""
     time_limit: float
     """Seconds after which the run has failed."""
     faults: tuple[FaultPart, ...] = ()
@@ -34,14 +34,15 @@ class Experiment:
     cells: tuple[Cell, ...] = ()
     """Radio cells; a pair of devices is in one at most."""
     changes: tuple[Change, ...] = ()
-    """Changes of links and speeds, as the scenario's trace has them, in the order of time."""
+    """Changes of links and speeds from the scenario's link trace, in the order of time."""
     radio: Radio | None = None
-    """Where devices are and how they hear each other. Which casts are lost is in the links."""
+    """Positions and propagation model of devices on radio; None without radio. Reception ratios are stored in the
+    links."""
     machines: tuple[Machine, ...] = ()
-    """Computers that several devices share; a device is on one at most."""
+    """Computers shared by several devices; each device is on at most one."""
 
     def sharing_devices(self) -> tuple[DeviceSpec, ...]:
-        """Return the devices as planning goes by them: each as fast as it is while all on its machine compute."""
+        """Return the devices with the speed left to each while all devices on its machine compute."""
         shares: dict[str, float] = {}
         for machine in self.machines:
             wanted = sum(device.processors for device in self.devices if device.name in machine.devices)
@@ -52,7 +53,7 @@ class Experiment:
         )
 
     def bounded_links(self) -> dict[Pair, Link]:
-        """Return the links with the rates that a pair can have at best: within its devices' access and its cell."""
+        """Return the links with their rates limited by the access rates of both ends and by the cell."""
         uplinks = {device.name: device.uplink for device in self.devices if device.uplink is not None}
         downlinks = {device.name: device.downlink for device in self.devices if device.downlink is not None}
         if not (uplinks or downlinks or self.cells):

@@ -1,4 +1,4 @@
-"""What a device is: its speed and memory, and the published figures behind the named profiles."""
+"""Device hardware: speeds, memory, and named profiles with the source of each value."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SHARES: Mapping[Precision, tuple[float, float]] = {
     "bf16": (0.5, 0.5),
     "int8": (1, 0.25),
 }
-"""Bytes of values that layers read and write, and of weights, for each byte of float32."""
+"""Bytes of activations and of weights per byte of float32, by precision."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device works on layers of a kind; None: that takes no time."""
+    """Processing rates for one kind of layer. A rate of None takes no time."""
 
     speed: float | None
     """FLOP/s."""
     memory_rate: float | None = None
-    """Bytes/s of the values that layers read and write."""
+    """Bytes/s of activations read and written."""
     weight_rate: float | None = None
     """Bytes/s of weights and of their gradients, which a batch of any size costs once."""
 
@@ -42,36 +42,36 @@ class DeviceSpec:
 
     name: str
     speed: float
-    """FLOP/s that the pacing charges compute at (a multiply and an add are two), of each processor."""
+    """FLOP/s of each processor, used for pacing (a multiply and an add are two)."""
     memory: float
     """Bytes; the container's limit and the planner's bound."""
     cpus: float | None = None
-    """CFS quota for workloads that are not ours; None leaves pacing alone to set the speed."""
+    """CFS quota for external programs; None limits the speed by pacing only."""
     profile: str = ""
     slowdown: float | None = None
-    """Where given, work takes this multiple of the processor time that the host needs for it, whatever its FLOPs;
-    ``speed`` is then what planning goes by."""
+    """If set, work takes this multiple of the measured processor time regardless of FLOPs; planners still use
+    ``speed``."""
     uplink: float | None = None
-    """bit/s on the wire that the device sends to all others together; None is no limit beside the links' own."""
+    """Rate limit in bit/s on the wire for everything sent; None is unlimited."""
     downlink: float | None = None
-    """bit/s on the wire that it receives from all others together."""
+    """Rate limit in bit/s on the wire for everything received; None is unlimited."""
     processors: int = 1
-    """Pieces of work that it computes at once, each at ``speed``."""
+    """Number of concurrent computations, each at ``speed``."""
     memory_rate: float | None = None
-    """Bytes/s at which layers read what enters them and write what leaves, of each processor; None: in no time."""
+    """Bytes/s of activations read and written by each processor; None takes no time."""
     watts: tuple[float, float] | None = None
-    """Drawn while idle, and while it computes; None: not known, and no energy is reckoned."""
+    """Power while idle and while computing; None if unknown, in which case energy is not reported."""
     kinds: Mapping[Kind, Rates] = field(default_factory=dict)
-    """Rates of layers by their kind, where they are known; ``speed`` and ``memory_rate`` are those of all others."""
+    """Rates by kind of layer; ``speed`` and ``memory_rate`` apply to all others."""
     precision: Precision = "f32"
-    """What layers compute in; rates are those of float32."""
+    """Number format of computations; rates refer to float32."""
     faster: float = 1.0
-    """How many times as fast FLOPs are in that precision."""
+    """Factor on the FLOP/s of the precision, relative to float32."""
     gpu: bool = False
-    """Whether its container is given the host's GPUs."""
+    """Whether the container has access to the host's GPUs."""
 
     def with_share(self, share: float) -> DeviceSpec:
-        """Return the device with a share of its speed and of its rates, from 0 to 1."""
+        """Return the device with all speeds and rates multiplied by a share between 0 and 1."""
 
         def less(rate: float | None) -> float | None:
             return None if rate is None else rate * share
@@ -83,7 +83,7 @@ class DeviceSpec:
         return replace(self, speed=self.speed * share, memory_rate=less(self.memory_rate), kinds=kinds)
 
     def joules(self, up: float, computing: float) -> float | None:
-        """Return the energy of ``up`` seconds, ``computing`` of them busy: idle * up + (busy - idle) * computing."""
+        """Return the energy of ``up`` seconds with ``computing`` busy seconds: idle * up + (busy - idle) * computing."""
         if self.watts is None:
             return None
         idle, busy = self.watts
@@ -99,7 +99,7 @@ class DeviceSpec:
 
     @cached_property
     def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
-        """Kinds that have rates together, with these; each kind once. Devices with equal ones take the same time."""
+        """Return the distinct rates with the kinds of layers that use each. Devices with equal rates take equal time."""
         if self.precision != "f32":
             plain = replace(self, precision="f32").rates
             layers = tuple(
@@ -112,7 +112,7 @@ class DeviceSpec:
         return (others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())
 
     def _narrow(self, rates: Rates) -> Rates:
-        """Return rates of layers in its precision; what no layer does, such as updates, stays in float32."""
+        """Scale layer rates to the precision. Work outside layers, such as updates, stays in float32."""
         values, weights = SHARES[self.precision]
         speed, memory, weight = rates.speed, rates.memory_rate, rates.weight_rate
         return Rates(
@@ -123,19 +123,19 @@ class DeviceSpec:
 
 
 _COPIES = 2
-"""A sender holds a message and its encoded form, a receiver the arrived bytes and their copy in its model."""
+"""A sender holds a message and its encoded form; a receiver holds the bytes and their copy in the model."""
 
 _ALWAYS_HELD = 1 << 20
-"""Bytes of a message that every device takes: methods measure links with a quarter of it."""
+"""Size in bytes of a message accepted by every device; methods measure links with a quarter of this size."""
 
 
 def largest_message(*ends: DeviceSpec) -> int:
-    """Return the bytes of the largest message that all these devices can send and receive, by their memory."""
+    """Return the size in bytes of the largest message that fits the memory of all given devices."""
     return max(_ALWAYS_HELD, int(min(device.memory for device in ends) / _COPIES))
 
 
 def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
-    """Raise `TestbedError` for a message that its sender or receiver cannot hold."""
+    """Raise `TestbedError` if a message exceeds the memory of its sender or receiver."""
     if size > (largest := largest_message(sender, receiver)):
         raise TestbedError(
             f"a message of {formats.size(size)} from {sender.name} to {receiver.name} is too large: by their memory "
@@ -145,16 +145,16 @@ def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A computer whose processes or containers the devices are: what they compute at once shares its cores."""
+    """A computer that hosts several devices, whose computations share its cores."""
 
     devices: tuple[str, ...]
     cores: float
-    """Pieces of work that it computes at once at their devices' full speed; more than that are slowed alike."""
+    """Number of concurrent computations at full speed; beyond this number, all slow down equally."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device, with where its figures come from."""
+    """A type of device, with the source of its values."""
 
     name: str
     speed: float
@@ -162,23 +162,22 @@ class Profile:
     memory: float
     """Bytes."""
     basis: str
-    """What kind of figure ``speed`` is: measured and read in the source, reported (remembered from it and not read
-    again), a peak, or an assumption."""
+    """Origin of ``speed``: measured (read in the source), reported (quoted from memory), a peak, or an assumption."""
     source: str
     """Where the figures come from."""
     processors: int = 1
-    """Processors that compute at once, each at ``speed``."""
+    """Number of concurrent computations, each at ``speed``."""
     memory_rate: float | None = None
-    """Bytes/s that layers read and write, of each processor; None: not known, and no time is charged for it."""
+    """Bytes/s of activations for each processor; None if unknown, in which case memory access takes no time."""
     kinds: Mapping[Kind, Rates] = field(default_factory=dict)
-    """Rates of layers by their kind, where they are known."""
+    """Rates by kind of layer, where known."""
     watts: tuple[float, float] | None = None
-    """Drawn while idle, and while it computes; None: not known."""
+    """Power while idle and while computing; None if unknown."""
     precisions: Mapping[Precision, float] = field(default_factory=dict)
-    """FLOP/s in other precisions than float32, where they are known."""
+    """FLOP/s by precision other than float32, where known."""
 
     def device(self, name: str, precision: Precision = "f32") -> DeviceSpec:
-        """Return a device of this kind, with no figures of its own."""
+        """Return a device with the values of the profile."""
         return DeviceSpec(
             name,
             self.speed,

@@ -1,4 +1,4 @@
-"""What a method is: options, a planner and a program for every device, and nothing else."""
+"""The contract of a method: options, a planner, and a program that runs on every device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testbed.trace.metrics_spec import MetricsSpec
 from testbed.work import MOST_STEPS, WorkloadPart
 
 Baselines = Mapping[str, Mapping[str, Any]]
-"""Options by the name of a baseline, which stands for them."""
+"""Option values by the name of a baseline."""
 
 
 class Options(ConfigModel):
@@ -31,12 +31,12 @@ class Options(ConfigModel):
 
     model_config = ConfigDict(use_attribute_docstrings=True)
     baselines: ClassVar[Baselines] = {}
-    """What the method's publication compares it with; who declares any has a field `baseline`, which names one."""
+    """Baselines of the method's publication. Options with baselines have a field `baseline` that names one."""
 
     @model_validator(mode="before")
     @classmethod
     def _of_baseline(cls, value: Any) -> Any:
-        """Set the options that a baseline stands for."""
+        """Fill in the option values of the named baseline."""
         name = value.get("baseline") if cls.baselines and isinstance(value, dict) else None
         if name is None:
             return value
@@ -51,40 +51,40 @@ class Options(ConfigModel):
 MethodOptions = TypeVar("MethodOptions", bound=Options, default=Options)
 """A method's options."""
 ProblemOptions = TypeVar("ProblemOptions", bound=Options, default=Options, covariant=True)
-"""The same where they are only read: a problem with a pipeline's options is a problem with options."""
+"""Covariant type variable for read-only options."""
 MethodDetails = TypeVar("MethodDetails", bound=Details, default=Details)
-"""What a method's plans say beyond their pieces."""
+"""Type of the method-specific details of a plan."""
 
 
 PlannedMessage = tuple[str, str, float]
-"""Sender, receiver and bytes of a message that a plan foresees."""
+"""Sender, receiver and size in bytes of a planned message."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way in which a method could do the work, with what it would take of each device and of the network."""
+    """A candidate plan, with its demands on each device and on the network."""
 
     name: str
     chosen: bool
-    """Whether it is the plan's."""
+    """Whether the plan uses this alternative."""
     fits: bool
     """Whether every device has the memory."""
     weights: Mapping[str, int]
     """Elements of weights on each device; biases and normalisation left out."""
     memory: Mapping[str, float]
-    """Bytes that each device needs."""
+    """Bytes of memory needed by device name."""
     longest_path: int
     """Multiplications one after the other, for one sample."""
     communication: float
-    """Elements of one sample that go over the network, by the formulas of the method's paper."""
+    """Transmitted elements per sample, by the formulas of the publication."""
     elements: int
-    """The same as they are sent."""
+    """Transmitted elements per sample in this implementation."""
     wire_bytes: float
     """Bytes on the wire of a request."""
     messages: int
     """Messages of a request."""
     step_time: float | None = None
-    """Predicted seconds per training step or inference, where the planner can predict them."""
+    """Predicted seconds per training step or inference; None if unpredictable."""
     notes: str = ""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Values of JSON."""
@@ -92,7 +92,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Problem(Generic[ProblemOptions]):
-    """Everything a planner may look at; a device's program knows of it what `Method.facts` says."""
+    """The input of a planner. On a device, the problem contains only the facts returned by `Method.facts`."""
 
     devices: tuple[DeviceSpec, ...]
     """Devices in the order of the scenario; the first is the source."""
@@ -102,7 +102,7 @@ class Problem(Generic[ProblemOptions]):
     seed: int
 
     def device(self, name: str) -> DeviceSpec:
-        """Return the device of that name."""
+        """Return a device by name."""
         return next(device for device in self.devices if device.name == name)
 
     def with_links_of(self, device: str) -> Self:
@@ -120,7 +120,7 @@ class Problem(Generic[ProblemOptions]):
 
 
 class _LinksOf(Mapping[Pair, Link]):
-    """The links of one device among those of all, of which it keeps no copy: in a mesh of 1,000 there are a million."""
+    """View of the links of one device without a copy: a mesh of 1,000 devices has a million links."""
 
     def __init__(self, links: Mapping[Pair, Link], device: str, pairs: Sequence[Pair]) -> None:
         self._links = links
@@ -141,7 +141,7 @@ class _LinksOf(Mapping[Pair, Link]):
 
 @dataclass(frozen=True)
 class Job(Generic[ProblemOptions, PlanDetails]):
-    """What a device's program is started with."""
+    """The input of a device's program."""
 
     problem: Problem[ProblemOptions]
     plan: Plan[PlanDetails]
@@ -153,7 +153,7 @@ StepsOrTime = Annotated[
     Annotated[int, Field(ge=1, le=MOST_STEPS), Tag("[steps]")] | Annotated[Duration, Field(gt=0), Tag("[time]")],
     Discriminator(lambda value: "[time]" if isinstance(value, str | float) else "[steps]"),
 ]
-"""How often: every so many steps or rounds, or after a time such as 30s."""
+"""An interval in steps or rounds, or as a duration such as 30s."""
 
 
 Capability = Literal[
@@ -197,11 +197,11 @@ _FORMER = {
     "takes_weights": "initial_weights",
     "timing_only": "timing_only",
 }
-"""Class attributes of version 1.0 that are capabilities now."""
+"""Class attributes of version 1.0 and the capabilities that replace them."""
 
 
 class Method(ABC, Generic[MethodOptions, MethodDetails]):
-    """A published system, or a baseline, with options of its own type and details that its plans have.
+    """A published system or a baseline, with its own types of options and plan details.
 
     Stateless: state lives in the programs. The types of its problem and its job are those of the workloads that it can
     do: `Problem` and `Job`, or classes that a kind of work derives from them (`testbed.workload.Workload.problem`).
@@ -211,38 +211,38 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
     summary: ClassVar[str]
     """One line for `testbed show methods`."""
     tasks: ClassVar[tuple[str, ...]]
-    """Workloads that it can do, by the `task` of scenarios."""
+    """Supported workloads, as in the scenario's `task`."""
     Options: type[MethodOptions] = Options  # type: ignore[assignment]  # the default of its type
     Details: type[MethodDetails] = Details  # type: ignore[assignment]  # the default of its type
     needs_torch: ClassVar[bool] = True
-    """Whether devices import the libraries of the workload, such as torch, before its program starts; without it they
-    are ready sooner, and much smaller."""
+    """Whether devices import the workload's libraries, such as torch, before the program starts. Devices without these
+    libraries start sooner and use much less memory."""
     supports: ClassVar[frozenset[Capability]] = frozenset()
-    """What a scenario may ask for, and what devices are given, beyond the least; see `Capability`."""
+    """Optional features supported by the method; see `Capability`."""
     begins: ClassVar[frozenset[str] | None] = None
-    """Names of the spans that a device may begin, so that a fault on one that never comes is refused; None: unknown."""
+    """Names of the spans recorded by devices, used to reject fault triggers that never fire; None if unknown."""
     declared: ClassVar[MetricsSpec] = MetricsSpec()
-    """Figures, events, rows and tables of its own."""
+    """Metrics, events, rows and tables defined by the method."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Refuse attributes that would have no effect."""
+        """Reject class attributes without effect."""
         super().__init_subclass__(**keywords)
         for name in _FORMER.keys() & vars(cls).keys():
             raise TypeError(f"{cls.__name__}.{name} has no effect: write '{_FORMER[name]}' in `supports` instead")
 
     @abstractmethod
     def plan(self, problem: Any) -> Plan[MethodDetails]:
-        """Decide who holds what; pure. Raises `InputError` where no plan fits, saying what would."""
+        """Assign the work to devices. Pure. Raises `InputError` with a suggestion if no plan fits."""
 
     @abstractmethod
     async def program(self, device: Device, job: Any) -> None:
-        """Run on one device, whichever role the plan gives it. A device that restarts runs it again, empty."""
+        """Run one device, in the role assigned by the plan. Runs again from the start after a restart."""
 
     def facts(self, problem: Any, plan: Plan[MethodDetails], device: str) -> tuple[Any, Plan[MethodDetails]]:
-        """Return what the program of a device is to know of the problem and of the plan; pure.
+        """Return the facts of problem and plan for a device's program. Pure.
 
-        On either clock it sees nothing else. Unless a method says otherwise, that is the links from and to the device
-        (see `Capability`, all_links), and its part of the plan; all of it on the lead.
+        The program sees nothing else on either clock. By default, a device gets its own links (all links with the
+        capability `all_links`) and its own part of the plan; the lead gets the whole plan.
         """
         everything = "all_links" in self.supports and device == plan.lead
         return problem if everything else problem.with_links_of(device), plan.part_of(device)
@@ -252,9 +252,9 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return None
 
     def largest_messages(self, problem: Any, plan: Plan[MethodDetails]) -> Iterable[PlannedMessage]:
-        """Return the largest messages of a run without faults; pure.
+        """Return the largest messages of a run without faults. Pure.
 
-        A plan is refused whose devices cannot hold one of them. None, unless a method knows some.
+        The plan is rejected if a device cannot hold one of these messages. Empty by default.
         """
         return ()
 
@@ -263,13 +263,13 @@ class Method(ABC, Generic[MethodOptions, MethodDetails]):
         return ()
 
     def advice(self, problem: Any, plan: Plan[MethodDetails]) -> tuple[str, ...]:
-        """Return what is probably not meant, each with what to do, for `testbed plan` and `validate`; pure."""
+        """Return warnings about likely mistakes, each with a remedy, for `testbed plan` and `validate`. Pure."""
         return ()
 
     def draw(self, plan: Plan[MethodDetails]) -> str | None:
-        """Draw the order of the work in lines of text, for `testbed plan`; None where there is nothing to draw."""
+        """Render the order of the work as lines of text for `testbed plan`; None if not applicable."""
         return None
 
     def spans(self, plan: Plan, device: str) -> frozenset[str] | None:
-        """Return `begins`; a method may know that a device of its plan begins fewer."""
+        """Return the span names of a device; by default `begins`. A method may return fewer for a given plan."""
         return self.begins

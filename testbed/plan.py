@@ -1,4 +1,4 @@
-"""What a planner decided: which device holds which part of the model. Plain facts, which travel as JSON."""
+"""A plan: the assignment of model parts to devices, as plain values serialisable to JSON."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Piece(BaseModel):
     memory: float
     """Predicted peak bytes of weights, gradients, optimizer state and activations."""
     part: str | None = None
-    """Which part of the units, in words (``outputs 0 to 63``), where they are divided; None: they are held whole."""
+    """Description of the part of each unit (``outputs 0 to 63``) if units are divided; None for whole units."""
     copy_for: str | None = None
-    """The device that this copy of the units works for, where each of several devices has one; None: it is the only
-    copy, or one for all."""
+    """The device served by this copy of the units if several devices have one each; None for a single or shared copy.
+    """
     parameters: int | None = None
-    """Values it holds of the model; None: all of its units'. Of units that are divided, its part of each."""
+    """Number of parameters of the piece; None for all parameters of its units."""
     flops: float | None = None
-    """FLOPs that it computes of one sample in a forward; None: all of its units'."""
+    """FLOPs of a forward pass of one sample; None for all FLOPs of its units."""
     seconds: float | None = None
-    """Seconds of its device for the forward of a batch; None: what its units are charged."""
+    """Seconds of a forward pass of a batch; None to derive the time from the cost of the units."""
 
 
 class Details(BaseModel):
-    """What else a method's planner says; a method with something to say declares its own.
+    """Method-specific additions to a plan; a method derives its own class.
 
     As such, it takes whatever there is: a reader who does not know the method keeps its details as plain values.
     """
@@ -43,7 +43,7 @@ class Details(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
 
     def part_of(self, device: str) -> Self:
-        """Return what the program of a device that does not lead needs of them: all, unless a method says otherwise."""
+        """Return the details relevant to a device other than the lead; by default all."""
         return self
 
 
@@ -53,23 +53,23 @@ OtherDetails = TypeVar("OtherDetails", bound=Details)
 
 
 class Plan(BaseModel, Generic[PlanDetails]):
-    """What a planner decided; travels as JSON to every device and into the results."""
+    """The result of a planner, sent to every device and stored with the results."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     method: str
     lead: str
-    """The device whose program ends the run when it returns."""
+    """The device whose program ends the run on return."""
     pieces: tuple[Piece, ...]
     step_time: float | None = None
-    """Predicted seconds per training step or inference, where the planner can predict them."""
+    """Predicted seconds per training step or inference; None if unpredictable."""
     steps: int | None = None
-    """Training steps at most, where the planner bounds them; the workload may have fewer."""
+    """Maximum number of training steps if limited by the planner; the workload may have fewer."""
     # Without details the type's own default holds, which mypy does not follow.
     details: SerializeAsAny[PlanDetails] = Field(default_factory=Details)  # type: ignore[assignment]
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The devices that hold a piece, each once, in the order of the pieces."""
+        """Return the devices with a piece, without duplicates, in the order of the pieces."""
         return tuple(dict.fromkeys(piece.device for piece in self.pieces))
 
     def of(self, device: str) -> tuple[Piece, ...]:
@@ -84,7 +84,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
         return {device: tuple(pieces) for device, pieces in found.items()}
 
     def part_of(self, device: str) -> Self:
-        """Return what the program of a device needs: all on the lead, its own pieces elsewhere."""
+        """Return the part of the plan relevant to a device: the whole plan on the lead, its own pieces elsewhere."""
         if device == self.lead:
             return self
         return self.model_copy(update={"pieces": self.of(device), "details": self.details.part_of(device)})
@@ -94,7 +94,7 @@ class Plan(BaseModel, Generic[PlanDetails]):
         return sum(piece.memory for piece in self.of(device))
 
     def with_details(self, kind: type[OtherDetails]) -> Plan[OtherDetails]:
-        """Return the plan with its details as a method declares them; raises pydantic's ValidationError."""
+        """Return the plan with its details validated as the given class. Raises pydantic's ValidationError."""
         return Plan(
             method=self.method,
             lead=self.lead,

@@ -52,7 +52,7 @@ def prepare(trial: Trial) -> Prepared:
 
 
 def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
-    """Prepare the runs of a sweep; return those that can be run, by their numbers, and a text for each refused one.
+    """Prepare the runs of a sweep; return the valid runs and the error texts of the rejected ones, by number.
 
     A text names the point and the seed. Raises `InputError` where all are refused.
     """
@@ -74,7 +74,7 @@ def prepare_all(runs: Sequence[Trial]) -> tuple[dict[int, Prepared], list[str]]:
 
 
 def raise_refused(refused: Sequence[str]) -> None:
-    """Raise `InputError` with the texts of `prepare_all`, if there are any."""
+    """Raise `InputError` with all error texts of `prepare_all`, if any."""
     if refused:
         raise InputError("\n".join(refused))
 
@@ -91,7 +91,7 @@ def _planned(method: Method, problem: Problem) -> Plan:
 
 
 def build_problem(trial: Trial) -> tuple[Method, Problem]:
-    """Return the method and the problem that a trial poses it: what a planner looks at.
+    """Return the method of a trial and the problem for its planner.
 
     Raises `InputError` where the workload names what does not exist or what does not fit. Needs no data files.
     """
@@ -108,7 +108,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
 
 
 def batches(scenario: Scenario, plan: Plan) -> int | None:
-    """Return how many batches a run has; None where only the data's files can tell, or who owns how many."""
+    """Return the number of batches of a run; None if the number depends on data files or on the division of the data."""
     known = [count for count in (kind_of(scenario.workload).total(scenario), plan.steps) if count is not None]
     return min(known, default=None)
 
@@ -128,7 +128,7 @@ def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
 
 
 def _message_problems(trial: Trial, method: Method, problem: Problem, plan: Plan) -> list[Diagnostic]:
-    """Return the first message that would be refused while the run goes on, in the same words."""
+    """Report the first planned message that a device would reject during the run, with the same text."""
     devices = {device.name: device for device in problem.devices}
     for sender, receiver, size in method.largest_messages(problem, plan):
         ends = devices[sender], devices[receiver]
@@ -166,7 +166,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
 
 
 def _device_key(name: str, scenario: Scenario) -> Key:
-    """Return the key of the part of the scenario that makes a device."""
+    """Return the scenario key that defines a device."""
     for part_name, part in scenario.devices.items():
         if name in device_names(part_name, part):
             part_key: Key = ("devices", part_name)
@@ -175,7 +175,7 @@ def _device_key(name: str, scenario: Scenario) -> Key:
 
 
 def _locate(error: InputError, trial: Trial) -> Diagnostic:
-    """Find the scenario's key for one of the workload, of a device by its name, or of the scenario itself."""
+    """Prefix an error with the scenario key of its workload field or device."""
     key = error.key or ("method",)
     if key[0] in type(trial.scenario.workload).model_fields:
         return Diagnostic(("workload", *key), error.text)

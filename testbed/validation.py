@@ -1,4 +1,4 @@
-"""What is wrong with a scenario across its keys, as far as that shows before there is a problem and a plan."""
+"""Validation of a scenario across its keys, before a problem or plan exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from testbed.workload import kind_of
 
 
 def problems(trial: Trial) -> Iterator[Diagnostic]:
-    """Yield what is wrong with a trial's method, model, data, names and expectations."""
+    """Yield all problems of a trial's method, model, data, names and expectations."""
     scenario, figures = trial.scenario, _figures(trial.scenario)
     yield from _workload_problems(scenario)
     yield from _name_problems(trial)
@@ -32,7 +32,7 @@ def problems(trial: Trial) -> Iterator[Diagnostic]:
 
 
 def find_method(scenario: Scenario) -> Method:
-    """Return the method that a scenario names; raises `InputError` where there is none such."""
+    """Return the method named by a scenario. Raises `InputError` for an unknown one."""
     return methods.find(scenario.workload, scenario.source.folder)
 
 
@@ -65,17 +65,17 @@ def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
 
 
 def _located(error: InputError) -> Diagnostic:
-    """Return what is wrong with a workload, whose keys an error names."""
+    """Convert an error to a diagnostic with a key below `workload`."""
     return Diagnostic(("workload", *error.key), error.text)
 
 
 def reporting(method: Method, workload: WorkloadPart) -> MetricsSpec:
-    """Return the metrics, events and parts of reports that a method and its kind of work declare."""
+    """Return the metrics, events and report sections defined by a method and its workload."""
     return kind_of(workload).declared.joined(method.declared)
 
 
 def _figures(scenario: Scenario) -> dict[str, Metric]:
-    """Return the figures that a run of the scenario may have; with a method that there is not, those of all methods."""
+    """Return the metrics available to a run; for an unknown method, those of all methods."""
     method = _method_or_problem(scenario)
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]
     declared = [reporting(each, scenario.workload) for each in known]

@@ -1,4 +1,4 @@
-"""The keys of a scenario's `workload`: those of every kind of work, and the registry of the kinds."""
+"""The `workload` section of a scenario: keys common to all workloads, and the registry of workloads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from testbed.common.part import ConfigModel
 
 MOST_STEPS = 10**9
 GROUP = "testbed.workloads"
-"""Entry points under which an installed package registers its workloads: ``task = "module:Class"``."""
+"""Entry point group of workloads in installed packages: ``task = "module:Class"``."""
 _CLASSES = {
     "train": "testbed.ml.learning:Training",
     "infer": "testbed.ml.learning:Inference",
@@ -45,12 +45,12 @@ class MethodPart(ConfigModel):
     )
 
     def options(self) -> dict[str, Any]:
-        """Return what the method's own options model has to validate."""
+        """Return the keys to validate with the method's own options model."""
         return dict(self.model_extra or {})
 
 
 class WorkloadPart(ConfigModel):
-    """Keys of every workload. Each kind derives its own keys and overrides what the testbed has to know of them."""
+    """Keys common to all workloads. Each workload derives a class with further keys and overrides its properties."""
 
     task: str = Field(_DEFAULT, description="what the devices do together")
     method: MethodPart = Field(description="how the work is split")
@@ -58,20 +58,20 @@ class WorkloadPart(ConfigModel):
     progress: ClassVar[str] = "step"
     """The event by which the run progresses; a run without any is not trusted."""
     unit: ClassVar[str] = "step"
-    """What users call that."""
+    """Name of a unit of work in messages to users."""
     needs_record: ClassVar[bool] = True
-    """Whether programs of methods have to record that event themselves."""
+    """Whether programs have to record the unit's event themselves."""
     why_not_simulated: ClassVar[str | None] = None
-    """Why the work needs containers; None: it runs on either clock."""
+    """Reason why the workload requires containers; None if it also runs on the virtual clock."""
     uses_gpu: ClassVar[bool] = False
     """Whether devices may ask for a GPU of the host."""
     counts_links: ClassVar[bool] = True
-    """Whether the bytes that each link carries are known."""
+    """Whether the number of bytes on each link is known."""
     own_programs: ClassVar[bool] = False
     """Whether devices run programs of the user's and not of a method, so other kinds of work are not comparable."""
 
     def on_containers(self) -> Self:
-        """Return the keys as a device in a container is to see them."""
+        """Return the section for a device in a container."""
         return self
 
     @property
@@ -81,33 +81,33 @@ class WorkloadPart(ConfigModel):
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the work asks for kernels that every processor has."""
+        """Whether the workload requests kernels available on every processor."""
         return False
 
     @property
     def initial_weights(self) -> str | None:
-        """Where the state that the work begins with is read from; None: it is drawn from the seed."""
+        """File with the initial state; None to draw the state from the seed."""
         return None
 
     @property
     def total(self) -> int | None:
-        """The number of units of work that the scenario asks for; None: it depends on something else."""
+        """Number of units of work requested; None if the number depends on data."""
         return None
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys that name data beside the scenario, which are not copied with it, and their values."""
+        """Yield the keys and values of data paths beside the scenario, which are not stored with the results."""
         return iter(())
 
     def sources(self) -> Mapping[str, Any]:
-        """Return the sub-keys that may name a Python file beside the scenario, each with its ``file`` and ``name``."""
+        """Return the subsections that may name a Python file, each with ``file`` and ``name``."""
         return {"method": self.method}
 
     def files(self) -> Iterator[str]:
-        """Yield the Python files beside the scenario that sub-keys name, without those of method, model and data."""
+        """Yield further Python files named by subsections, besides those of method, model and data."""
         return iter(())
 
     def title(self) -> str:
-        """Return what reports call the work, such as ``pipeline training of cnn on digits``."""
+        """Return the title of the work in reports, such as ``pipeline training of cnn on digits``."""
         return f"{self.method.name} {self.task}"
 
     def labels(self) -> Iterator[str]:
@@ -117,7 +117,7 @@ class WorkloadPart(ConfigModel):
     @model_validator(mode="wrap")
     @classmethod
     def _of_its_kind(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        """Read the keys of the kind that ``task`` names."""
+        """Validate the section with the class of its `task`."""
         if cls is not WorkloadPart or not isinstance(value, Mapping):
             return read(value)
         task = value.get("task", _DEFAULT)
@@ -147,17 +147,17 @@ class WorkloadPart(ConfigModel):
 
 
 def tasks() -> tuple[str, ...]:
-    """Return the tasks of all kinds of work, those of installed packages among them."""
+    """Return the tasks of all workloads, including installed packages."""
     return tuple(dict.fromkeys([*_CLASSES, *_registered, *plugins.installed(GROUP)]))
 
 
 def register(task: str, made: Any) -> None:
-    """Use an object as the kind of work of a task: on a device, which has not the package that brings it."""
+    """Register a workload object for a task, on a device without the package."""
     _registered[task] = made
 
 
 def kind(task: str) -> Any:
-    """Return the `testbed.workload.Workload` of a task; raises `InputError` naming those there are."""
+    """Return the `testbed.workload.Workload` of a task. Raises `InputError` listing the available tasks."""
     return _registered.get(task) or _kind(task)
 
 

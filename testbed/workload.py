@@ -1,4 +1,4 @@
-"""The contract of a kind of work: its keys in the scenario, what each device gets and runs, and what reports show.
+"""The contract of a workload: scenario keys, the inputs and programs of devices, and report sections.
 
 A kind is a class registered under the entry points `testbed.workloads`; docs/extending.md has a complete example.
 """
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A trial that a runtime can start."""
+    """A validated and planned trial, ready for a runtime."""
 
     trial: Trial
     method: Method
     problem: Problem
     plan: Plan
     division: Any = None
-    """What `Workload.divide` has found out for `Workload.inputs`; of the kind's own type."""
+    """Result of `Workload.divide` for use by `Workload.inputs`; the type belongs to the workload."""
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario of this trial alone."""
+        """The scenario of this trial only."""
         return self.trial.scenario
 
     @property
     def experiment(self) -> Experiment:
-        """The same as a runtime needs it."""
+        """The facts of the trial for a runtime."""
         return self.trial.experiment
 
     @property
@@ -51,25 +51,25 @@ class Prepared:
 
 
 class Inputs:
-    """What the devices of a run are given beside the problem and the plan. By default nothing."""
+    """Per-device inputs besides problem and plan. Empty by default."""
 
     begins_with_weights: bool = False
-    """Whether the run begins with weights that the lead's program has to read."""
+    """Whether the lead's program has to load initial weights."""
 
     def job(self, device: str, problem: Problem, plan: Plan, on_weights: Callable[[], None], shared: Any = None) -> Job:
-        """Return what a device's program is started with, in the process of a simulation."""
+        """Return the input of a device's program in a simulation."""
         return Job(problem, plan, shared)
 
     def data(self, device: str) -> bytes | None:
-        """Return the data that are sent to a device; `Workload.job` reads them there."""
+        """Return the data for a device as bytes, parsed there by `Workload.job`."""
         return None
 
     def weights(self, device: str) -> bytes | None:
-        """Return the state that is sent to a device as safetensors."""
+        """Return the initial state for a device as safetensors."""
         return None
 
     def complete(self, weights: bytes) -> bytes:
-        """Return the weights that a run leaves with those that no message has carried; both safetensors."""
+        """Add the weights that no message has carried to the final weights of a run; both as safetensors."""
         return weights
 
 
@@ -79,52 +79,52 @@ class Workload(ABC):
     name: ClassVar[str]
     """The `task` of a scenario."""
     Part: ClassVar[type[WorkloadPart]]
-    """Its keys."""
+    """Schema of the workload's scenario keys."""
     arrays: ClassVar[str] = "numpy"
     """The library whose arrays programs receive in messages (`testbed.wire.arrays`)."""
     declared: ClassVar[MetricsSpec] = NOTHING
-    """Metrics, events, rows, tables and curves of all runs of this kind, beside those of the method."""
+    """Metrics, events, rows, tables and charts of every run of this workload, besides those of the method."""
 
     def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
-        """Yield what is wrong with the keys and the files that they name; no method where there is no such method."""
+        """Yield all problems of the workload's keys and files; ``method`` is None for an unknown method."""
         return iter(())
 
     def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
-        """Return what planners and programs know of the work, from what they know of any; pure.
+        """Extend the generic problem by the facts of this workload. Pure.
 
         Reads code that the scenario names, but no data. Raises `InputError` with keys below `workload`.
         """
         return given
 
     def divide(self, scenario: Scenario, method: Method, problem: Problem) -> tuple[Problem, Any]:
-        """Return the problem as the planner is to see it, and the value of `Prepared.division`.
+        """Return the problem for the planner, and the value of `Prepared.division`.
 
         May read data, for example to decide who owns which samples. Raises `InputError`.
         """
         return problem, None
 
     def check(self, method: Method, problem: Problem, plan: Plan) -> None:
-        """Raise `InputError` for a plan that this kind of work does not allow."""
+        """Raise `InputError` for a plan not supported by this workload."""
         return
 
     def total(self, scenario: Scenario) -> int | None:
-        """Return how many units of work a run has; None where it is not known before the run."""
+        """Return the number of units of work of a run; None if unknown before the run."""
         return scenario.workload.total
 
     def facts(self, problem: Problem) -> Mapping[str, Any]:
-        """Return what all devices are told of the problem, as JSON values."""
+        """Return the facts of the problem shared by all devices, as JSON values."""
         return {}
 
     def own_facts(self, problem: Problem) -> Mapping[str, Any]:
-        """Return what one device is told of its problem (`Method.facts`), as JSON values."""
+        """Return the facts of one device's problem (`Method.facts`), as JSON values."""
         return {}
 
     def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
-        """Return the problem on a device, from what any problem has and its facts; raises `InputError`."""
+        """Rebuild the problem on a device from the generic problem and the facts. Raises `InputError`."""
         return given
 
     def begin(self, workload: WorkloadPart) -> None:
-        """Set what has to be set in a process before code that a scenario names is imported; raises `InputError`."""
+        """Set process-wide state before a scenario's code is imported. Raises `InputError`."""
         return
 
     def load(self, prepared: Prepared) -> Any:
@@ -132,15 +132,15 @@ class Workload(ABC):
         return None
 
     def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
-        """Return what the devices are given; ``weights`` is a state to begin with."""
+        """Return the inputs of the devices; ``weights`` is an optional initial state."""
         return Inputs()
 
     def prepare_device(self, problem: Problem) -> dict[str, Any] | None:
-        """Import libraries before the program of a device starts; return what numerics depend on there."""
+        """Import libraries before a device's program starts; return the versions that numerics depend on."""
         return None
 
     def read_data(self, body: bytearray) -> Any:
-        """Return what `Inputs.data` has sent; raises `testbed.wire.tensors.TensorError` for anything else."""
+        """Parse data from `Inputs.data`. Raises `testbed.wire.tensors.TensorError` for invalid bytes."""
         return None
 
     def job(
@@ -152,27 +152,27 @@ class Workload(ABC):
         weights: Mapping[str, Any] | None,
         on_weights: Callable[[], None],
     ) -> Job:
-        """Return what a device's program is started with in its container."""
+        """Return the input of a device's program in its container."""
         return Job(problem, plan)
 
     def computing(self, problem: Problem) -> AbstractContextManager[None]:
-        """Return a context for a simulation: seeds and settings of libraries that compute."""
+        """Return a context manager with seeds and library settings for a simulation."""
         return nullcontext()
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str | None:
-        """Return what the manifest says about the state that the run begins with."""
+        """Return the manifest entry for the initial state."""
         return None
 
     def owned(self, prepared: Prepared) -> Mapping[str, Mapping[int, int]]:
-        """Return how many samples of which classes each device owns; empty where the work has no such owners."""
+        """Return the number of samples by device and class; empty for work without data owners."""
         return {}
 
     def exported(self, prepared: Prepared, outcome: Outcome) -> Outcome:
-        """Return the outcome as it is recorded, for example with weights under the names that users know."""
+        """Return the outcome to record, for example with weights under names known to users."""
         return outcome
 
     def described(self) -> dict[str, Any] | None:
-        """Return what numerics depend on in this process, for the manifest; None: nothing."""
+        """Return the versions that numerics depend on in this process, for the manifest; None if irrelevant."""
         return None
 
 

@@ -1,1 +1,1 @@
-"""What everything stands on: errors, seeds, quantities, the base of all parts of a scenario."""
+"""Shared foundations: errors, seeds, quantities, and the base class of scenario sections."""

@@ -1,4 +1,4 @@
-"""All settings of Python's garbage collector, each with its reason; nothing else in the testbed changes them.
+"""All settings of Python's garbage collector, each with its reason.
 
 Nearly all objects of a run are either kept, as events and modules, or freed at once by their reference counts.
 """
@@ -13,13 +13,13 @@ _RARE = (100_000, 50, 100)
 
 
 def collect_rarely() -> None:
-    """Look for garbage rarely: a command line mostly imports, and what it imports stays."""
+    """Raise the collection threshold: a command line mostly imports modules, which stay in memory."""
     gc.set_threshold(*_RARE)
 
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Look for garbage rarely within the block: a simulation keeps its events."""
+    """Raise the collection threshold within the block: a simulation keeps all its events."""
     before = gc.get_threshold()
     gc.set_threshold(*_RARE)
     try:
@@ -30,7 +30,7 @@ def rare_collection() -> Iterator[None]:
 
 @contextmanager
 def keep_imports() -> Iterator[None]:
-    """Look for no garbage within the block, which imports modules, and never again among them."""
+    """Disable collection within a block of imports and exempt the imported objects afterwards."""
     gc.disable()
     try:
         yield

@@ -29,7 +29,7 @@ _TOLERANCE = re.compile(r"within\s+(\S+)\s+of\s+(\S.*)")
 
 @dataclass(frozen=True)
 class Condition:
-    """What one figure has to fulfil."""
+    """A comparison of one metric with a value or tolerance."""
 
     operator: str
     """One of >= <= > < == != within."""
@@ -39,7 +39,7 @@ class Condition:
     """For ``within``, a fraction of the target."""
 
     def holds(self, value: object) -> bool:
-        """Say whether a figure fulfils the condition; one that is absent or no number never does."""
+        """Return whether a value fulfils the condition; false for a missing value or text."""
         if isinstance(self.target, str | bool):
             return type(value) is type(self.target) and _COMPARE[self.operator](value, self.target)
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -50,7 +50,7 @@ class Condition:
 
 
 def parse_condition(text: str, kind: MetricKind) -> Condition:
-    """Read a condition on a figure of that kind; raise ValueError saying what would be right."""
+    """Parse a condition for a metric of the given kind. Raises ValueError with a suggestion."""
     if match := _TOLERANCE.fullmatch(text.strip()):
         if kind in ("bool", "text"):
             raise ValueError(f"'{text}' asks for a tolerance, which this figure cannot have: write '== ...'")
@@ -64,7 +64,7 @@ def parse_condition(text: str, kind: MetricKind) -> Condition:
 
 
 def parse_target(text: str, kind: MetricKind) -> float | str | bool:
-    """Read a figure of that kind in base units; raise ValueError saying what would be right."""
+    """Parse a value of the given kind to base units. Raises ValueError with a suggestion."""
     text = text.strip()
     if kind == "seconds":
         return parse_duration(text)

@@ -1,4 +1,4 @@
-"""The errors a user may meet, each with the exit status of the command that ends in it."""
+"""Errors shown to users, each with the exit status of the command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = tuple[str | int, ...]
 
 
 def parse_key(dotted: str) -> Key:
-    """Read a key as a user writes it: ``faults.0.when.batch``."""
+    """Parse a dotted key such as ``faults.0.when.batch``."""
     return tuple(int(part) if part.isdecimal() else part for part in dotted.split("."))
 
 
@@ -21,14 +21,14 @@ def format_key(key: Key) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Say which known word was meant, or which there are."""
+    """Suggest the closest known word, or list all of them."""
     words = list(known)
     close = closest(word, words)
     return f"did you mean '{close[0]}'?" if close else "there are " + ", ".join(words)
 
 
 def closest(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known word that resembles one most; nothing where none does."""
+    """Return the known word most similar to the given one; empty without a similar word."""
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
 
 
@@ -38,25 +38,25 @@ class Diagnostic:
 
     key: Key
     text: str
-    """What is wrong; what would be right."""
+    """The problem and its remedy."""
 
     def __str__(self) -> str:
         return f"{format_key(self.key)}: {self.text}" if self.key else self.text
 
 
 class TestbedError(Exception):
-    """Something went wrong that the user should read in one line; the command exits with 1."""
+    """An error shown to the user as one line; exit status 1."""
 
     __test__ = False  # keeps pytest from collecting the class by its name
     exit_code = 1
 
 
 class ExpectationError(TestbedError):
-    """The run ended, but an ``expect`` condition of its scenario does not hold."""
+    """The run ended, but an ``expect`` condition of its scenario failed."""
 
 
 class DivergedError(TestbedError):
-    """The run ended, but its loss is not a finite number."""
+    """The run ended with a loss that is not finite."""
 
     exit_code = 4
 
@@ -68,12 +68,12 @@ class StoppedError(TestbedError):
 
 
 class InputError(TestbedError):
-    """What the user wrote cannot be used: says where, what is wrong and what would be right."""
+    """Invalid user input, with its location, the problem and a remedy."""
 
     exit_code = 2
 
     def __init__(self, text: str, key: Key = ()) -> None:
-        """Say what is wrong and what would be right, of the value at a key.
+        """Describe the problem and its remedy for the value at a key.
 
         Its key is one of the workload, ``("method", "stages")``, or of the scenario, ``("network", "topology")`` or
         ``("devices", name, "memory")`` with the name of a single device.
@@ -84,6 +84,6 @@ class InputError(TestbedError):
 
 
 class HostError(TestbedError):
-    """This machine cannot serve: no Docker engine, no way to shape links, no room."""
+    """The host does not meet the requirements: no Docker engine, no traffic shaping, or too little disk space."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""Figures as people read them: three significant digits, a unit, a dash for what there is not."""
+"""Formatting of metrics for people: three significant digits, units, and dashes for missing values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 NONE = "–"
 
 MetricKind = Literal["share", "seconds", "bytes", "joules", "number", "bool", "text"]
-"""What a figure is measured in."""
+"""Kind of quantity measured by a metric; decides unit and format."""
 
 
 _Steps = tuple[tuple[float, str], ...]
@@ -20,7 +20,7 @@ _BYTES: _Steps = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
-    """Return the unit for figures of a kind of which this is the highest: its size and its name, empty for numbers."""
+    """Return size and name of the unit suited to a maximum value; the name is empty for plain numbers."""
     units = {"seconds": _SECONDS, "bytes": _BYTES, "joules": _JOULES, "share": ((0.01, "%"),)}
     steps = units.get(kind, ((1.0, ""),))
     return next((step for step in steps if highest >= step[0]), steps[-1])
@@ -28,7 +28,7 @@ def unit(kind: MetricKind, highest: float) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Scale:
-    """One unit for several values of a kind, so that a reader can compare them at a glance.
+    """A common unit for several values of a kind, so that they compare at a glance.
 
     Example: ``Scale.of("seconds", [0.873, 5.64])`` writes 0.873 and 5.64 under the title ``time (s)``.
     """
@@ -48,14 +48,14 @@ class Scale:
         return f"{name} ({self.unit})" if self.unit else name
 
     def write(self, value: float | bool | str | None) -> str:
-        """Write a value without its unit."""
+        """Format a value without its unit."""
         if value is None or isinstance(value, bool | str):
             return of_kind(self.kind, value)
         return number(value if self.factor == 1 else value / self.factor)
 
 
 def _scaled(value: float, steps: _Steps) -> str:
-    """Write with the largest unit that leaves at least one, after rounding to three digits."""
+    """Format with the largest unit whose value is at least one after rounding to three digits."""
     for factor, unit in steps:
         # 999.7 kB rounds to 1000 kB, which reads as 1 MB.
         if abs(float(f"{value:.3g}")) >= factor:
@@ -76,12 +76,12 @@ def _digits(number: float) -> str:
 
 
 def is_visible(character: str) -> bool:
-    """Return whether a terminal may print a character; Python counts spaces such as U+00A0 as not printable."""
+    """Return whether a terminal can print a character. Python classifies spaces such as U+00A0 as not printable."""
     return character in "\n\t" or character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def visible(text: str, most: int = 2000) -> str:
-    """Return a text with control characters written out, so that a terminal only shows them, and cut if it is long."""
+    """Escape control characters and truncate long text for output on a terminal."""
     shown = "".join(each if is_visible(each) else repr(each)[1:-1] for each in text)
     return shown if len(shown) <= most else f"{shown[:most]}... ({len(shown) - most} more characters)"
 
@@ -129,7 +129,7 @@ def joules(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Write bit/s; a rate that is not limited is said to be so."""
+    """Format bit/s; None is ``unlimited``."""
     if value is None:
         return "unlimited"
     return _scaled(value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit")))
@@ -158,7 +158,7 @@ def whole_share(value: float) -> str:
 
 
 def of_kind(kind: MetricKind, value: float | bool | str | None) -> str:
-    """Write a figure of that kind."""
+    """Format a metric of the given kind."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, str):

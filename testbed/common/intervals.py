@@ -11,9 +11,9 @@ CONFIDENCE = 0.95
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and the half width of its confidence interval after Student.
+    """Return the mean and the half width of its confidence interval, by Student's distribution.
 
-    The half width is None for a single value, which says nothing of its spread. Raises ValueError for none.
+    The half width is None for a single value, which has no spread. Raises ValueError for an empty sequence.
     """
     if not values:
         raise ValueError("no values to take a mean of")

@@ -1,6 +1,6 @@
-"""Late imports: numpy and asyncio by their first use, and packages of extras.
+"""Deferred imports of numpy, asyncio and the packages of extras.
 
-Planning needs none of them, nor does a device that has nothing to do.
+Neither planning nor an idle device needs any of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from testbed.common.errors import InputError, Key
 
 
 class Lazy:
-    """A module that is imported with the first use of one of its attributes."""
+    """Proxy of a module, imported on the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ __all__ = ["Lazy", "asyncio", "need", "np", "npt"]
 
 
 def need(module: str, extra: str, what: str, key: Key = ()) -> Any:
-    """Import a module for what needs it; raises `InputError` that names the extra where it is not installed."""
+    """Import an optional module. Raises `InputError` naming the missing extra."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -10,11 +10,11 @@ LEVEL = "TESTBED_LOG_LEVEL"
 """Variable with the level of agents and shaper, debug or info, and with the default of ``--log-level``."""
 LEVELS = ("debug", "info", "warning")
 PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
-"""Packages whose loggers have the level that was asked for."""
+"""Packages whose loggers have the requested level."""
 
 
 class LineFormatter(logging.Formatter):
-    """Formats a record as a line with its instant in UTC, so that the files of several hosts can be compared."""
+    """Format log records as lines with UTC times, so that files of several hosts are comparable."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -22,7 +22,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(environment: Mapping[str, str]) -> None:
-    """Write records of this process to standard error, at debug where its environment names that, else from info on."""
+    """Log to standard error, at debug level if the environment requests it, else at info level."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     # Users' methods log by loggers of their own, so the root logs, too.

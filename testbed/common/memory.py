@@ -1,4 +1,4 @@
-"""How the C library treats memory that is freed."""
+"""Tuning of the C library's allocator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
-"""Bytes; what glibc takes at most on 64 bits, see mallopt(3)."""
+"""Bytes; glibc's maximum on 64 bits, see mallopt(3)."""
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, to be used again, until the process ends.
+    """Configure glibc to keep freed memory for reuse until the process ends.
 
     By default it gives blocks of some megabytes back to the kernel, which hands out each page anew, zeroed, at its
     first use: a simulation that makes large tensors over and over spent a tenth of its processor time on that. Other

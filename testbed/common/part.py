@@ -14,7 +14,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
 
 
 MOST = 10**12
-"""No number of a scenario is larger, nor smaller than its negative, unless its key says otherwise."""
+"""Default bound on the absolute value of numbers in a scenario."""
 
 
 class ConfigModel(BaseModel):
@@ -52,7 +52,7 @@ _PLAIN: Mapping[str, Callable[[object], object]] = {
 
 
 _INNER = ("schema", "items_schema", "values_schema", "choices")
-"""Keys of a schema that hold the schemas of its parts."""
+"""Keys of a pydantic schema with nested schemas."""
 
 
 def _restricted(schema: Any) -> Any:

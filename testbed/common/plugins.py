@@ -25,7 +25,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 
 def find(group: str, name: str, key: Key) -> Any:
-    """Import the object of that name in a group; None without one. Raises `InputError` as `load` does."""
+    """Import an object of a group by name; None if missing. Raises `InputError` as `load` does."""
     point = installed(group).get(name)
     return None if point is None else load(point, key, lambda found: found)
 
@@ -42,7 +42,7 @@ def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loade
 
 
 class Registry(Generic[Loaded]):
-    """The objects of one extension point, by name: those of the testbed, then those of installed packages.
+    """The objects of one extension point by name: the testbed's own, then those of installed packages.
 
     ``own`` maps names to ``module:attribute``, in the form that a package uses in its ``pyproject.toml``. An object is
     imported when it is first needed; ``convert`` raises an error for one that does not suit the extension point.
@@ -61,7 +61,7 @@ class Registry(Generic[Loaded]):
         return name in self.own or name in installed(self.group)
 
     def find(self, name: str, key: Key = ()) -> Loaded:
-        """Return the object of a name; raises `InputError` for an unknown name or a package that cannot be used."""
+        """Return an object by name. Raises `InputError` for an unknown name or an unusable package."""
         if name in self.own:
             module, _, attribute = self.own[name].partition(":")
             return self._convert(getattr(importlib.import_module(module), attribute))
@@ -71,7 +71,7 @@ class Registry(Generic[Loaded]):
 
 
 def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
-    """Return the check that an object of a package is a subclass of ``base``."""
+    """Return a converter that accepts only subclasses of ``base``."""
 
     def convert(found: Any) -> type[Loaded]:
         if not (isinstance(found, type) and issubclass(found, base)):

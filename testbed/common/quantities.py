@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\s\d].*)?\s*\Z")
 
 LARGEST = 1e18
-"""The largest value of any quantity, in its SI unit."""
+"""Largest value of any quantity, in SI units."""
 
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 DURATION_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -39,7 +39,7 @@ _MEANT = {
 
 
 def _hint(kind: str, number: float, unit: str, units: Mapping[str, float]) -> str:
-    """Say what the writer of an unknown unit may have meant."""
+    """Suggest the intended unit for an unknown one."""
     if kind == "rate":
         if match := _TC_BYTE_RATE.fullmatch(unit):
             return f"tc reads '{unit}' as bytes a second, most people mean bits: write '{match[1].lower()}bit'"
@@ -82,7 +82,7 @@ def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -
 
 
 def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
-    """Return what is written as plain numbers and their unit, the largest that any is written in, empty for numbers.
+    """Convert values to plain numbers and their common unit (the largest one used; empty for numbers).
 
     None where they are not all numbers, or not all of one kind.
     """
@@ -114,7 +114,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_fraction(value: object) -> float:
-    """Return a fraction of one from text like ``1%``; raises ValueError saying what would be right."""
+    """Return a fraction of one from text like ``1%``. Raises ValueError with a suggestion."""
     fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
     if fraction > 1:
         raise ValueError(f"'{value}' is more than 100%: write at most 100%")
@@ -122,7 +122,7 @@ def parse_fraction(value: object) -> float:
 
 
 def _format(value: float, units: Mapping[str, float]) -> str:
-    """Return the shortest text that parses back to the very same float; of equally short ones a number from 1 on."""
+    """Return the shortest text that parses to the same float, preferring numbers of at least 1."""
     if value == 0:
         return "0"
     texts = {
@@ -136,13 +136,13 @@ def _format(value: float, units: Mapping[str, float]) -> str:
 
 
 format_rate = partial(_format, units=RATE_UNITS)
-"""Write bit/s with its unit."""
+"""Format bit/s with a unit."""
 format_duration = partial(_format, units=DURATION_UNITS)
 """Write seconds with their unit."""
 format_size = partial(_format, units=SIZE_UNITS)
 """Write bytes with their unit."""
 format_speed = partial(_format, units=SPEED_UNITS)
-"""Write FLOP/s with its unit."""
+"""Format FLOP/s with a unit."""
 format_byte_rate = partial(_format, units=BYTE_RATE_UNITS)
 """Write bytes/s with their unit."""
 format_fraction = partial(_format, units=FRACTION_UNITS)

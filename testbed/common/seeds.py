@@ -16,7 +16,7 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def deriving(seed: int, *names: str | int) -> Callable[[str | int], int]:
-    """Return `derive` with all names but the last one given: for one purpose after the other it is quicker."""
+    """Return `derive` with all names except the last bound, which is faster for many purposes."""
     begun = hashlib.sha256("/".join(map(str, (seed, *names, ""))).encode())
 
     def derive_last(name: str | int) -> int:

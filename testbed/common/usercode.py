@@ -1,11 +1,12 @@
-"""Python that is no part of this code: in a file that a scenario names, and as text on the devices.
+"""User code outside the testbed's packages: loaded from a file named by a scenario, or from text on a device.
 
-A device has no such file, so its source text travels there, with that of the files beside it which it imports. Text is
-all that travels, nothing is unpickled, and it is the code of the user who runs the experiment, on their own machines.
+Devices have no copy of the user's file, so its source text is sent to them together with the neighbouring files that it
+imports. Only text is sent and nothing is unpickled; the code belongs to the user who runs the experiment on their own
+machines.
 
-Modules of a user's file have names of their own, ``ring_0a1b2c3d4e5f``, by the content of the file and of all that it
-imports: two files of one name are two modules, an edited file is another one, and none of them hides an installed
-module. An ``import`` statement finds them by the names that the user gave them.
+Modules of user files have unique names such as ``ring_0a1b2c3d4e5f``, derived from the content of the file and its
+imports: two files of one name are two modules, an edited file is a new module, and no user file hides an installed
+module. Import statements inside these modules resolve by the original names.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pydantic import BaseModel, ConfigDict
 from testbed.common.errors import InputError, Key
 
 MOST_CHARACTERS = 2_000_000
-"""Characters of all source text of a method or a model together: more is a package that should be split."""
+"""Maximum number of source characters of a method or model."""
 
 
 _HOME = Path(__file__).resolve().parents[2]
@@ -42,23 +43,23 @@ _PACKAGES = ("testbed", "testbed_agent", "testbed_controller")
 
 
 class Code(BaseModel):
-    """Something that a module defines, as text."""
+    """Source text of an object defined by a module."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     name: str
     """Name of a method, or of a function."""
     module: str
-    """The module that defines it."""
+    """Name of the defining module."""
     sources: dict[str, str]
-    """Source text of that module and of all that it imports from beside it or from its package, by module name."""
+    """Source text by module name: the module itself and all its imports from the same folder or package."""
     files: dict[str, str] = {}
-    """The file of each module as the user named it, where there is one."""
+    """Original file name by module name, where known."""
     imports: dict[str, dict[str, str]] = {}
-    """The modules that import statements of a module, and of those below it, mean by some names."""
+    """Resolution of import names, by module."""
 
 
 class _TextImporter(MetaPathFinder, InspectLoader):
-    """Finds and loads modules whose source text it was given."""
+    """Import hook that loads modules from source text."""
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
@@ -68,7 +69,7 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         """See `Code.imports`."""
 
     def add(self, code: Code) -> None:
-        """Take in the modules of a code."""
+        """Register the modules of a code object."""
         for module, file in code.files.items():
             if self.files.get(module, file) != file:
                 sys.modules.pop(module, None)  # compiled under another file's name, which errors would be looked for in
@@ -113,7 +114,7 @@ def _root(module: str) -> str:
 
 
 def _import(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any) -> ModuleType:
-    """Do what an import statement asks for; ``own`` are the user's modules, by the names that it may have for them."""
+    """Resolve an import statement; ``own`` maps names of user modules to their unique names."""
     relative = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
     first, dot, rest = name.partition(".")
     if not relative and first in own:
@@ -122,7 +123,7 @@ def _import(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any)
 
 
 def read(file: Path, name: str, key: Key) -> Code:
-    """Return a file's text as the code of something in it, with the files beside it that it imports.
+    """Read a file and its imports from the same folder as the code of a named object.
 
     A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
     `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
@@ -132,21 +133,21 @@ def read(file: Path, name: str, key: Key) -> Code:
 
 @dataclass
 class _Source:
-    """A file, or a folder of Python files, that can be imported by one name."""
+    """An importable file, or a folder of Python files."""
 
     path: Path
     files: dict[str, Path]
-    """Its files, by the names of the modules within it; "" is itself."""
+    """Files by module name below the source; "" is the source itself."""
     texts: dict[str, str]
     imported: dict[str, _Source]
-    """Sources beside it that it imports, by name."""
+    """Imported sources of the same folder, by name."""
     module: str = ""
-    """Name of its module."""
+    """Unique name of the module."""
 
 
 @cache
 def _gathered(file: Path, named: str, key: Key) -> Code:
-    """Return a file with all that it imports from beside it."""
+    """Collect a file and all its imports from the same folder."""
     main = _Source(file, {"": file}, {"": _text(file, named, key)}, {})
     sources = _with_imports(main, Path(named).parent, key)
     if sum(len(text) for source in sources for text in source.texts.values()) > MOST_CHARACTERS:
@@ -168,9 +169,9 @@ def _gathered(file: Path, named: str, key: Key) -> Code:
 
 
 def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
-    """Return a source and all that it imports from its folder, which the user named so; fill in which imports which.
+    """Return a source and its transitive imports from the same folder; fill in `_Source.imported`.
 
-    Raises `InputError` where a name stands for another module, too.
+    Raises `InputError` for a name shared with another module.
     """
     folder = main.path.parent
     sources = {main.path: main}
@@ -205,7 +206,7 @@ def _text(file: Path, named: str, key: Key) -> str:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Return the file or the folder of Python files of that name in a folder."""
+    """Return the file or package of a name in a folder."""
     file, package = folder / f"{name}.py", folder / name
     if package == _HOME / name:
         return None
@@ -234,7 +235,7 @@ def _source(path: Path, key: Key) -> _Source:
 
 
 def _imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
-    """Yield the first name of each absolute import of a source, with its file and line."""
+    """Yield the top-level name of each absolute import, with file and line."""
     for name, text in source.texts.items():
         try:
             tree = ast.parse(text)
@@ -249,7 +250,7 @@ def _imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
 
 
 def _elsewhere(name: str, path: Path) -> str | None:
-    """Return which other module of that name can be imported."""
+    """Return the origin of an importable module of the same name outside the folder."""
     if name in sys.stdlib_module_names:
         return "a module of the standard library"
     try:
@@ -269,7 +270,7 @@ def _elsewhere(name: str, path: Path) -> str | None:
 
 
 def _digest(source: _Source, folder: Path) -> str:
-    """Return a digest of the content of a source and of all that it imports."""
+    """Return a digest of a source and its transitive imports."""
     found: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:
@@ -285,7 +286,7 @@ def _digest(source: _Source, folder: Path) -> str:
 
 
 def code_of_module(name: str, module: str) -> Code | None:
-    """Return something that a module of a user's file defines, with all that it imports; None for other modules."""
+    """Return the code of an object in a user's module, with all imports; None for other modules."""
     if module not in _IMPORTER.files:
         return None
     roots: list[str] = []
@@ -302,9 +303,9 @@ def code_of_module(name: str, module: str) -> Code | None:
 
 
 def code_of_package(name: str, module: str, key: Key) -> Code:
-    """Return an object that a module of an installed package defines, with the text of the whole package.
+    """Return the code of an object in an installed package, with the text of the whole package.
 
-    Raises `InputError` for a package without text, or with too much of it.
+    Raises `InputError` for a package without source text or above the size limit.
     """
     sources = {each: _installed_text(each, key) for each in _modules(_root(module))}
     if sum(map(len, sources.values())) > MOST_CHARACTERS:
@@ -314,7 +315,7 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
 
 def _modules(package: str) -> list[str]:
-    """Return a package and all modules in it, or a module that is no package."""
+    """Return the names of a package and all its modules."""
     found = importlib.import_module(package)
     paths = getattr(found, "__path__", None)
     inner = pkgutil.walk_packages(paths, f"{package}.") if paths is not None else ()
@@ -331,12 +332,12 @@ def _installed_text(module: str, key: Key) -> str:
 
 
 def clear_cache() -> None:
-    """Read files again when they are next asked for, so that edits are seen."""
+    """Forget all files read so far, so that edits are noticed."""
     _gathered.cache_clear()
 
 
 def load(code: Code, key: Key) -> ModuleType:
-    """Import the module that defines something; raises `InputError` naming the key and the line."""
+    """Import the defining module of a code object. Raises `InputError` naming the key and the line."""
     if _IMPORTER not in sys.meta_path:
         sys.meta_path.append(_IMPORTER)
     _IMPORTER.add(code)
@@ -349,7 +350,7 @@ def load(code: Code, key: Key) -> ModuleType:
 
 
 def call(code: Code, key: Key, **arguments: Any) -> Any:
-    """Return what a function returns; raises `InputError` naming the key and the line that raised something."""
+    """Call a function of a code object. Raises `InputError` naming the key and the failing line."""
     called = function(code, key)
     try:
         return called(**arguments)
@@ -360,7 +361,7 @@ def call(code: Code, key: Key, **arguments: Any) -> Any:
 
 
 def function(code: Code, key: Key) -> Callable[..., Any]:
-    """Return the function or class of that name that a module defines; raises `InputError` naming those there are."""
+    """Return the named function or class. Raises `InputError` listing the available names."""
     module = load(code, key)
     found: Any = vars(module).get(code.name)
     if not callable(found):
@@ -373,13 +374,13 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
 
 
 def line_of(error: BaseException, code: Code) -> str:
-    """Return the last line of this text that an exception went through; its file where it went through none."""
+    """Return the innermost line of the code in an exception's traceback; its file without such a line."""
     frames = _frames(error, {shown(name) for name in code.sources})
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
 
 
 def located(error: BaseException) -> str | None:
-    """Return an error with the lines of users' files that it went through; None where it went through none.
+    """Format an error with the lines of user files in its traceback; None without such lines.
 
     The first line has the last of those lines and the error, as ``ring.py:42: KeyError: 'round'``.
     """
@@ -412,5 +413,5 @@ def _frames(error: BaseException, files: Iterable[str]) -> list[traceback.FrameS
 
 
 def shown(module: str) -> str:
-    """Return the file of a module's text as the user named it."""
+    """Return the original file name of a module."""
     return _IMPORTER.files.get(module, f"<{module}>")

@@ -1,4 +1,4 @@
-"""YAML 1.2 by libyaml: a text's nodes, which know their lines, its plain values, and plain values as a text."""
+"""YAML 1.2 through libyaml: parse text to nodes with line numbers or to plain values, and write plain values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Reader(CSafeLoader):
     depth = 0
 
     def descend_resolver(self, current_node: Any, current_index: Any) -> None:
-        """Count how deep the text nests; its reader calls this for each node."""
+        """Track the nesting depth. Called by PyYAML for each node."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise yaml.YAMLError("is nested too deeply")
@@ -41,10 +41,10 @@ class _Reader(CSafeLoader):
 
 
 class _Writer(CSafeDumper):
-    """Puts into quotes what a reader of YAML 1.1 or 1.2 would take for something else than a text."""
+    """Quote text that a YAML 1.1 or 1.2 reader would parse as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Return that whatever stands twice is written twice."""
+        """Write repeated objects in full, without anchors."""
         return True
 
 
@@ -54,7 +54,7 @@ for _name, (_pattern, _first) in _TAGS.items():
 
 
 def nodes(text: str) -> yaml.Node | None:
-    """Return the node of a text's one document, None if it is empty.
+    """Return the root node of a single-document text; None for empty text.
 
     Raises `yaml.YAMLError` for what is not YAML and for what is nested too deeply.
     """
@@ -67,12 +67,12 @@ def nodes(text: str) -> yaml.Node | None:
 
 
 def values(text: str) -> Any:
-    """Return the plain values of a text. Raises `yaml.YAMLError` for what is not YAML."""
+    """Parse a text to plain values. Raises `yaml.YAMLError` for invalid YAML."""
     return yaml.load(text, _Reader)
 
 
 def written(plain: Any, width: int = 110, lines: bool = True) -> str:
-    """Return plain values as a text, each on a line of its own if ``lines``, of about so many columns.
+    """Write plain values as YAML of about ``width`` columns, each value on its own line if ``lines``.
 
     Raises `yaml.YAMLError` for a value that is of no plain type.
     """

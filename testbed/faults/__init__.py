@@ -1,1 +1,1 @@
-"""What breaks, mends and changes while a run goes on: when, what it changes, what undoes it."""
+"""Faults, repairs and link traces: triggers, effects, and the rules by which one action undoes another."""

@@ -19,23 +19,23 @@ from testbed.network.link import Link, Pair
 from testbed.network.radio import Radio
 
 DeviceState = Literal["up", "down", "paused", "retired"]
-"""State of a device. One that boots is up. One that has retired is down by the time one looks."""
+"""State of a device. A booting device is "up"; a retired device soon becomes "down"."""
 FaultPhase = Literal["strike", "undo"]
 ALL = "all"
-"""The target of an action that concerns everything."""
+"""Target of an action on all devices and links."""
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class FaultContext:
-    """The facts of a run against which its faults are checked before it begins."""
+    """Facts of a run used to validate its faults."""
 
     devices: Sequence[DeviceSpec]
     links: Mapping[Pair, Link]
     """Links of the scenario."""
     traced: Sequence[tuple[Pair, Link]] = ()
-    """Links as the scenario's trace leaves them, one entry for each of its changes."""
+    """Links after each change of the scenario's trace."""
     time_limit: float = math.inf
     """Seconds after which the run is over."""
     radio: Radio | None = None
@@ -44,7 +44,7 @@ class FaultContext:
 
 @dataclass(frozen=True)
 class FaultAction(Generic[V]):
-    """One thing that breaks or mends. A subclass defines its key in a scenario, its effect, and its reversal.
+    """A fault or repair. A subclass defines the scenario key, the effect and the reversal.
 
     Both clocks carry out the effect: `apply` and `undo` change states of devices; `touches` with `impair`, and `slows`
     with `slow`, change links and speeds for as long as the action is in force under its handle.
@@ -62,94 +62,93 @@ class FaultAction(Generic[V]):
     """
 
     value: V
-    """What a scenario gives for its key."""
+    """Value of the scenario key."""
 
     name: ClassVar[str]
     """The key in a scenario."""
     summary: ClassVar[str] = ""
-    """Its description in the schema and the help of `testbed fault`."""
+    """Description in the schema and in the help of `testbed fault`."""
     schema: ClassVar[Any] = Name
-    """The type of the value in a scenario: a name of a device, or a `Part` with keys of its own."""
+    """Type of the value in a scenario: a device name, or a `ConfigModel` with keys."""
     undoes: ClassVar[tuple[str, ...]] = ()
-    """Names of the actions that it undoes where they have its target."""
+    """Names of the actions on the same target undone by this action."""
     undone_by: ClassVar[tuple[str, ...]] = ()
-    """Names of further actions that undo this one where they have its target."""
+    """Names of further actions on the same target that undo this action."""
     switches: ClassVar[bool] = False
-    """Whether it changes the state of a device and nothing else."""
+    """Whether the action only changes the state of a device."""
     waits: ClassVar[bool] = False
-    """Whether it lasts as long as the device takes for it: to boot, or to hand over what it holds."""
+    """Whether the action lasts until the device has booted or has handed over its state."""
 
     @property
     def target(self) -> str:
-        """What it concerns, in words: a device, a link, groups of devices, or all."""
+        """The target as text: a device, a link, groups of devices, or all."""
         return str(self.value)
 
     def named(self) -> list[tuple[Key, str]]:
-        """Return every device that it names, with the key of the name below the action's own."""
+        """Return every named device with its key relative to the action."""
         return [((), self.target)]
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield what is wrong with it in such a run; each key is below the action's own. All names exist."""
+        """Yield the problems of the action in a run, with keys relative to the action. All names are known to exist."""
         yield from ()
 
     @property
     def takes_no_for(self) -> str | None:
-        """Why it cannot be undone after some time; None where it can."""
+        """Reason why the action cannot have a duration; None if it can."""
         return f"'{self.name}' mends something: it takes no 'for'" if self.undoes else None
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
-        """Return whether it undoes an action of that kind with that target."""
+        """Return whether this action undoes an action of the given class and target."""
         return (kind.name in self.undoes or self.name in kind.undone_by) and self.target in (ALL, target)
 
     def turns(self, began: float, ends: float) -> Iterator[tuple[FaultPhase, float]] | None:
-        """Yield the times at which an action that repeats strikes and is undone; None for one that does not repeat."""
+        """Yield phases and times of a repeating action; None for other actions."""
         return None
 
     def apply(self, now: SystemState, handle: str) -> SystemState:
-        """Return the conditions after it; raise ValueError when the handle is in use."""
+        """Return the state after the action. Raises ValueError for a handle in use."""
         if self.undoes:
             return now.without(key for key, each in now.in_force.items() if self.mends(type(each), each.target))
         return now.put(self, handle)
 
     def undo(self, now: SystemState, handle: str) -> SystemState:
-        """Return the conditions without it; nothing changes when something else has undone it already."""
+        """Return the state without the action; unchanged if already undone."""
         return now.without([handle])
 
     def touches(self, pair: Pair) -> bool:
-        """Return whether a directed link is different while it is in force."""
+        """Return whether the action changes a directed link while in force."""
         return False
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Return what becomes of a link that it touches, in such conditions."""
+        """Return a touched link as changed by the action, in the given state."""
         return link
 
     def slows(self, device: str) -> bool:
-        """Return whether a device computes at another speed while it is in force."""
+        """Return whether the action changes the speed of a device while in force."""
         return False
 
     def slow(self, factor: float, own: float) -> float:
-        """Return what is left of a share of a device's own speed, which is ``own`` FLOP/s."""
+        """Return the share of the device's speed left by the action; ``own`` is the full speed in FLOP/s."""
         return factor
 
 
 @dataclass(frozen=True)
 class StateDiff:
-    """What became different."""
+    """Difference between two system states."""
 
     devices: dict[str, DeviceState] = field(default_factory=dict)
     """Their new states."""
     links: dict[Pair, Link] = field(default_factory=dict)
-    """The links that changed, as they are now."""
+    """Current values of the changed links."""
     speeds: dict[str, float] = field(default_factory=dict)
-    """Device -> share of its own speed, of those whose speed changed."""
+    """Share of full speed by device, for devices whose speed changed."""
 
 
 @dataclass(frozen=True)
 class SystemState:
-    """States of the devices, their links and their speeds at one moment.
+    """State of the devices, links and speeds of a run at one moment.
 
-    Actions in force pile up: each is laid over those before it. Figures that a trace or a user has set lie under all
-    of them.
+    Actions in force apply on top of each other in order, and on top of values set by a trace or by a user.
     """
 
     devices: Mapping[str, DeviceState]
@@ -157,13 +156,13 @@ class SystemState:
     links: Mapping[Pair, Link]
     """Links of the scenario."""
     speeds: Mapping[str, float]
-    """Device -> FLOP/s that the scenario gives it."""
+    """Full speed in FLOP/s by device, as in the scenario."""
     set_links: Mapping[Pair, Link] = field(default_factory=dict)
     """Links whose own figures have been set."""
     set_speeds: Mapping[str, float] = field(default_factory=dict)
-    """Device -> share of its own speed that has been set; above 1 where it is faster."""
+    """Explicitly set share of full speed by device; above 1 is faster."""
     in_force: Mapping[str, FaultAction[Any]] = field(default_factory=dict)
-    """Actions on links and speeds by their handles, in the order in which they were applied."""
+    """Actions on links and speeds by handle, in the order of application."""
     radio: Radio | None = None
     """The radio by which the devices hear each other."""
 
@@ -174,7 +173,7 @@ class SystemState:
         return SystemState(dict.fromkeys(speeds, "up"), links, speeds, radio=radio)
 
     def switch(self, device: str, states: Mapping[DeviceState, DeviceState]) -> SystemState:
-        """Give a device the state that ``states`` has for its present one, if any."""
+        """Move a device to the next state given by ``states``; unchanged if its state has no entry."""
         state = self.devices[device]
         if state not in states:
             return self
@@ -187,7 +186,7 @@ class SystemState:
         return replace(self, in_force={**self.in_force, handle: action})
 
     def without(self, handles: Iterable[str]) -> SystemState:
-        """Take back the actions with these handles; one that is not in force is no error."""
+        """Remove the actions with the given handles; unknown handles are ignored."""
         gone = set(handles)
         return replace(self, in_force={key: each for key, each in self.in_force.items() if key not in gone})
 
@@ -196,11 +195,11 @@ class SystemState:
         return replace(self, set_links={**self.set_links, **links})
 
     def set_speed(self, device: str, factor: float) -> SystemState:
-        """Give a device this share of its own speed."""
+        """Set the share of full speed of a device."""
         return replace(self, set_speeds={**self.set_speeds, device: factor})
 
     def own_link(self, pair: Pair) -> Link:
-        """Return a link without the actions in force; raise KeyError where there is none."""
+        """Return a link without the actions in force. Raises KeyError for an unknown link."""
         return self.set_links.get(pair) or self.links[pair]
 
     def from_first(self, pair: Pair) -> bool:
@@ -208,7 +207,7 @@ class SystemState:
         return pair[0] == next(iter(self.devices))
 
     def link(self, pair: Pair) -> Link:
-        """Return a directed link as it is now; raise KeyError where there is none."""
+        """Return a directed link with all actions in force. Raises KeyError for an unknown link."""
         link = self.own_link(pair)
         for action in self.in_force.values():
             if action.touches(pair):
@@ -216,7 +215,7 @@ class SystemState:
         return link
 
     def factor(self, device: str) -> float:
-        """Return the share of its own speed at which a device computes now."""
+        """Return the current share of full speed of a device."""
         factor = self.set_speeds.get(device, 1.0)
         for action in self.in_force.values():
             if action.slows(device):
@@ -228,7 +227,7 @@ class SystemState:
         return self.speeds[device] * self.factor(device)
 
     def changed(self, since: SystemState) -> StateDiff:
-        """Return what differs from earlier conditions of the same run."""
+        """Return the difference to an earlier state of the same run."""
         differing = [
             action
             for one, other in ((self, since), (since, self))
@@ -249,7 +248,7 @@ class SystemState:
         )
 
     def _suspects(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
-        """Return the links that may differ, in order: there may be a million, and most changes are to one."""
+        """Return the links that may differ, in order. A network may have a million links, and most changes touch one."""
         reset = _differing(self.set_links, since.set_links)
         if not differing:
             return sorted(reset)
@@ -267,25 +266,25 @@ def _differing(one: Mapping[K, object], other: Mapping[K, object]) -> set[K]:
 
 
 class RecordedStep(Protocol):
-    """Something that changes conditions: an action, its undoing, entries of a trace, a setting made by hand."""
+    """A change of the system state: an action, its reversal, trace entries, or a manual setting."""
 
     @property
     def switches(self) -> bool:
-        """Whether it changes the state of a device and nothing else."""
+        """Whether the step only changes the state of a device."""
 
     def apply(self, now: SystemState) -> SystemState:
-        """Return the conditions after it."""
+        """Return the state after the step."""
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the name and the fields of each event to record for it."""
+        """Return name and fields of each event to record."""
 
 
 class FaultTarget(Protocol):
-    """The devices of a run and what links them: containers and their shaper, or a simulated world."""
+    """The devices and links of a run, as containers with a shaper or as a simulated world."""
 
     @property
     def shown(self) -> SystemState:
-        """The links and speeds in force; what it says of the devices' states may be out of date."""
+        """The links and speeds in force; device states may be stale."""
 
     def states(self) -> Mapping[str, DeviceState]:
         """Look up the state of every device."""
@@ -294,27 +293,27 @@ class FaultTarget(Protocol):
         """Keep others from changing links and speeds within a block."""
 
     def show(self, now: SystemState, changed: StateDiff) -> None:
-        """Let the devices have the links and speeds that changed, at once; ``now`` is what is in force with them."""
+        """Apply changed links and speeds at once; ``now`` is the complete new state."""
 
     def kill(self, device: str) -> None:
-        """End a device at once: its memory is lost."""
+        """Stop a device abruptly; its memory is lost."""
 
     def restart(self, device: str) -> None:
-        """Boot a device that is down, with the links and the speed that are in force."""
+        """Boot a stopped device with the current links and speed."""
 
     def retire(self, device: str) -> None:
-        """Ask a device to leave; once its program has returned, it is off."""
+        """Ask a device to leave; the device stops when its program returns."""
         ...
 
     def pause(self, device: str) -> None:
-        """Let a device stand still: its memory is kept."""
+        """Freeze a device; its memory is kept."""
 
     def resume(self, device: str) -> None:
-        """Let a paused device go on."""
+        """Continue a paused device."""
 
 
 def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
-    """Bring about the conditions after a step; return what changed. A boot takes long, so switches take no lock."""
+    """Apply a step and return the resulting changes. State changes take no lock because booting is slow."""
     if step.switches:
         before = replace(machines.shown, devices=machines.states())
         changed = step.apply(before).changed(before)

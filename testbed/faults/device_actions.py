@@ -1,4 +1,4 @@
-"""What can happen to one device: it loses its power, leaves, stands still or computes more slowly, and recovers."""
+"""Actions on one device: kill, restart, retire, join, pause, resume, throttle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from testbed.common.quantities import Speed, format_speed
 from testbed.faults.conditions import DeviceState, FaultAction, FaultContext, SystemState
 
 States = Mapping[DeviceState, DeviceState]
-"""The state that a device is in -> the one that it is given; in every other state it stays."""
+"""Transitions between device states; states without an entry stay unchanged."""
 _BOOTS: States = {"down": "up", "retired": "up"}
 MIN_FACTOR = 1e-6
-"""Least share of its own speed at which a device can compute."""
+"""Lowest share of full speed of a device."""
 
 
 class StateAction(FaultAction[str]):
@@ -25,19 +25,19 @@ class StateAction(FaultAction[str]):
     switches = True
     changes: ClassVar[States]
     restores: ClassVar[States] = {}
-    """What undoing it changes."""
+    """Transitions of the reversal."""
 
     def apply(self, now: SystemState, handle: str) -> SystemState:
-        """Give the device its next state."""
+        """Move the device to its next state."""
         return now.switch(self.value, self.changes)
 
     def undo(self, now: SystemState, handle: str) -> SystemState:
-        """Give the device back the state that it had."""
+        """Restore the previous state of the device."""
         return now.switch(self.value, self.restores)
 
 
 class Kill(StateAction):
-    """A device ends at once: its memory is lost, its disk is kept."""
+    """Stop a device abruptly: memory is lost, the disk is kept."""
 
     name = "kill"
     summary = "the device ends at once, its memory is lost"
@@ -56,7 +56,7 @@ class Restart(StateAction):
 
 
 class Retire(StateAction):
-    """A device is asked to leave; it is off as soon as its program, which hands over what it holds, has returned."""
+    """Ask a device to leave; the device stops when its program has handed over its state and returned."""
 
     name = "retire"
     summary = "the device is told to leave, hands over what it holds and is off"
@@ -66,7 +66,7 @@ class Retire(StateAction):
 
 
 class Join(Restart):
-    """A device that was killed or has retired boots."""
+    """Boot a device that was killed or has retired."""
 
     name = "join"
     summary = "a device that was killed or has retired boots again"
@@ -74,7 +74,7 @@ class Join(Restart):
 
 
 class Pause(StateAction):
-    """A device stands still: its memory and its connections are kept."""
+    """Freeze a device: memory and connections are kept."""
 
     name = "pause"
     summary = "the device stands still, its memory is kept"
@@ -83,7 +83,7 @@ class Pause(StateAction):
 
 
 class Resume(StateAction):
-    """A paused device goes on."""
+    """Continue a paused device."""
 
     name = "resume"
     summary = "a paused device goes on"
@@ -92,7 +92,7 @@ class Resume(StateAction):
 
 
 class ThrottlePart(ConfigModel):
-    """A device that computes more slowly than its own speed."""
+    """A device and its reduced speed."""
 
     device: Name = Field(description="which one")
     speed: Speed | None = Field(None, gt=0, description="compute at this speed")
@@ -105,12 +105,12 @@ class ThrottlePart(ConfigModel):
         return self
 
     def slowed(self, factor: float, own: float) -> float:
-        """Return what is left of a share of its own speed, ``own`` FLOP/s: a speed replaces it, a slowdown slows it."""
+        """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown divides it."""
         return self.speed / own if self.speed is not None else factor / (self.slowdown or 1.0)
 
 
 class Throttle(FaultAction[ThrottlePart]):
-    """A device computes more slowly, as when it is hot."""
+    """Slow down a device, as overheating would."""
 
     name = "throttle"
     summary = "a device computes more slowly, as when it is hot"
@@ -126,7 +126,7 @@ class Throttle(FaultAction[ThrottlePart]):
         return [(("device",), self.value.device)]
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield a speed that is too low."""
+        """Yield an error for a speed below the minimum."""
         if self.value.speed is None:
             return
         own = next(device.speed for device in setting.devices if device.name == self.value.device)
@@ -135,16 +135,16 @@ class Throttle(FaultAction[ThrottlePart]):
             yield ("speed",), f"is less than a millionth of the device's own speed: use at least {lowest}"
 
     def slows(self, device: str) -> bool:
-        """Return whether this is the device."""
+        """Return whether the device is the target."""
         return device == self.value.device
 
     def slow(self, factor: float, own: float) -> float:
-        """Return the share that the throttle leaves."""
+        """Return the share of speed left by the throttle."""
         return self.value.slowed(factor, own)
 
 
 class Unthrottle(FaultAction[str]):
-    """A throttled device has its own speed again."""
+    """Restore the full speed of a throttled device."""
 
     name = "unthrottle"
     summary = "a throttled device has its own speed again"

@@ -1,4 +1,4 @@
-"""What can happen to links: worse figures, something in the way, outages, groups that are cut off, and healing."""
+"""Actions on links: degradations, obstacles, flapping, network partitions, and healing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LinkSetPart(ConfigModel):
         return self
 
     def touches(self, pair: Pair) -> bool:
-        """Return whether a directed link is among them."""
+        """Return whether a directed link belongs to the set."""
         if self.device is not None:
             return self.device in pair
         if self.between is not None:
@@ -50,13 +50,13 @@ class LinkSetPart(ConfigModel):
         return self.device or f"{self.from_} -> {self.to}"
 
     def named(self) -> list[tuple[Key, str]]:
-        """Return every device named, with the key that names it."""
+        """Return every named device with its key."""
         single = (("from", self.from_), ("to", self.to), ("device", self.device))
         named: list[tuple[Key, str]] = [((key,), name) for key, name in single if name is not None]
         return [*named, *((("between", place), name) for place, name in enumerate(self.between or ()))]
 
     def absent(self, links: Collection[Pair]) -> Iterator[str]:
-        """Say which link is meant that is not there."""
+        """Yield the description of each named link missing from the network."""
         if self.device is None:
             pair = self.between or (str(self.from_), str(self.to))
             if pair not in links:
@@ -67,7 +67,7 @@ L = TypeVar("L", bound=LinkSetPart)
 
 
 class LinkFault(FaultAction[L]):
-    """Something that happens to such links."""
+    """Base of actions on a set of links."""
 
     @property
     def target(self) -> str:
@@ -79,12 +79,12 @@ class LinkFault(FaultAction[L]):
         return self.value.named()
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield links that are not there."""
+        """Yield an error for each missing link."""
         for text in self.value.absent(setting.links):
             yield (), f"{text} to {self.name}"
 
     def touches(self, pair: Pair) -> bool:
-        """Return whether a link is among those named."""
+        """Return whether a link belongs to the set."""
         return self.value.touches(pair)
 
 
@@ -100,7 +100,7 @@ class Degrade(LinkFault[DegradePart]):
     schema = DegradePart
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield links that are not there, and figures that are unknown or cannot be."""
+        """Yield errors for missing links and for unknown or impossible properties."""
         part = self.value
         yield from super().problems(setting)
         if part.preset is None and not given(part):
@@ -117,12 +117,12 @@ class Degrade(LinkFault[DegradePart]):
                 yield (key,) if getattr(part, key) is not None else (), text
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Replace the figures that are given."""
+        """Override the given properties."""
         return overlay(link, self.value, now.from_first(pair))
 
 
 class ObstructPart(LinkSetPart):
-    """Links over the air that fade faster with distance."""
+    """Radio links whose signal fades faster with distance."""
 
     path_loss_exponent: float = Field(
         gt=0, description="of these links, above the radio's own; 6 is a long-lasting failure"
@@ -130,7 +130,7 @@ class ObstructPart(LinkSetPart):
 
 
 class Obstruct(LinkFault[ObstructPart]):
-    """The path loss exponent of links rises, and with it what they lose of casts.
+    """Raise the path loss exponent of radio links, and with it the loss of broadcasts.
 
     A link loses no less than it did: of several obstructions the highest exponent counts.
     """
@@ -140,7 +140,7 @@ class Obstruct(LinkFault[ObstructPart]):
     schema = ObstructPart
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield links that are not there, and an exponent that raises nothing."""
+        """Yield errors for missing links and for an exponent without effect."""
         yield from super().problems(setting)
         if setting.radio is None:
             yield (), "there is no radio to obstruct: give `network.radio`, or degrade the links' message_loss"
@@ -148,14 +148,14 @@ class Obstruct(LinkFault[ObstructPart]):
             yield ("path_loss_exponent",), f"is no more than the radio's own, {own:g}: use a higher one"
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
-        """Lose what arrives too weak."""
+        """Raise the loss to the share of packets received below the sensitivity."""
         assert now.radio is not None, "checked before the run"
         lost = 1 - now.radio.reception_ratio(pair, self.value.path_loss_exponent)
         return replace(link, message_loss=max(link.message_loss, lost))
 
 
 class FlapPart(LinkSetPart):
-    """Links that go down and come up again, over and over."""
+    """Links that repeatedly go down and up."""
 
     down: Duration = Field(gt=0, description="how long they drop everything each time")
     up: Duration = Field(gt=0, description="how long they work in between")
@@ -163,7 +163,7 @@ class FlapPart(LinkSetPart):
 
 
 class Flap(LinkFault[FlapPart]):
-    """Links drop everything. This is one time that they are down; `turns` says when they are."""
+    """Repeated outages of links. The action in force is one outage; `turns` yields the schedule."""
 
     name = "flap"
     summary = "links go down and come up, over and over"
@@ -171,7 +171,7 @@ class Flap(LinkFault[FlapPart]):
 
     @property
     def takes_no_for(self) -> str | None:
-        """Why it cannot be ended after some time: it is known already when it ends."""
+        """Reason why the action has no duration: its schedule already has an end."""
         return None if self.value.times is None else "a flap ends after 'times' or after 'for': give one of the two"
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
@@ -190,7 +190,7 @@ class Flap(LinkFault[FlapPart]):
 
 
 class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
-    """Devices reach each other only within their group; those that no group names form one more."""
+    """Restrict communication to groups of devices; unnamed devices form one further group."""
 
     name = "partition"
     summary = "groups that cannot reach each other; devices not named form one more group"
@@ -206,7 +206,7 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
         return [((number, place), name) for number, group in enumerate(self.value) for place, name in enumerate(group)]
 
     def problems(self, setting: FaultContext) -> Iterator[tuple[Key, str]]:
-        """Yield devices that are named twice, and groups that separate nobody."""
+        """Yield errors for devices named twice and for groups without effect."""
         listed = [name for group in self.value for name in group]
         for name in sorted({name for name in listed if listed.count(name) > 1}):
             yield (), f"'{name}' is named twice: a device is in one group"
@@ -236,5 +236,5 @@ class Heal(FaultAction[str]):
     undoes = (NetworkPartition.name, Degrade.name, Obstruct.name, Flap.name)
 
     def named(self) -> list[tuple[Key, str]]:
-        """Return nothing: it concerns all."""
+        """Return no devices: the action targets all."""
         return []

@@ -33,11 +33,11 @@ FAULTS = Registry(
     "fault",
     subclass_of(FaultAction),
 )
-"""In the order in which users read them. Each class defines its key's type, its description and its effect."""
+"""Actions in the order of the documentation. Each class defines the type, description and effect of its key."""
 
 
 def _action_of(name: str) -> type[FaultAction[Any]]:
-    """Return the class of an action; for one whose package cannot be used, a class that refuses every value."""
+    """Return the class of an action; for an unusable package, a class that rejects every value."""
     try:
         return FAULTS.find(name)
     except InputError as error:
@@ -60,7 +60,7 @@ _Keys: Any = create_model("_Keys", __base__=ConfigModel, **_FIELDS)
 
 
 def mending(name: str, target: str) -> FaultAction[str] | None:
-    """Return the mending action with that name and target, both as recorded; None where the name's does not mend."""
+    """Return the repairing action of a recorded name and target; None if the named action repairs nothing."""
     kind = ACTIONS.get(name)
     return kind(target) if kind is not None and kind.undoes else None
 
@@ -82,16 +82,16 @@ class TriggerPart(ConfigModel):
 
     @property
     def recorded(self) -> str:
-        """Name of the event that it waits for."""
+        """Name of the triggering event."""
         return "begin" if self.event is None else self.event
 
 
 class ActionPart(_Keys):
-    """One thing that breaks or mends: exactly one of the keys."""
+    """A fault or repair: exactly one of the keys."""
 
     @staticmethod
     def of(action: FaultAction[Any]) -> ActionPart:
-        """Return an action as a file has it."""
+        """Return an action in the form of a scenario file."""
         return ActionPart(**{action.name: action.value})
 
     @property
@@ -107,7 +107,7 @@ class ActionPart(_Keys):
 
 
 class FaultPart(ActionPart):
-    """One thing that breaks or mends, and when.
+    """A fault or repair with its time or trigger.
 
     At exactly one of ``at`` (seconds after the start of the workload), ``when`` (an event of the training) and
     ``after`` (seconds after the fault before it in the file).
@@ -128,7 +128,7 @@ class FaultPart(ActionPart):
 
 
 def devices_named(part: FaultPart) -> list[tuple[Key, str]]:
-    """Return every device that a fault names, with the key that names it."""
+    """Return every device named by a fault, with its key."""
     action = part.action
     named: list[tuple[Key, str]] = [((action.name, *key), name) for key, name in action.named()]
     return [*named, (("when", "device"), part.when.device)] if part.when is not None else named
@@ -141,7 +141,7 @@ def problems(
     events: Mapping[str, Collection[str]],
     batches: int | None = None,
 ) -> list[Diagnostic]:
-    """Return what is wrong with faults beyond the shape of the file, in such a run.
+    """Return the semantic problems of faults in a run.
 
     ``spans`` gives the names of the spans that a device may begin, None where nobody knows; ``events`` are those that
     devices record, each with the keys of a trigger that can match it; ``batches`` is how many batches the workload has.

@@ -1,4 +1,4 @@
-"""When which fault strikes and is undone, and when a trace changes links and speeds: what either runtime executes.
+"""The schedule of faults and link traces, shared by both runtimes.
 
 Pure. The runtime asks `FaultScript.next_deadline`, takes what is `due`, shows it every event (`observe`), carries out
 each `FaultOperation` and reports it `done`. What counts from another fault (``after``, ``for``) counts from the instant
@@ -21,7 +21,7 @@ from testbed.network.link import Link, Pair
 from testbed.network.parts import LinkPart, overlay
 
 SCRIPTED = "fault-"
-"""What the handles of a scenario's faults begin with."""
+"""Prefix of the handles of a scenario's faults."""
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,28 @@ class FaultOperation:
 
     action: FaultAction[Any]
     handle: str
-    """The name by which it is undone; unique among all that happens to a run."""
+    """Unique name of the action, used to undo it."""
     phase: FaultPhase = "strike"
     intended: float | None = None
-    """Seconds since the workload started; None for what was not planned."""
+    """Seconds since the start of the workload; None for unplanned operations."""
 
     def __str__(self) -> str:
-        """Return what is to be done."""
+        """Return the operation as text."""
         undo = "" if self.phase == "strike" else "undo "
         return f"the fault '{undo}{self.action.name} {self.action.target}'"
 
     @property
     def switches(self) -> bool:
-        """Whether it changes the state of a device and nothing else."""
+        """Whether the operation only changes the state of a device."""
         return self.action.switches
 
     def apply(self, now: SystemState) -> SystemState:
-        """Return the conditions after it; raise ValueError when the handle is in use."""
+        """Return the state after the operation. Raises ValueError for a handle in use."""
         change = self.action.apply if self.phase == "strike" else self.action.undo
         return change(now, self.handle)
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the ``fault`` event that records it."""
+        """Return the ``fault`` event of the operation."""
         fields = {"action": self.action.name, "target": self.action.target, "phase": self.phase}
         return [("fault", fields if self.intended is None else {**fields, "intended": self.intended})]
 
@@ -65,12 +65,12 @@ def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> boo
 
 
 def _batch(fields: Mapping[str, Any]) -> Any:
-    """Return what ``batch`` means for an event: its batch, else its training step or its request."""
+    """Return the value matched by ``batch``: the batch, else the training step or the request."""
     return next((fields[key] for key in ("batch", "step", "request") if key in fields), None)
 
 
 class FaultScript:
-    """The faults of a scenario, in the order of its file, and how far they have come."""
+    """The faults of a scenario in the order of the file, and their progress."""
 
     def __init__(self, faults: Sequence[FaultPart] = ()) -> None:
         self._faults = [(part, part.action) for part in faults]
@@ -81,7 +81,7 @@ class FaultScript:
         """Handed out, and not done yet."""
         self._triggers: dict[int, TriggerPart] = {}
         self._turns: dict[int, Iterator[tuple[FaultPhase, float]]] = {}
-        """The remaining turns of the repeating actions that have begun."""
+        """Remaining turns of started repeating actions."""
         for index, part in enumerate(faults):
             if part.when is not None:
                 self._triggers[index] = part.when
@@ -89,11 +89,11 @@ class FaultScript:
                 self._schedule(index, "strike", part.at)
 
     def next_deadline(self) -> float | None:
-        """Return the next instant at which something is due, as far as is known by now."""
+        """Return the time of the next known operation; None without one."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def due(self, now: float) -> list[FaultOperation]:
-        """Take what is due: in the order of intended instants, equal ones in the order of the file."""
+        """Remove and return due operations, by intended time and then by the order of the file."""
         operations = []
         while self._deadlines and self._deadlines[0][0] <= now:
             operations.append(heapq.heappop(self._deadlines)[-1])
@@ -102,16 +102,16 @@ class FaultScript:
 
     @property
     def watched(self) -> frozenset[str]:
-        """Devices whose events still matter: `observe` ignores those of others."""
+        """Devices with pending triggers; `observe` ignores all others."""
         return frozenset(trigger.device for trigger in self._triggers.values())
 
     @property
     def events(self) -> frozenset[str]:
-        """Names of the events that still matter."""
+        """Names of events with pending triggers."""
         return frozenset(trigger.recorded for trigger in self._triggers.values())
 
     def observe(self, time: float, device: str, event: str, fields: Mapping[str, Any]) -> list[FaultOperation]:
-        """Take what an event triggers, to be done at once; each trigger fires once."""
+        """Return the operations triggered by an event. Each trigger fires once."""
         if not self._triggers:
             return []
         fired = [
@@ -126,7 +126,7 @@ class FaultScript:
         return operations
 
     def may_start(self, device: str) -> bool:
-        """Whether something that is still to come, or under way, starts a device that is down."""
+        """Return whether a pending or running operation starts a stopped device."""
         coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
@@ -138,7 +138,7 @@ class FaultScript:
         return any(each.apply(down).devices[device] != "down" for each in mine)
 
     def done(self, operation: FaultOperation, actual: float) -> None:
-        """Note that an operation has taken effect, and schedule what counts from it."""
+        """Mark an operation as effective and schedule all dependent ones."""
         self._under_way.remove(operation)
         index = self._index[operation.handle]
         part, action = self._faults[index]
@@ -161,7 +161,7 @@ class FaultScript:
         heapq.heappush(self._deadlines, (when, index, phase == "undo", self._operation(index, phase, when)))
 
     def _end_turns(self, action: FaultAction[Any]) -> None:
-        """Let no repeating action that has begun and that this one undoes strike again."""
+        """Cancel the remaining turns of repeating actions undone by this action."""
         ended = {index for index in self._turns if action.mends(type(broken := self._faults[index][1]), broken.target)}
         if ended:
             self._turns |= dict.fromkeys(ended, iter(()))
@@ -169,7 +169,7 @@ class FaultScript:
             heapq.heapify(self._deadlines)
 
     def _turn(self, index: int, phase: FaultPhase, actual: float) -> None:
-        """Schedule the next turn of an action that repeats, after it struck or was undone."""
+        """Schedule the next turn of a repeating action."""
         if index not in self._turns:
             part, action = self._faults[index]
             turns = action.turns(actual, math.inf if part.for_ is None else actual + part.for_)
@@ -188,22 +188,22 @@ def _handle(index: int) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One entry of a trace: a link or a device has another figure of its own from then on."""
+    """One entry of a trace: a new value of a link property or of a device's speed."""
 
     time: float
     """Seconds since the start of the workload."""
     what: str
-    """As the trace has it: ``link a->b rate``, ``device a speed``."""
+    """Target as in the trace: ``link a->b rate``, ``device a speed``."""
     value: str
     pairs: tuple[Pair, ...] = ()
-    """Links that change, one for each direction; none where a device's speed does."""
+    """Changed links, one for each direction; empty for a change of speed."""
     link: LinkPart | None = None
-    """What they are from then on, beside what they were."""
+    """Properties that override those of the links."""
     speed: ThrottlePart | None = None
-    """The device and its speed, or how much slower than its own speed it is from then on."""
+    """The device and its new speed, or slowdown relative to full speed."""
 
     def apply(self, now: SystemState) -> SystemState:
-        """Return the conditions after it."""
+        """Return the state after the change."""
         if self.link is not None:
             part = self.link
             now = now.set_figures({p: overlay(now.own_link(p), part, now.from_first(p)) for p in self.pairs})
@@ -215,7 +215,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes that are due together, as one step."""
+    """Simultaneous changes, applied as one step."""
 
     changes: Sequence[Change]
 
@@ -223,16 +223,16 @@ class Changes:
         return bool(self.changes)
 
     def __str__(self) -> str:
-        """Return what they change."""
+        """Return the targets as text."""
         return f"the trace's '{', '.join(change.what for change in self.changes)}'"
 
     @property
     def switches(self) -> bool:
-        """Whether they change the state of a device: never."""
+        """Whether the step only changes the state of a device: always false."""
         return False
 
     def apply(self, now: SystemState) -> SystemState:
-        """Return the conditions after all of them."""
+        """Return the state after all changes."""
         for change in self.changes:
             now = change.apply(now)
         return now
@@ -243,7 +243,7 @@ class Changes:
 
 
 class TraceScript:
-    """The changes of a trace, in the order of time, and how far they have come."""
+    """The changes of a trace in the order of time, and their progress."""
 
     def __init__(self, changes: Sequence[Change] = ()) -> None:
         self._changes = changes
@@ -254,7 +254,7 @@ class TraceScript:
         return self._changes[self._next].time if self._next < len(self._changes) else None
 
     def due(self, now: float) -> Changes:
-        """Take what is due, in the order of the trace."""
+        """Remove and return due changes in the order of the trace."""
         first = self._next
         while self._next < len(self._changes) and self._changes[self._next].time <= now:
             self._next += 1
@@ -262,7 +262,7 @@ class TraceScript:
 
 
 def traced_links(links: Mapping[Pair, Link], changes: Iterable[Change], first: str) -> Iterator[tuple[int, Pair, Link]]:
-    """Yield (index, pair, link) for each link as each change leaves it; ``first`` is the scenario's first device."""
+    """Yield (index, pair, link) after each change; ``first`` is the first device of the scenario."""
     now: dict[Pair, Link] = {}
     for index, change in enumerate(changes):
         for pair in change.pairs:
