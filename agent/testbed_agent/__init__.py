@@ -1,1 +1,1 @@
-"""What runs inside a device's container."""
+"""The agent: the process in a device's container, which runs the device's program."""

@@ -1,4 +1,4 @@
-"""``python -m agent``: the two servers of a device's container."""
+"""``python -m testbed_agent``: start the control and data servers of a device's container."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _LOG = logging.getLogger("testbed_agent")
 
 
 def main() -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, SIGINT or the end of the lease."""
     settings = Settings.from_environment(os.environ)
     log_to_stderr(os.environ)
-    over = threading.Event()
+    switched_off = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
-    lease = Lease(os.environ, over.set)
+        signal.signal(number, lambda *_: switched_off.set())
+    lease = Lease(os.environ, switched_off.set)
     runner = Runner(settings, DataServer(settings))
     server = PatientServer(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
     threading.Thread(target=server.serve, name="serve", daemon=True).start()
     _LOG.info("device %s of run %s is on", settings.device, settings.run)
-    over.wait()
-    _LOG.info("switched off by a signal, or since nobody renewed the lease")
-    # A device that is switched off does not tidy up first.
+    switched_off.wait()
+    _LOG.info("switched off by a signal or by the end of the lease")
+    # A device loses its power without cleaning up; so does the agent.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The control network's side of the agent: a WSGI application without a framework, which would double its memory."""
+"""The agent's HTTP API for the controller: a WSGI application without a framework, which would double its memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 JSON_LIMIT = 48 << 20
-"""Bytes of a deployment, at most: the files of a program are in it, 20 MB, in base 64."""
+"""Maximum size of a deployment in bytes; program files take up to 20 MB of it, in base 64."""
 _SMALL = 4096
 
 
 def resident_bytes() -> int:
-    """Return the memory this process holds now."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def memory_limit() -> int | None:
-    """Return what the container may hold, where that is limited."""
+    """Return the container's memory limit in bytes, or None without a limit."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = Path("/sys/fs/cgroup") / name
         if path.exists():
@@ -51,21 +51,21 @@ class ControlApplication:
         self._runner = runner
         self._changes: dict[tuple[str, str], Callable[[Environ], object]] = {
             ("GET", "/health"): lambda _environ: None,
-            ("PUT", "/deployment"): lambda environ: runner.deploy(_body(environ, JSON_LIMIT)),
+            ("PUT", "/deployment"): lambda environ: runner.deploy(_read_body(environ, JSON_LIMIT)),
             ("PUT", "/data"): lambda environ: self._put(environ, "data", runner.put_data),
             ("PUT", "/shard"): lambda environ: self._put(environ, "a shard", runner.put_shard),
-            ("POST", "/start"): lambda environ: runner.start(_number(environ, "origin", -1e12, 1e12)),
+            ("POST", "/start"): lambda environ: runner.start(_read_number(environ, "origin", -1e12, 1e12)),
             ("POST", "/stop"): lambda _environ: runner.stop(),
             ("POST", "/lease"): lambda _environ: renew(),
             ("POST", "/leave"): lambda _environ: runner.leave(),
-            ("PUT", "/speed"): lambda environ: runner.set_speed(_number(environ, "factor", 1e-6, 1e6)),
-            ("PUT", "/links"): lambda environ: runner.set_links(_body(environ, JSON_LIMIT)),
+            ("PUT", "/speed"): lambda environ: runner.set_speed(_read_number(environ, "factor", 1e-6, 1e6)),
+            ("PUT", "/links"): lambda environ: runner.set_links(_read_body(environ, JSON_LIMIT)),
         }
-        """The requests that change something; each is answered with the device's state."""
+        """Requests that change the device; the response is the device's state."""
         self._reads: dict[str, tuple[str, Callable[[Environ], Iterable[bytes]]]] = {
             "/facts": ("application/json", lambda _environ: [json.dumps(facts(runner)).encode() + b"\n"]),
-            "/events": ("application/x-ndjson", lambda environ: _events(runner, environ)),
-            "/weights": ("application/octet-stream", lambda environ: [runner.weights("part" in _query(environ))]),
+            "/events": ("application/x-ndjson", lambda environ: _follow_events(runner, environ)),
+            "/weights": ("application/octet-stream", lambda environ: [runner.weights("part" in _parse_query(environ))]),
             "/metrics": ("text/plain; charset=utf-8", lambda _environ: [exposition(runner, resident_bytes())]),
         }
 
@@ -80,7 +80,7 @@ class ControlApplication:
         try:
             return self._answer(method, path, environ, start_response)
         except Refused as error:
-            _LOG.info("a request was refused: %s", error)
+            _LOG.info("refused a request: %s", error)
             return respond(start_response, error.status, {"error": str(error)})
         except Exception as error:  # noqa: BLE001 - it is logged, and the caller is told
             _LOG.exception("request failed")
@@ -96,8 +96,8 @@ class ControlApplication:
             start_response("200 OK", headers)
             return content
         if (method, path) not in self._changes:
-            known = {each for _, each in self._changes} | self._reads.keys()
-            status = HTTPStatus.METHOD_NOT_ALLOWED if path in known else HTTPStatus.NOT_FOUND
+            paths = {changing for _, changing in self._changes} | self._reads.keys()
+            status = HTTPStatus.METHOD_NOT_ALLOWED if path in paths else HTTPStatus.NOT_FOUND
             raise Refused(status, f"{method} {path}: {status.phrase}")
         self._changes[method, path](environ)
         document = health(self._runner)
@@ -105,20 +105,21 @@ class ControlApplication:
             document["computing"] = self._runner.computing
         return respond(start_response, 200, document)
 
-    def _put(self, environ: Environ, what: str, take: Callable[[bytearray], None]) -> None:
-        self._runner.needs_ready(what)  # before the body is read, which may be large
-        take(_body(environ, self._runner.body_limit))
+    def _put(self, environ: Environ, content: str, store: Callable[[bytearray], None]) -> None:
+        # Check the state before reading the body, which may be large.
+        self._runner.require_ready(content)
+        store(_read_body(environ, self._runner.body_limit))
 
 
 def health(runner: Runner) -> dict[str, Any]:
-    """Return the device's state; when its program failed, with the traceback."""
+    """Return the device's state, with the traceback of a failed program."""
     settings = runner.settings
     document = {"run": settings.run, "device": settings.device, "state": runner.state, "events": runner.log.count}
     return document if runner.error is None else {**document, "error": runner.error}
 
 
 def facts(runner: Runner) -> dict[str, Any]:
-    """Return what this device is, and its clock and memory now."""
+    """Return the device's software versions, processors, memory in bytes and monotonic clock in seconds."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -138,29 +139,29 @@ def facts(runner: Runner) -> dict[str, Any]:
     }
 
 
-def _query(environ: Environ) -> dict[str, list[str]]:
+def _parse_query(environ: Environ) -> dict[str, list[str]]:
     return parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
 
 
-def _events(runner: Runner, environ: Environ) -> Iterator[bytes]:
-    after = _query(environ).get("after", ["0"])[0]
+def _follow_events(runner: Runner, environ: Environ) -> Iterator[bytes]:
+    after = _parse_query(environ).get("after", ["0"])[0]
     if not after.isdecimal() or len(after) > 15:
-        raise Refused(400, f"after is a number of events, not '{after[:40]}'")
+        raise Refused(400, f"'after' must be a number of events, not '{after[:40]}'")
     return runner.log.follow(int(after))
 
 
-def _body(environ: Environ, most: int) -> bytearray:
+def _read_body(environ: Environ, limit: int) -> bytearray:
     length, encoding = environ.get("CONTENT_LENGTH", ""), environ.get("HTTP_TRANSFER_ENCODING", "")
-    return read_body(environ, announced_length(length, encoding, most))
+    return read_body(environ, announced_length(length, encoding, limit))
 
 
-def _number(environ: Environ, key: str, least: float, most: float) -> float:
-    """Read a body that holds one number."""
+def _read_number(environ: Environ, key: str, minimum: float, maximum: float) -> float:
+    """Read a JSON body with a single number."""
     try:
-        document = json.loads(bytes(_body(environ, _SMALL)))
+        document = json.loads(bytes(_read_body(environ, _SMALL)))
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f'the body is JSON such as {{"{key}": 12.5}}') from error
+        raise Refused(400, f'the body must be JSON such as {{"{key}": 12.5}}') from error
     value = document.get(key) if isinstance(document, dict) and len(document) == 1 else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise Refused(400, f"the body holds '{key}' alone, a number from {least:g} to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        raise Refused(400, f"the body must have the single key '{key}', a number from {minimum:g} to {maximum:g}")
     return float(value)

@@ -1,4 +1,4 @@
-"""What a deployment makes of this device: its method, its problem, and its peers with what their links are like."""
+"""The decoded deployment of a device: its method, its planning problem, and its peers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from testbed_agent.settings import Address, Settings, address
 
 @dataclass(frozen=True)
 class Peer:
-    """A device that this one can send to, and be answered by."""
+    """A device with links to and from this one."""
 
     address: Address
     slowness: float
-    """Seconds that a few full packets there and back take as the scenario has the links (`testbed.network.link`)."""
+    """Round-trip time of a few full packets over the scenario's links, in seconds (`testbed.network.link`)."""
     sent: str
-    """Token of the messages to it."""
+    """Token of the messages to the peer."""
     received: str
-    """Token of those from it."""
+    """Token of the messages from the peer."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What the controller wants this device to be."""
+    """The controller's instructions for this device."""
 
     work: Workload
     method: Method
@@ -42,35 +42,32 @@ class Deployment:
     peers: Mapping[str, Peer]
     broadcast: Address | None
     message_loss: Mapping[str, float]
-    """Fraction of each peer's casts that this device loses whole, to begin with."""
+    """Initial fraction of each peer's broadcasts lost as whole messages."""
 
 
 def read(body: bytes | bytearray, settings: Settings) -> Deployment:
-    """Read a deployment.
-
-    Raises Refused (400), saying what is wrong with it.
-    """
+    """Decode a deployment; raises Refused (400) with the reason if the deployment is invalid."""
     name = settings.device
     try:
-        found = deployment.read(body)
-        if (found.run, found.device) != (settings.run, name):
-            text = f"this is device '{name}' of run '{settings.run}', not '{found.device}' of '{found.run}'"
+        document = deployment.read(body)
+        if (document.run, document.device) != (settings.run, name):
+            text = f"this is device '{name}' of run '{settings.run}', not '{document.device}' of '{document.run}'"
             raise Refused(400, text)
-        if name not in found.devices:
-            raise InputError(f"device: '{name}' is none of its devices")
-        work = kind_of(found.workload)
-        work.begin(found.workload)  # before files of a scenario are imported
-        method, problem = found.problem()
+        if name not in document.devices:
+            raise InputError(f"device: unknown name '{name}'; the deployment has {', '.join(document.devices)}")
+        work = kind_of(document.workload)
+        work.begin(document.workload)  # must precede the import of scenario files
+        method, problem = document.problem()
         peers = {}
-        for peer, given in found.peers.items():
+        for peer, entry in document.peers.items():
             ways = [pair for pair in ((name, peer), (peer, name)) if pair in problem.links]
             if len(ways) < 2:
-                raise InputError(f"peers: there are no links with '{peer}' both ways")
+                raise InputError(f"peers: '{peer}' needs links in both directions")
             links = [problem.links[pair] for pair in ways]
-            peers[peer] = Peer(address(given.address, DATA_PORT), slowness(*links), given.sent, given.received)
+            peers[peer] = Peer(address(entry.address, DATA_PORT), slowness(*links), entry.sent, entry.received)
         message_loss = {peer: problem.links[peer, name].message_loss for peer in peers}
-        broadcast = None if found.broadcast is None else address(found.broadcast, CAST_PORT)
-        plan = found.plan.with_details(method.Details)
+        broadcast = None if document.broadcast is None else address(document.broadcast, CAST_PORT)
+        plan = document.plan.with_details(method.Details)
     except ValidationError as error:
         raise Refused(400, f"deployment: {deployment.first_problem(error)}") from error
     except (InputError, ValueError) as error:

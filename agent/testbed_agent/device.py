@@ -1,4 +1,4 @@
-"""`testbed.device.Device` on the real clock."""
+"""The implementation of `testbed.device.Device` on the real clock."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class RealDevice:
-    """One device from the start of its program to its end; see `testbed.device.Device` for what it promises.
+    """A device from the start of its program to the end; see `testbed.device.Device` for the interface.
 
-    The program runs in an asyncio loop, which sends and receives too; work runs in the processors' threads, and casts
-    are handed over by a thread of their own. ``origin`` is the monotonic instant at which the workload began.
+    The program runs in an asyncio loop, which also sends and receives; work runs in the threads of the processors, and
+    a separate thread sends broadcasts. ``origin`` is the monotonic instant at which the workload began.
     """
 
     def __init__(
@@ -52,23 +52,23 @@ class RealDevice:
         self.name = settings.device
         self.leaving = False
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
-        """What returns the weights, by whether they are the device's part alone."""
+        """Functions that return weights; the key is True for the device's part of the model alone."""
         self.processors = Processors(spec.processors, pace)
         self.lanes: dict[str, Lane] = {}
         self.totals = Totals()
         largest = largest_message(spec)
         tokens = {name: peer.received for name, peer in peers.items()}
-        self.inbox = Inbox(tokens, settings.inbox_limit, self._arrived, largest)
+        self.inbox = Inbox(tokens, settings.inbox_limit, self._handle_arrival, largest)
         self._loop = asyncio.get_running_loop()
         self._spec = spec
         self._peers = peers
         self._slowness = {name: peer.slowness for name, peer in peers.items()} | dict(slowness or {})
         self._computes = deployment.problem.workload.is_computed
-        self._specs = {each.name: each for each in deployment.problem.devices}
+        self._specs = {device_spec.name: device_spec for device_spec in deployment.problem.devices}
         self._origin = origin
         self._time = DeviceTime(max(origin, time.monotonic()))
         self._log = log
-        # The clock is the same for every start on this machine, so that a later start has a larger number.
+        # All starts on this machine share the monotonic clock, so a later start has a larger number.
         self._incarnation = time.monotonic_ns()
         self._sequence = count()
         self._arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
@@ -76,7 +76,7 @@ class RealDevice:
         self._writing = asyncio.Lock()
         self._casts = asyncio.Lock()
         self._cast_number = count()
-        self._form = CastForm(self.name, (each.name for each in deployment.problem.devices))
+        self._form = CastForm(self.name, (device_spec.name for device_spec in deployment.problem.devices))
         sources = {name: peer.address[0] for name, peer in peers.items()}
         addresses = Addresses(settings.cast, deployment.broadcast, settings.data[0], sources)
         self._caster = Caster(self._form, addresses, settings.run, largest, hears)
@@ -84,7 +84,7 @@ class RealDevice:
         self._closed = False
 
     def close(self) -> None:
-        """Stop every thread; what is under way is given up, what still arrives is forgotten."""
+        """Stop all threads, abandon pending work and drop messages that still arrive."""
         self._closed = True
         self.processors.close()
         self._caster.close()
@@ -92,42 +92,42 @@ class RealDevice:
             lane.close()
 
     def set_slowness(self, slowness: Mapping[str, float]) -> None:
-        """Have the time-outs of the ways to some peers follow changed links; may be called from any thread."""
-        self._from_thread(self._adapt, slowness)
+        """Adapt the time-outs of some peers to changed links, in seconds per round trip; thread-safe."""
+        self._call_in_loop(self._adapt_lanes, slowness)
 
-    def _adapt(self, slowness: Mapping[str, float]) -> None:
+    def _adapt_lanes(self, slowness: Mapping[str, float]) -> None:
         self._slowness |= slowness
         for peer, seconds in slowness.items():
             if peer in self.lanes:
                 self.lanes[peer].set_slowness(seconds)
 
     def now(self) -> float:
-        """Return seconds since the workload started."""
+        """Return the seconds since the workload started."""
         return self._time.now() - self._origin
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write an event; may be called from any thread."""
-        self.totals.saw(event, fields)
+        """Write an event; thread-safe."""
+        self.totals.count_event(event, fields)
         self._record_at(self._time.now(), event, **fields)
 
     def _record_at(self, instant: float, event: str, **fields: Any) -> None:
         self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
     def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
-        """Keep the callable that returns the weights when they are asked for."""
+        """Register the function that returns the weights on request."""
         self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:
-        """Write to the disk, in a thread of its own."""
+        """Write a message to the disk in a separate thread."""
         async with self._writing:
             await asyncio.to_thread(self.disk.save, name, message)
 
     def saved(self, name: str) -> Message | None:
-        """Read from the disk."""
+        """Read a message from the disk, or return None."""
         return self.disk.saved(name)
 
     def between_works(self, call: Callable[[], T]) -> T:
-        """Call something while the processor, if there is but one, does nothing else; blocks until it could."""
+        """Call a function while the processor is idle, if the device has only one; blocks until the call returns."""
         return self.processors.between_works(call)
 
     async def sleep(self, seconds: float) -> None:
@@ -137,7 +137,12 @@ class RealDevice:
         self._time.advance_to(end)
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work in a processor's thread, and return its result when the device would have it."""
+        """Run the work in a processor's thread; return its result at the instant of the emulated device.
+
+        Example::
+
+            loss = await device.compute(lambda: train(batch), Cost(flops=2e9), Span("forward", batch=3))
+        """
         future: asyncio.Future[T] = self._loop.create_future()
 
         def begin(instant: float) -> bool:
@@ -163,21 +168,23 @@ class RealDevice:
                     deficit=measured.deficit,
                     late=measured.late,
                 )
-            self._from_thread(self._settle, future, result, failure, ended)
+            self._call_in_loop(self._settle_future, future, result, failure, ended)
 
-        self.processors.put(work, self._charge(cost), begin, end, self._time.latest)
+        self.processors.put(work, self._charge_for(cost), begin, end, self._time.latest)
         return await future
 
-    def _charge(self, cost: Cost) -> Charge:
+    def _charge_for(self, cost: Cost) -> Charge:
         if self._spec.slowdown is not None:
             return slowed(self._spec.slowdown)
         return fixed(self._spec.seconds(cost))
 
     def on_timer(self, instant: float) -> None:
-        """Note that a timer of the program's loop goes off, which was set to this monotonic instant."""
+        """Note a timer of the program's loop, which was set to this monotonic instant."""
         self._time.advance_to(instant)
 
-    def _settle(self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float) -> None:
+    def _settle_future(
+        self, future: asyncio.Future[T], result: T, failure: BaseException | None, instant: float
+    ) -> None:
         if future.done():
             return
         self._time.advance_to(instant)
@@ -187,12 +194,12 @@ class RealDevice:
             future.set_exception(failure)
 
     async def send(self, peer: str, message: Message) -> None:
-        """Deliver reliably; return when the peer has acknowledged.
+        """Deliver a message reliably; return after the peer's acknowledgement.
 
-        Raises ValueError where there is no link, `TestbedError` for a message that an end cannot hold.
+        Raises ValueError if no link exists and `TestbedError` if the message exceeds the memory of either device.
         """
         if peer not in self._peers:
-            raise ValueError(f"there is no link from {self.name} to {peer}")
+            raise ValueError(f"no link from {self.name} to {peer}")
         called, began = self._time.now(), time.monotonic()
         body = encode(message, self.name, self._incarnation, next(self._sequence))
         encoded = time.monotonic() - began
@@ -202,7 +209,7 @@ class RealDevice:
             self.lanes[peer] = Lane(peer, known.address, known.sent, self._slowness[peer])
         delivery = await self.lanes[peer].deliver(body, not_before=called)
         self._time.advance_to(delivery.ended)
-        self.totals.moved("sent", len(body))
+        self.totals.count_message("sent", len(body))
         self.record(
             "send",
             peer=peer,
@@ -215,10 +222,10 @@ class RealDevice:
         )
 
     async def cast(self, peers: Collection[str], message: Message) -> None:
-        """Transmit once to all; return when the last datagram has left. Raises ValueError where there is no link."""
+        """Broadcast a message once; return after the last datagram has left. Raises ValueError if a link is missing."""
         for peer in peers:
             if peer not in self._peers:
-                raise ValueError(f"there is no link from {self.name} to {peer}")
+                raise ValueError(f"no link from {self.name} to {peer}")
         body, number = self._form.encode(message, peers), next(self._cast_number)
         for peer in peers:
             check_message(len(body), self._spec, self._specs[peer])
@@ -228,7 +235,7 @@ class RealDevice:
             start = time.monotonic()
             size, left = await asyncio.to_thread(self._caster.send, body, self._incarnation, number)
         self._time.advance_to(left)
-        self.totals.moved("sent", size)
+        self.totals.count_message("sent", size)
         self._record_at(
             left,
             "cast",
@@ -247,23 +254,26 @@ class RealDevice:
         message = arrival.envelope.message
         if self._computes:
             return message
-        arrays = message.tensors.items()
-        return replace(message, tensors={name: library_of(array).without_values(array) for name, array in arrays})
+        # A timing-only run must not depend on values: they are replaced, as in the simulator.
+        tensors = {}
+        for name, array in message.tensors.items():
+            tensors[name] = library_of(array).without_values(array)
+        return replace(message, tensors=tensors)
 
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
-        """Pass each message to a function as it arrives; raises what that raises."""
+        """Pass each arriving message to ``take``; raises the errors of ``take``."""
         while True:
             take(await self.receive())
 
     def receives(self, peer: str) -> bool:
-        """Return whether bytes of a message that is not complete have come from this peer lately."""
+        """Return whether bytes of an incomplete message from the peer have arrived recently."""
         silent = time.monotonic() - self.inbox.arriving.get(peer, -math.inf)
         return silent < STALL_SECONDS + self._slowness.get(peer, 0.0)
 
-    def _arrived(self, arrival: Arrival) -> None:
-        """Take a new message over, a cast from the thread that heard it."""
+    def _handle_arrival(self, arrival: Arrival) -> None:
+        """Record and queue a new message; broadcasts come from their receiving thread."""
         message = arrival.envelope.message
-        self.totals.moved("received", arrival.size)
+        self.totals.count_message("received", arrival.size)
         if self._closed:
             self.inbox.release(arrival.size)
             return
@@ -278,39 +288,44 @@ class RealDevice:
             **({"cast": arrival.envelope.sequence} if arrival.cast else {}),
         )
         if arrival.cast:
-            self._from_thread(self._take, arrival)
+            self._call_in_loop(self._enqueue, arrival)
         else:
-            self._take(arrival)
+            self._enqueue(arrival)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _enqueue(self, arrival: Arrival) -> None:
         self._time.advance_to(arrival.start + arrival.duration)
         self._arrivals.put_nowait(arrival)
 
-    def _from_thread(self, call: Callable[..., object], *arguments: object) -> None:
+    def _call_in_loop(self, call: Callable[..., object], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(call, *arguments)
 
     @property
     def waiting(self) -> int:
-        """Messages that the program has not received yet."""
+        """Number of messages not yet received by the program."""
         return self._arrivals.qsize()
 
 
+_LEARNING_METRICS = {"step": {"loss": "loss"}, "evaluate": {"accuracy": "accuracy", "loss": "test_loss"}}
+"""Metrics of the learning progress, by event and field."""
+
+
 class Totals:
-    """What the device did since it booted, for `/metrics`."""
+    """Counters of the device since its boot, for the endpoint ``/metrics``."""
 
     def __init__(self) -> None:
         self.counts: dict[str, float] = defaultdict(float)
-        """By the names of the metrics, which `testbed_agent.control` has."""
+        """Values by metric name; the names are those of `testbed_agent.metrics`."""
         self.learned: dict[str, float] = {}
-        """Loss of the last step, and accuracy and loss of the last test, on the devices that know of them."""
+        """Loss of the last step, accuracy and loss of the last test; empty on devices without these values."""
 
-    def saw(self, event: str, fields: Mapping[str, Any]) -> None:
-        """Count a step or a request, and keep what the program says of its learning."""
+    def count_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Count an event, and keep the loss or accuracy of a step or a test."""
         self.counts[f"{event}s"] += 1
-        names = {"step": {"loss": "loss"}, "evaluate": {"accuracy": "accuracy", "loss": "test_loss"}}.get(event, {})
-        self.learned |= {name: fields[key] for key, name in names.items() if fields.get(key) is not None}
+        for key, metric in _LEARNING_METRICS.get(event, {}).items():
+            if fields.get(key) is not None:
+                self.learned[metric] = fields[key]
 
-    def moved(self, way: Literal["sent", "received"], size: int) -> None:
-        """Count a message that left or arrived, of so many bytes."""
+    def count_message(self, way: Literal["sent", "received"], size: int) -> None:
+        """Count a sent or received message of ``size`` bytes."""
         self.counts[f"{way}_bytes"] += size
         self.counts[f"{way}_messages"] += 1

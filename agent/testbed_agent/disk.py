@@ -1,4 +1,4 @@
-"""What a device keeps where a restart does not reach."""
+"""The device's disk, which outlives a restart of the device."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ if TYPE_CHECKING:
     from testbed_agent.settings import Settings
 
 
-def used(folder: Path) -> int:
-    """Return the bytes that a folder takes on its disk, with all that is in it."""
+def disk_usage(folder: Path) -> int:
+    """Return the disk space of a folder and its content, in bytes."""
     blocks = 0
     for path, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # gone meanwhile
-                blocks += os.lstat(os.path.join(path, name)).st_blocks  # noqa: PTH118 - of many files, quickly
+            with suppress(OSError):  # deleted in the meantime
+                blocks += os.lstat(os.path.join(path, name)).st_blocks  # noqa: PTH118 - faster for many files
     return 512 * blocks
 
 
 class Disk:
-    """Messages by name, in a folder of the workload's own: another workload on this device finds none of them."""
+    """Messages by name, in a folder for each workload, so that workloads do not see each other's files."""
 
     def __init__(self, settings: Settings, origin: float) -> None:
-        """``origin`` is when the workload began: the same for every start of a device in it."""
+        """``origin`` is the start of the workload, equal for all starts of the device within the workload."""
         self._device = settings.device
         self._root = Path(settings.disk)
         self._limit = settings.disk_limit
         self._folder = self._root / origin.hex().replace(".", "_")
 
     def check(self) -> None:
-        """Raise HostError where more is on the disk than there may be, whoever wrote it."""
-        held = used(self._root)
-        if held > self._limit:
+        """Raise HostError if the disk holds more than its quota."""
+        usage = disk_usage(self._root)
+        if usage > self._limit:
             limit = format_size(self._limit)
-            raise HostError(f"{self._root} of {self._device} holds {format_size(held)}, more than its quota of {limit}")
+            raise HostError(f"{self._root} of {self._device} holds {format_size(usage)}, above its quota of {limit}")
 
     def save(self, name: str, message: Message) -> None:
-        """Write a message, or leave the one that was there as it is.
+        """Write a message atomically: after an error, an earlier message of the name remains.
 
-        Raises OSError when there is no such disk, or no room on it.
+        Raises OSError if the disk is missing or full.
         """
         if not self._folder.exists():
+            # Files of earlier workloads are of no use any more and would count against the quota.
             for other in self._root.iterdir() if self._root.exists() else ():
                 shutil.rmtree(other, ignore_errors=True)
             self._folder.mkdir(parents=True)
@@ -61,7 +62,7 @@ class Disk:
         part.replace(path)
 
     def saved(self, name: str) -> Message | None:
-        """Return what was last written under a name; None where nothing was."""
+        """Return the message last saved under a name, or None."""
         with suppress(FileNotFoundError):
             return decode(bytearray((self._folder / name).read_bytes())).message
         return None

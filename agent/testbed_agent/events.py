@@ -1,4 +1,4 @@
-"""The device's events: kept in order, followed live."""
+"""The device's event log: an ordered buffer with live streams."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from time import monotonic, sleep
 from testbed_agent.http import Refused
 
 HEARTBEAT = 2.0
-"""Seconds after which a quiet stream carries an empty line, so that a reader who left is noticed."""
+"""Interval of empty lines on a quiet stream, in seconds; a failed write reveals a disconnected reader."""
 GATHER = 0.01
-"""Seconds after some lines in which more of them gather: a reader that is woken for each line takes the host longer."""
+"""Delay, in seconds, in which further lines gather: waking a reader for each line costs the host more."""
 BLOCK = 1 << 15
-"""Bytes of lines that are compressed together: a quarter of a millisecond's work, and a tenth of the memory."""
+"""Size of a compressed block before compression, in bytes: 0.25 ms of work and a tenth of the memory."""
 
 
 class EventLog:
-    """Every line since the device booted, or the newest that fit into ``limit`` bytes of memory.
+    """The events since the device's boot, or the newest ones within ``limit`` bytes of memory.
 
-    The newest lines, which a reader that keeps up asks for, are kept as they were written; older ones are compressed.
-    Writing never waits for a reader. A reader for which lines have been dropped is refused, and never gets a gap.
+    The newest lines are stored uncompressed for live readers; older ones are compressed. Writing never waits for a
+    reader. A reader whose next line was dropped is refused instead of getting a gap.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._dropped = 0
         self._sealed: deque[tuple[int, bytes]] = deque()
-        """Number of lines, and the lines compressed."""
+        """Blocks of (number of lines, compressed lines)."""
         self._sealed_lines = 0
         self._sealed_bytes = 0
         self._recent: deque[bytes] = deque()
@@ -39,14 +39,14 @@ class EventLog:
         self._changed = threading.Condition()
 
     def append(self, line: str) -> None:
-        """Add one event; wakes everybody who follows."""
+        """Add one event and wake up all followers."""
         data = line.encode() + b"\n"
         with self._changed:
             self._recent.append(data)
             self._recent_bytes += len(data)
             self._changed.notify_all()
             if self._recent_bytes > 2 * BLOCK:
-                self._seal()
+                self._compress_oldest()
 
     @property
     def count(self) -> int:
@@ -54,26 +54,29 @@ class EventLog:
         return self._dropped + self._sealed_lines + len(self._recent)
 
     def close(self) -> None:
-        """End the streams once they have delivered what there is: the program is over."""
+        """End all streams after their remaining lines: the program has ended."""
         with self._changed:
             self._open = False
             self._changed.notify_all()
 
     def reopen(self) -> None:
-        """A program is to run (again)."""
+        """Accept events of another run of a program."""
         with self._changed:
             self._open = True
 
     def follow(self, after: int) -> Iterator[bytes]:
-        """Yield lines from number ``after`` on, several at once where there are, until the log is closed.
+        """Yield lines from number ``after`` on, in batches, until the log is closed.
 
-        Raises Refused when the next line is no longer kept, or when there are fewer lines, as after a restart of the
-        device.
+        Raises Refused if the next line was dropped, or if the log has fewer lines, as after a restart of the device.
+        Example::
+
+            for lines in log.follow(0):
+                socket.sendall(lines)
         """
         if after < self._dropped:
-            raise self._fell_behind(after)
+            raise self._refuse_position(after)
         if after > self.count:
-            raise Refused(409, f"only {self.count} events were recorded since this device booted, not {after}")
+            raise Refused(409, f"event {after} does not exist: {self.count} were recorded since the boot")
         return self._follow(after)
 
     def _follow(self, position: int) -> Iterator[bytes]:
@@ -85,7 +88,8 @@ class EventLog:
                     self._changed.wait(HEARTBEAT)
                 if position >= self.count and not self._open:
                     return
-                skip, lines = self._from(position)
+                skip, lines = self._lines_from(position)
+            # Decompress outside the lock, so that writing does not wait.
             if isinstance(lines, bytes):
                 lines = zlib.decompress(lines).splitlines(keepends=True)[skip:]
             else:
@@ -93,10 +97,10 @@ class EventLog:
             position += len(lines)
             yield b"".join(lines) or b"\n"
 
-    def _from(self, position: int) -> tuple[int, list[bytes] | bytes]:
-        """Return lines from a position on, or a compressed block with how many of its lines to skip."""
+    def _lines_from(self, position: int) -> tuple[int, list[bytes] | bytes]:
+        """Return lines from a position on, or a compressed block and the number of its lines to skip."""
         if position < self._dropped:
-            raise self._fell_behind(position)
+            raise self._refuse_position(position)
         first = self._dropped + self._sealed_lines
         if position >= first:
             return 0, list(islice(reversed(self._recent), self.count - position))[::-1]
@@ -106,11 +110,11 @@ class EventLog:
                 return position - first, block
         raise AssertionError("every line is dropped, sealed or recent")
 
-    def _fell_behind(self, position: int) -> Refused:
-        return Refused(409, f"event {position} is no longer kept, the oldest is {self._dropped}: read faster")
+    def _refuse_position(self, position: int) -> Refused:
+        return Refused(409, f"event {position} was dropped, the oldest is {self._dropped}: read faster")
 
-    def _seal(self) -> None:
-        """Compress the older half of what is recent; drop the oldest beyond the limit."""
+    def _compress_oldest(self) -> None:
+        """Compress the older half of the recent lines; drop the oldest blocks beyond the limit."""
         lines = []
         size = 0
         while size < BLOCK:

@@ -1,4 +1,4 @@
-"""What requests to the agent and answers of its have in common: lengths, bodies, refusals in JSON."""
+"""Helpers for HTTP requests to the agent: body lengths, bodies, and JSON responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Application = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 
 class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
-    """The request is answered with this status and text."""
+    """An error response with a status and a text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(refusal(text))
@@ -23,21 +23,21 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
 
 
 def announced_length(text: str, encoding: str, limit: int) -> int:
-    """Return the size of the request's body before any of it is read, by its Content-Length and Transfer-Encoding.
+    """Return the size of a request's body in bytes, from its Content-Length and Transfer-Encoding headers.
 
-    Raises Refused when it is not known beforehand or above the limit.
+    Raises Refused if the size is unknown or above ``limit``.
     """
     if "chunked" in encoding.lower() or not text.isdecimal():
         raise Refused(411, "send a Content-Length")
     if len(text) > 18 or int(text) > limit:
-        raise Refused(413, f"{text[:18]} bytes are more than the {limit} allowed")
+        raise Refused(413, f"the body of {text[:18]} bytes exceeds the limit of {limit}")
     return int(text)
 
 
 def read_body(environ: Environ, length: int) -> bytearray:
-    """Read a body of known length into one new buffer, as it comes from the socket.
+    """Read a body of ``length`` bytes from the socket into a new buffer.
 
-    Raises Refused when the sender stops in the middle of it.
+    Raises Refused if the sender stops in the middle of the body.
     """
     body = bytearray(length)
     view = memoryview(body)
@@ -46,7 +46,7 @@ def read_body(environ: Environ, length: int) -> bytearray:
         try:
             count = environ["wsgi.input"].readinto(view[done:])
         except TimeoutError as error:
-            raise Refused(408, f"nothing came for {STALLED_AFTER} s") from error
+            raise Refused(408, f"no data received for {STALLED_AFTER} s") from error
         if not count:
             raise Refused(400, f"the body ended after {done} of {length} bytes")
         done += count
@@ -54,7 +54,7 @@ def read_body(environ: Environ, length: int) -> bytearray:
 
 
 def respond(start_response: StartResponse, status: int, document: object) -> list[bytes]:
-    """Answer with JSON."""
+    """Send a JSON response."""
     body = json.dumps(document).encode() + b"\n"
     headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
     start_response(f"{status} {HTTPStatus(status).phrase}", headers)

@@ -1,4 +1,4 @@
-"""The event loop that a device's program runs in; imported when there is something to run, as asyncio takes memory."""
+"""The event loop of a device's program; imported on demand, since asyncio takes memory."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 class _Selector(selectors.EpollSelector):
-    """Waits as finely as the kernel's timers: epoll would round every wait up to a millisecond."""
+    """A selector with the resolution of kernel timers; epoll rounds time-outs up to a millisecond."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for what is registered, at most so many seconds."""
+        """Wait for registered files, at most ``timeout`` seconds."""
         if timeout is None or timeout > 0:
             select.select([self], [], [], timeout)
         return super().select(0)
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A loop that notifies the device when a timer of its program fires: what the program does next, it does then."""
+    """An event loop that reports fired timers, so that the device's time advances to the instant of the timer."""
 
     def __init__(self) -> None:
         super().__init__(_Selector())
         self.on_timer: Callable[[float], None] = lambda _: None
 
     def live(self) -> None:
-        """Run for good."""
+        """Run until the process ends."""
         precise_sleep()
-        # Threads that move messages must not wait 5 ms for one that computes in Python.
+        # Threads that transfer messages must not wait 5 ms for a thread that computes in Python.
         sys.setswitchinterval(0.0005)
         asyncio.set_event_loop(self)
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a program's, of which its task notifies too
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised by a program, and reported by its task
                 self.run_forever()
 
     def call_at(
         self, when: float, callback: Callable[[*_Arguments], object], *args: *_Arguments, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Like the loop's own, whose clock is the monotonic one."""
+        """Schedule a callback at a monotonic instant, and report the timer when it fires."""
 
-        def go_off(*args: *_Arguments) -> None:
+        def fire(*args: *_Arguments) -> None:
             self.on_timer(when)
             callback(*args)
 
-        return super().call_at(when, go_off, *args, context=context)
+        return super().call_at(when, fire, *args, context=context)

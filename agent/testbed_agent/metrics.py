@@ -1,4 +1,4 @@
-"""What a device did and holds, in the text format of Prometheus."""
+"""Metrics of a device in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _LEARNED = {
 
 
 def exposition(runner: Runner, resident: int) -> bytes:
-    """Return what the device did and holds, as text for Prometheus; ``resident`` is the agent's memory in bytes."""
+    """Return the device's metrics as Prometheus text; ``resident`` is the agent's memory in bytes."""
     states = {f'{{state="{state}"}}': float(state == runner.state) for state in _STATES}
     lines = [
         *_family("state", "gauge", "1 for the state the device is in.", states),
         *_gauge("resident_bytes", "Memory the agent holds.", resident),
-        *_gauge("speed_factor", "Share of its own speed that the processor goes at.", runner.pace.factor),
+        *_gauge("speed_factor", "Current speed of the processor as a share of its own speed.", runner.pace.factor),
         *_counter("events", "Events recorded.", runner.log.count),
     ]
     if runner.device is not None:
-        lines += _of_program(runner.device)
+        lines += _program_metrics(runner.device)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _of_program(device: RealDevice) -> Iterator[str]:
+def _program_metrics(device: RealDevice) -> Iterator[str]:
     totals = device.totals
     for name, text in _COUNTED.items():
         yield from _counter(name, text, totals.counts.get(name, 0.0))
@@ -51,20 +51,20 @@ def _of_program(device: RealDevice) -> Iterator[str]:
         yield from _gauge(name, _LEARNED[name], value)
     yield from _gauge("inbox_messages", "Messages that wait for the program.", device.waiting)
     yield from _gauge("inbox_bytes", "Memory of messages that wait or arrive.", device.inbox.bytes)
-    yield from _gauge("compute_queue", "Pieces of work that wait for the processor.", device.processors.waiting)
+    yield from _gauge("compute_queue", "Tasks that wait for the processor.", device.processors.waiting)
     queues = {f'{{peer="{peer}"}}': float(lane.waiting) for peer, lane in list(device.lanes.items())}
-    yield from _family("send_queue", "gauge", "Messages on their way to each peer.", queues)
+    yield from _family("send_queue", "gauge", "Unacknowledged messages to each peer.", queues)
 
 
 def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
-    """Return the lines of a family; the labels of samples are names of devices and states, which need no escapes."""
+    """Return the lines of a metric family; label values are device and state names, which need no escaping."""
     full = f"testbed_{name}"
     lines = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
-    return [*lines, *(f"{full}{labels} {_number(value)}" for labels, value in samples.items())]
+    return [*lines, *(f"{full}{labels} {_format_number(value)}" for labels, value in samples.items())]
 
 
-def _number(value: float) -> str:
-    """Return a number as Prometheus reads it."""
+def _format_number(value: float) -> str:
+    """Return a number in Prometheus syntax."""
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return "NaN" if math.isnan(value) else repr(float(value))

@@ -1,7 +1,7 @@
-"""Messages of peers: taken in from the data network, each once and in order, into a bounded inbox.
+"""Reception of messages over the data network: each once and in order, into a bounded inbox.
 
-They are HTTP requests, which the program's event loop reads itself: each thread on a message's way to the program would
-cost a wake-up, and a wait for the interpreter's lock.
+Messages are HTTP requests, which the program's event loop reads itself: every additional thread would cost a wake-up
+and a wait for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from testbed_agent.http import Refused, announced_length
 from testbed_agent.settings import Address, Settings
 
 MOST_OF_ONE = 2
-"""Connections of one sender, which has given up all of them but the newest."""
+"""Maximum number of connections of one sender, which uses only the newest."""
 HANG_UP_SECONDS = 2.0
-"""How long a peer has to read a refusal: a connection closed with something unread takes the answer with it."""
+"""Time for a peer to read a refusal, in seconds: closing a connection with unread data discards the response."""
 _TOGETHER = 1 << 15
-"""Bytes of a message for which to wake up: its packets come one by one. Half of the smallest window, so that no sender
-has to wait."""
+"""Received bytes before the loop wakes up, instead of once for each packet. Half of the smallest window, so that no
+sender has to wait."""
 _PIECE = 1 << 14
 _TAKEN = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that is fully there."""
+    """A completely received message."""
 
     envelope: Envelope
     size: int
-    """Bytes it takes of the inbox until the program has received it."""
+    """Number of bytes reserved in the inbox until the program receives the message."""
     start: float
-    """Monotonic instant of its first byte."""
+    """Monotonic instant of the first byte."""
     duration: float
-    """Seconds from its first to its last byte."""
+    """Seconds from the first to the last byte."""
     decode: float
     cast: bool = False
-    """Whether it was sent to several at once; its sequence number then counts its sender's casts."""
+    """Whether the message is a broadcast; the sequence number then counts the sender's broadcasts."""
 
 
 class Inbox:
-    """Decides what is new, and how much may wait; hands arrivals over in order."""
+    """A bounded buffer of received messages without duplicates, delivered in order."""
 
     def __init__(
         self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None], largest: int = 1 << 30
     ) -> None:
-        """``peers`` are the tokens of the messages from each; ``largest`` is the size of one message at most."""
+        """``peers`` maps each peer to the token of its messages; ``largest`` is the maximum message size in bytes."""
         self.largest = largest
         self.arriving: dict[str, float] = {}
-        """Monotonic instant of the last bytes of each sender's message that is there in part."""
+        """Monotonic instant of the last received bytes, for each sender with an incomplete message."""
         self._senders = {f"Bearer {token}": name for name, token in peers.items()}
         self._limit = limit
         self._deliver = deliver
-        self._lock = threading.RLock()  # whoever a message is delivered to may release its room at once
+        self._lock = threading.RLock()  # reentrant: the receiver may release the message at once
         self._latest: dict[tuple[str, bool], tuple[int, int]] = {}
         self.bytes = 0
-        """Reserved by messages that arrive or wait."""
+        """Number of bytes reserved by arriving and waiting messages."""
 
-    def sender(self, authorization: str) -> str:
-        """Return whose token a request bears in that header; raises Refused (401) where that is no peer's."""
-        # Found by its hash, so that how long it takes says nothing of how much of a token is right.
+    def authenticate(self, authorization: str) -> str:
+        """Return the peer of an Authorization header; raises Refused (401) for an unknown token."""
+        # A look-up by hash takes constant time, so the duration reveals nothing about a token.
         try:
             return self._senders[authorization]
         except KeyError:
-            raise Refused(401, "send the token of this way as 'Authorization: Bearer <token>'") from None
+            raise Refused(401, "send the token of this link as 'Authorization: Bearer <token>'") from None
 
     def reserve(self, size: int) -> bool:
-        """Set room aside for a message about to be read; a single one always fits into an empty inbox."""
+        """Reserve room for a message before reading its body; a single message always fits into an empty inbox."""
         with self._lock:
             if self.bytes and self.bytes + size > self._limit:
                 return False
@@ -85,16 +85,16 @@ class Inbox:
             return True
 
     def release(self, size: int) -> None:
-        """Give room back: the program has the message, or it was none."""
+        """Free the room of a message that was received by the program or discarded."""
         with self._lock:
             self.bytes -= size
 
     def put(self, arrival: Arrival) -> bool:
-        """Deliver what is new; return False for a repetition, or something older than what was delivered.
+        """Deliver a message and return True, or return False for a duplicate or an outdated message.
 
-        A sender's messages come in their order, and from the first that is not acknowledged after a connection broke.
-        So whatever is not newer than the newest was either delivered or given up by its sender. A receiver that
-        restarted takes up wherever a sender is.
+        A sender's messages arrive in order, and again from the first unacknowledged one after a broken connection. A
+        message with a number up to the newest was therefore either delivered or withdrawn by its sender. A restarted
+        receiver continues at the sender's position.
         """
         sender = arrival.envelope.message.sender
         number = (arrival.envelope.incarnation, arrival.envelope.sequence)
@@ -102,83 +102,84 @@ class Inbox:
             if number <= self._latest.get((sender, arrival.cast), (-1, -1)):
                 return False
             self._latest[sender, arrival.cast] = number
-            # Within the lock, so that two connections of one sender cannot overtake each other.
+            # Inside the lock, so that two connections of one sender cannot overtake each other.
             self._deliver(arrival)
         return True
 
 
 class DataServer:
-    """``POST /messages`` on the data network: the one request that must cost next to nothing.
+    """The server of ``POST /messages`` on the data network, optimised for a minimum of work per request.
 
-    Answers come in the order of the requests. A refusal ends the connection: nothing that was sent behind it may be
-    taken in before it.
+    Responses have the order of the requests. A refusal ends the connection, so that no later message is accepted before
+    the refused one.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Listen; nobody is answered before `serve`."""
+        """Bind the listening socket; requests are answered only after `serve`."""
         self.slowness = 0.0
-        """Seconds that a few packets from the slowest peer and back take: so much longer a connection may be silent."""
+        """Round-trip time of a few packets to the slowest peer, in seconds; added to the time-out of silent
+        connections."""
         self.inbox: Inbox | None = None
-        """Inbox of the program that runs; without one, senders are asked to try again later."""
+        """Inbox of the running program; without a program, senders have to retry."""
         self._listener = socket.create_server(settings.data, backlog=128)
         self._listener.setblocking(False)
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._strangers: deque[_Connection] = deque()
-        """Connections that have not sent a peer's token yet, the oldest first."""
+        """Connections without an authenticated request, the oldest first."""
         self._known: dict[str, deque[_Connection]] = defaultdict(deque)
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
-        found: Address = self._listener.getsockname()
-        return found
+        """The address of the listening socket."""
+        bound: Address = self._listener.getsockname()
+        return bound
 
     def wait(self) -> None:
-        """Return when a first peer has come."""
+        """Return when the first peer connects."""
         select.select([self._listener], [], [])
 
     def serve(self) -> None:
-        """Answer from now on, in the event loop that runs."""
+        """Answer requests in the running event loop from now on."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener, self._accept, loop)
-        self._look(loop)
+        self._close_stalled(loop)
 
     def recognise(self, connection: _Connection, sender: str) -> None:
-        """Note whose connection it is; close the oldest of too many.
+        """Assign a connection to a sender; close the oldest connection beyond the limit.
 
-        A message whose rest never comes would else keep room in the inbox for long.
+        Otherwise an incomplete message on an abandoned connection would keep its room in the inbox for a long time.
         """
-        mine = self._known[sender]
-        if connection not in mine:
+        connections = self._known[sender]
+        if connection not in connections:
             self.forget(connection)
-            mine.append(connection)
-            if len(mine) > MOST_OF_ONE:
-                mine[0].close()
+            connections.append(connection)
+            if len(connections) > MOST_OF_ONE:
+                connections[0].close()
 
     def forget(self, connection: _Connection) -> None:
-        """Note that a connection is closed."""
-        for some in (self._strangers, *self._known.values()):
+        """Remove a closed connection."""
+        for connections in (self._strangers, *self._known.values()):
             with suppress(ValueError):
-                some.remove(connection)
+                connections.remove(connection)
 
     def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(OSError):  # the peer has given up, or there is none left
+        with suppress(OSError):  # the peer has disconnected, or all have been accepted
             while True:
                 link, _ = self._listener.accept()
                 self._strangers.append(_Connection(self, link, loop))
                 if len(self._strangers) > MOST_WAITING:
                     self._strangers[0].close()
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close, now and then, connections on which nothing comes."""
-        for some in (self._strangers, *self._known.values()):
-            for connection in list(some):
-                connection.look()
-        loop.call_later(STALLED_AFTER / 3, self._look, loop)
+    def _close_stalled(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close stalled connections, and repeat periodically."""
+        for connections in (self._strangers, *self._known.values()):
+            for connection in list(connections):
+                connection.check_stall()
+        loop.call_later(STALLED_AFTER / 3, self._close_stalled, loop)
 
 
 class _Connection:
-    """Requests of one peer, or of a stranger, one after the other."""
+    """A connection of a peer, or of an unauthenticated client, with one request after the other."""
 
     def __init__(self, server: DataServer, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
@@ -186,7 +187,7 @@ class _Connection:
         self._loop = loop
         self._heard = time.monotonic()
         self._reading = False
-        """Whether a message is there in part."""
+        """Whether a message is incomplete."""
         self._together = 1
         link.setblocking(False)
         self._requests: Generator[int, None, None] = self._take_requests()
@@ -194,21 +195,22 @@ class _Connection:
         loop.add_reader(link, self._readable)
 
     def close(self) -> None:
-        """Let go of the connection; a message that is there in part is forgotten."""
+        """Close the connection; an incomplete message is discarded."""
         if self._link.fileno() >= 0:
             self._loop.remove_reader(self._link)
             self._link.close()
             self._server.forget(self)
             self._requests.close()
 
-    def look(self) -> None:
-        """Give the connection up if nothing has come for a while, but for what is too little to wake up for."""
+    def check_stall(self) -> None:
+        """Read a small rest of a message, and close the connection after a long silence."""
+        # The rest may be smaller than the wake-up threshold of the socket.
         if self._reading:
             self._readable()
-        longest = STALLED_AFTER + self._server.slowness
-        if time.monotonic() - self._heard > longest:
+        limit = STALLED_AFTER + self._server.slowness
+        if time.monotonic() - self._heard > limit:
             if self._reading:
-                self._refuse(Refused(408, f"nothing came for {longest:g} s"))
+                self._refuse(Refused(408, f"no data received for {limit:g} s"))
             else:
                 self.close()
 
@@ -227,7 +229,7 @@ class _Connection:
             raise
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer with why, and close the connection once the peer has had time to read it."""
+        """Send the reason, and close the connection after the peer has had time to read it."""
         self._requests.close()
         self._reading = False
         text = json.dumps({"error": str(refused)}).encode() + b"\n"
@@ -248,9 +250,9 @@ class _Connection:
             yield 1
 
     def _take_requests(self) -> Generator[int, None, None]:
-        """Take in one message after the other; go on whenever there is something to read.
+        """Read one message after the other; resumed whenever data is available.
 
-        Yields for how many bytes to wait. Raises `Refused`, and OSError where the connection is broken.
+        Yields the number of bytes to wait for. Raises `Refused`, and OSError for a broken connection.
         """
         received = b""
         while True:
@@ -264,7 +266,7 @@ class _Connection:
                 received += piece
             start = time.monotonic()
             head, _, received = received.partition(b"\r\n\r\n")
-            inbox, sender, size = self._announced(head)
+            inbox, sender, size = self._parse_head(head)
             if not inbox.reserve(size):
                 raise Refused(503, "the inbox is full")
             new = False
@@ -277,44 +279,47 @@ class _Connection:
                         yield min(_TOGETHER, size - done)
                         try:
                             count = self._link.recv_into(rest[done:])
-                        except BlockingIOError:  # `look` goes on without being told that there is something
+                        except BlockingIOError:  # resumed by `check_stall` without data
                             continue
                         if not count:
                             raise Refused(400, f"the body ended after {done} of {size} bytes")
                         self._heard = inbox.arriving[sender] = time.monotonic()
                         done += count
                 self._reading = False
-                new = _put(body, start, inbox, sender)
+                new = _deliver(body, start, inbox, sender)
             finally:
                 inbox.arriving.pop(sender, None)
                 if not new:
                     inbox.release(size)
             self._link.sendall(_TAKEN)
 
-    def _announced(self, head: bytes) -> tuple[Inbox, str, int]:
-        """Return where a message is to go, who sends it and how long it is."""
+    def _parse_head(self, head: bytes) -> tuple[Inbox, str, int]:
+        """Return the inbox, the sender and the body size of a message; raises `Refused`."""
         request, *lines = head.decode("latin-1").split("\r\n")
         method, path = [*request.split(" "), "", ""][:2]
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
         if path != "/messages":
-            raise Refused(404, "this port takes POST /messages only")
+            raise Refused(404, "this port accepts POST /messages only")
         if method != "POST":
-            raise Refused(405, "this port takes POST /messages only")
+            raise Refused(405, "this port accepts POST /messages only")
         inbox = self._server.inbox
         if inbox is None:
-            raise Refused(503, "no program runs here yet")
-        sender = inbox.sender(headers.get("authorization", ""))
+            raise Refused(503, "no program is running")
+        sender = inbox.authenticate(headers.get("authorization", ""))
         self._server.recognise(self, sender)
         size = announced_length(headers.get("content-length", ""), headers.get("transfer-encoding", ""), inbox.largest)
         return inbox, sender, size
 
 
-def _put(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
-    there = time.monotonic()
+def _deliver(body: bytearray, start: float, inbox: Inbox, sender: str) -> bool:
+    arrived = time.monotonic()
     try:
         envelope = decode(body)
     except WireError as error:
         raise Refused(400, str(error)) from error
     if envelope.message.sender != sender:
-        raise Refused(403, f"'{sender}' may not speak as '{envelope.message.sender}'")
-    return inbox.put(Arrival(envelope, len(body), start, there - start, time.monotonic() - there))
+        raise Refused(403, f"'{sender}' must not send as '{envelope.message.sender}'")
+    return inbox.put(Arrival(envelope, len(body), start, arrived - start, time.monotonic() - arrived))

@@ -1,4 +1,4 @@
-"""The life of the device's program: idle, ready, running, finished, failed, stopped."""
+"""The life cycle of a device's program: idle, ready, running, finished, failed, stopped."""
 
 from __future__ import annotations
 
@@ -31,49 +31,49 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0
-"""Between two records of what the host kept a device waiting for."""
+"""Interval between records of the host's load, in seconds."""
 DISK_SECONDS = 2.0
-"""Between two looks at how much a device keeps."""
+"""Interval between checks of the disk usage, in seconds."""
 MOST_SLOWNESS = 2_000_000.0
-"""Seconds there and back that time-outs allow for, at most: what fits into the kernel's milliseconds."""
+"""Maximum round-trip time, in seconds, that time-outs allow for: the kernel stores milliseconds in 32 bits."""
 STOP_SECONDS = 3.0
-"""How long a program may take to end once it is cancelled."""
+"""Time for a cancelled program to end, in seconds."""
 
 
 class Runner:
-    """Holds one deployment and runs its program in the event loop, a thread, in which its messages arrive too."""
+    """The runner of one deployment: the program and its messages share an event loop in a separate thread."""
 
     def __init__(self, settings: Settings, data: DataServer) -> None:
         self.settings = settings
         self.log = EventLog(settings.event_limit)
         self.pace = Pace()
-        """Pace of the device's processors, from its boot on, whatever program runs."""
+        """Speed of the device's processors since its boot, for all programs."""
         self.state = "idle"
         self.error: str | None = None
         self.device: RealDevice | None = None
-        """Device of the program that runs or ran last."""
+        """Device of the running program, or of the last one."""
         self._booted = time.monotonic()
         self._data = data
         self._lock = threading.RLock()
         self._deployment: Deployment | None = None
         self._message_loss: dict[str, float] = {}
         self._slowness: dict[str, float] = {}
-        """Seconds that a few packets there and back take, by peer, with the links as they are now."""
+        """Current round-trip time of a few packets to each peer, in seconds."""
         self._input: Any = None
-        """The data of the device, as its kind of work reads them."""
+        """The device's data set, as decoded by its kind of work."""
         self._weights: dict[str, Any] | None = None
         self.computing: dict[str, Any] | None = None
-        """The processor and the kernels that programs compute with; None before torch is imported."""
+        """The processor and the compute kernels of programs; None before torch is imported."""
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        """Waits for its end; kept here, since a loop forgets tasks that nobody holds."""
+        """The task that waits for the program's end; stored because event loops hold only weak references to tasks."""
         self._begun: Loop | None = None
         self._beginning = threading.Lock()
         self._over = threading.Event()
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
-    def _loop(self) -> Loop:
-        """Return the program's loop. It begins when a program or a peer needs it: asyncio takes an idle device 7 MB."""
+    def _start_loop(self) -> Loop:
+        """Return the program's loop, which starts on demand: asyncio takes 7 MB, too much for an idle device."""
         with self._beginning:
             if self._begun is None:
                 from testbed_agent.loop import Loop
@@ -84,18 +84,18 @@ class Runner:
             return self._begun
 
     def _await_peer(self) -> None:
-        """Let the first peer that comes be answered, also while no program runs."""
+        """Start the loop when the first peer connects, even if no program is running."""
         self._data.wait()
-        self._loop()
+        self._start_loop()
 
     def deploy(self, body: bytearray) -> None:
-        """Replace the deployment and forget all data. Imports the libraries of the work for methods that need them.
+        """Replace the deployment and discard all data. Imports the libraries of the work if the method needs them.
 
-        Raises `Refused` while a program runs, and for what is no deployment.
+        Raises `Refused` while a program is running, and for an invalid deployment.
         """
         with self._lock:
             if self.state == "running":
-                raise Refused(409, "cannot deploy while a program runs; stop it first")
+                raise Refused(409, "cannot deploy while a program is running: stop the program first")
             from testbed_agent import deployment
 
             self._deployment = deployment.read(body, self.settings)
@@ -112,143 +112,153 @@ class Runner:
             _LOG.info("deployed: %s, peers %s", self._deployment.method.name, ", ".join(self._deployment.peers))
 
     def put_data(self, body: bytearray) -> None:
-        """Keep the data set for the program, which is the lead's; raises `Refused` for what is none."""
-        if self._deployment is None:  # the kind of work, which reads them, is not known
-            self.needs_ready("data")
+        """Store the data set for the program of the coordinator; raises `Refused` for invalid data."""
+        # Only the deployment tells the format of the data.
+        if self._deployment is None:
+            self.require_ready("data")
         assert self._deployment is not None
         try:
             data = self._deployment.work.read_data(body)
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
-            self.needs_ready("data")
+            self.require_ready("data")
             _LOG.info("received %d bytes of training and test samples", len(body))
             self._input = data
 
     def put_shard(self, body: bytearray) -> None:
-        """Keep weights for the program to begin with; raises `Refused` for what is none."""
+        """Store initial weights for the program; raises `Refused` for invalid weights."""
         try:
             weights = arrays.unpack(body)
         except tensors.TensorError as error:
             raise Refused(400, str(error)) from error
         with self._lock:
-            self.needs_ready("a shard")
+            self.require_ready("a shard")
             _LOG.info("received %d bytes of initial weights", len(body))
             self._weights = weights
 
     def set_links(self, body: bytearray) -> None:
-        """Adapt to links that have changed: JSON such as ``{"message_loss": {"a": 0.2}, "slowness": {"a": 4.0}}``.
+        """Adapt to changed links: JSON such as ``{"message_loss": {"a": 0.2}, "slowness": {"a": 4.0}}``.
 
-        Of casts by ``message_loss`` that fraction is lost from now on; time-outs of connections allow for ``slowness``,
-        the seconds that a few packets there and back take. Raises `Refused` before a deployment.
+        ``message_loss`` is the fraction of lost broadcasts from now on; ``slowness`` is the round-trip time of a few
+        packets in seconds, which extends the time-outs of connections. Raises `Refused` before a deployment.
         """
         with self._lock:
             if self._deployment is None:
-                raise Refused(409, "links come after a deployment")
-            found = _link_changes(body, self._deployment.peers)
-            _LOG.info("links have changed: %s", found)
-            self._message_loss = {**self._message_loss, **found["message_loss"]}
-            self._follow_links(found["slowness"])
+                raise Refused(409, "links can be set only after a deployment")
+            changes = _parse_link_changes(body, self._deployment.peers)
+            _LOG.info("links have changed: %s", changes)
+            self._message_loss = {**self._message_loss, **changes["message_loss"]}
+            self._follow_links(changes["slowness"])
             if self.device is not None:
-                self.device.set_slowness(found["slowness"])
+                self.device.set_slowness(changes["slowness"])
 
     def set_speed(self, factor: float) -> None:
-        """Let the device compute at this share of its own speed from now on."""
-        _LOG.info("computing at %g of the speed", factor)
+        """Compute at this share of the device's own speed from now on."""
+        _LOG.info("computing at %g times the device's own speed", factor)
         self.pace.set(factor)
 
     def _follow_links(self, slowness: Mapping[str, float]) -> None:
         self._slowness = {**self._slowness, **slowness}
         self._data.slowness = max(self._slowness.values(), default=0.0)
 
-    def _hears(self, deployment: Deployment) -> Hears:
-        """Return what decides what this device hears of a cast, with the links as they are at that moment."""
+    def _receive_filter(self, deployment: Deployment) -> Hears:
+        """Return a function that decides about the loss of broadcasts, with the links of the moment."""
         from testbed.network.broadcast import heard, received
 
         problem, name = deployment.problem, self.settings.device
 
-        def hears(message: Message, header: int, number: int) -> Message | None:
+        def filter_message(message: Message, header: int, number: int) -> Message | None:
             sender = message.sender
             link = problem.links.get((sender, name))
             chance = partial(heard, problem.seed, sender, name, number, self._message_loss.get(sender, 0.0))
             return received(message, header, None if link is None else link.frame, chance)
 
-        return hears
+        return filter_message
 
     def weights(self, part: bool = False) -> bytes:
-        """Return the weights that the program exposes, as they are between two pieces of work.
+        """Return the weights exposed by the program, in their state between two tasks.
 
-        ``part``: those of the device's own part of the model. Raises `Refused` where there are none.
+        With ``part``, only the weights of the device's own part of the model. Raises `Refused` if the program exposes
+        none.
         """
         device = self.device
-        found = device.between_works(device.exposed[part]) if device is not None and part in device.exposed else None
-        if not found:
+        if device is None or part not in device.exposed:
             raise Refused(409, "this device's program exposes no weights")
-        return arrays.pack(found)
+        exposed = device.between_works(device.exposed[part])
+        if not exposed:
+            raise Refused(409, "this device's program exposes no weights")
+        return arrays.pack(exposed)
 
     def start(self, origin: float) -> None:
         """Run the program; ``origin`` is the monotonic instant at which the workload begins."""
         with self._lock:
-            self.needs_ready("a start")
+            self.require_ready("a start")
             assert self._deployment is not None
             self.state = "running"
             self._over.clear()
             _LOG.info("the program starts %.3f s after the origin of the run", time.monotonic() - origin)
-            self._loop().call_soon_threadsafe(self._begin, self._deployment, origin)
+            self._start_loop().call_soon_threadsafe(self._start_program, self._deployment, origin)
 
     def stop(self) -> None:
-        """Cancel the program and wait until it is over; raises `Refused` where none runs or it ignores that."""
+        """Cancel the program and wait for its end; raises `Refused` if none is running or the program ignores it."""
         with self._lock:
             if self.state in ("idle", "ready"):
-                raise Refused(409, f"no program runs: this device is {self.state}")
+                raise Refused(409, f"no program is running: this device is {self.state}")
             _LOG.info("asked to stop, while the program is %s", self.state)
-            self._loop().call_soon_threadsafe(self._cancel)
+            self._start_loop().call_soon_threadsafe(self._cancel_program)
         if not self._over.wait(STOP_SECONDS):
-            raise Refused(409, "the program ignores its cancellation; kill the device")
+            raise Refused(409, "the program ignored its cancellation: kill the device")
 
     def leave(self) -> None:
-        """Notify the program that the device leaves; the controller switches it off once the program has returned."""
+        """Request a graceful shutdown; the controller stops the device after its program has returned."""
         with self._lock:
             _LOG.info("asked to leave")
             if self.device is not None:
                 self.device.leaving = True
 
-    def needs_ready(self, what: str) -> None:
-        """Raise `Refused` unless there was a deployment and no start yet; ``what`` is asked for."""
+    def require_ready(self, request: str) -> None:
+        """Raise `Refused` unless the device is deployed and not started; ``what`` names the request."""
         if self.state != "ready":
-            raise Refused(409, f"{what} comes after a deployment and before the start; this device is {self.state}")
+            raise Refused(409, f"{request} is accepted only between deployment and start; this device is {self.state}")
 
     @property
     def body_limit(self) -> int:
-        """Bytes of a data set or a shard, at most: what the device's memory holds."""
+        """Maximum size of a data set or of weights in bytes: the memory of the device."""
         assert self._deployment is not None
         return int(self._deployment.problem.device(self.settings.device).memory)
 
-    def _begin(self, deployment: Deployment, origin: float) -> None:
-        self._task = self._loop().create_task(self._main(deployment, origin))
-        self._ending = self._loop().create_task(self._end(self._task, origin))
+    def _start_program(self, deployment: Deployment, origin: float) -> None:
+        self._task = self._start_loop().create_task(self._run_program(deployment, origin))
+        self._ending = self._start_loop().create_task(self._finish(self._task, origin))
 
-    def _cancel(self) -> None:
+    def _cancel_program(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _end(self, program: asyncio.Task[None], origin: float) -> None:
-        """Wait for the end of the program and of what it has left running."""
+    async def _finish(self, program: asyncio.Task[None], origin: float) -> None:
+        """Wait for the end of the program and of its remaining tasks, and report the result."""
         await asyncio.wait([program])
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        self._loop().on_timer = lambda _: None
+        self._start_loop().on_timer = lambda _: None
         failure = None if program.cancelled() else program.exception()
-        state, error = "stopped" if program.cancelled() else "failed" if failure else "finished", None
+        if program.cancelled():
+            state = "stopped"
+        elif failure is not None:
+            state = "failed"
+        else:
+            state = "finished"
+        error = None
         if isinstance(failure, TestbedError):
             error = str(failure)
-        elif failure is not None:  # whatever ends a program is reported to the controller
+        elif failure is not None:
             from testbed.common.usercode import located
 
             error = located(failure) or "".join(traceback.format_exception(failure))
-        # For the device: what it computed last may be due a moment from now.
+        # On the device's clock, since the last result may be due a moment from now.
         now = time.monotonic() - origin if self.device is None else self.device.now()
         self._record(origin + now, origin, state, error)
         _LOG.log(logging.ERROR if failure else logging.INFO, "the program is %s", state, exc_info=failure)
@@ -257,12 +267,14 @@ class Runner:
         self.log.close()
         self._over.set()
 
-    async def _main(self, deployment: Deployment, origin: float) -> None:
+    async def _run_program(self, deployment: Deployment, origin: float) -> None:
         from testbed_agent.device import RealDevice
 
         settings, problem = self.settings, deployment.problem
-        device = RealDevice(settings, deployment, origin, self.log, self.pace, self._hears(deployment), self._slowness)
-        self._loop().on_timer = device.on_timer
+        device = RealDevice(
+            settings, deployment, origin, self.log, self.pace, self._receive_filter(deployment), self._slowness
+        )
+        self._start_loop().on_timer = device.on_timer
         job = deployment.work.job(
             settings.device, problem, deployment.plan, self._input, self._weights, lambda: device.record("weights")
         )
@@ -273,13 +285,13 @@ class Runner:
         try:
             await asyncio.sleep(origin - time.monotonic())
             self._record(time.monotonic(), origin, "started")
-            watch = asyncio.create_task(_watch(device))
-            full = asyncio.create_task(_watch_disk(device, self._task))
+            watch = asyncio.create_task(_record_host_load(device))
+            full = asyncio.create_task(_enforce_disk_quota(device, self._task))
             try:
                 await deployment.method.program(device, job)
             except asyncio.CancelledError:
                 if full.done():
-                    full.result()  # raises what the program was ended for
+                    full.result()  # raises the error that caused the cancellation
                 raise
             for task in (watch, full):
                 task.cancel()
@@ -288,7 +300,7 @@ class Runner:
             self._data.inbox = None
             raise
         finally:
-            # What still comes for a program that ended well is acknowledged and forgotten: the machine is on.
+            # After a normal end, the device still acknowledges messages, as a machine that is on would.
             device.close()
 
     def _record(self, instant: float, origin: float, state: str, error: str | None = None) -> None:
@@ -296,18 +308,18 @@ class Runner:
         self.log.append(Event(instant - origin, self.settings.device, "state", fields).to_json())
 
 
-async def _watch(device: RealDevice) -> None:
-    """Record now and then, and at the end, how long the processors worked for the device, and let it wait."""
+async def _record_host_load(device: RealDevice) -> None:
+    """Record processor use and waiting times of the host, periodically and at the end."""
     waiting = WaitingTime(without=device.processors.threads)
 
-    def used() -> tuple[float, float, float]:
+    def read_times() -> tuple[float, float, float]:
         return time.monotonic(), time.process_time(), device.processors.computed
 
-    last = used()
+    last = read_times()
 
     def record() -> None:
         nonlocal last
-        before, last = last, used()
+        before, last = last, read_times()
         interval, processor, computing = (now - then for now, then in zip(last, before, strict=True))
         device.record("host", waited=waiting.since_last(), interval=interval, processor=processor, computing=computing)
 
@@ -319,8 +331,8 @@ async def _watch(device: RealDevice) -> None:
         record()
 
 
-async def _watch_disk(device: RealDevice, program: asyncio.Task[None] | None) -> None:
-    """End the program where it keeps more than it may; raises `HostError` then."""
+async def _enforce_disk_quota(device: RealDevice, program: asyncio.Task[None] | None) -> None:
+    """Cancel the program if its disk usage exceeds the quota; raises `HostError` then."""
     while True:
         await asyncio.sleep(DISK_SECONDS)
         try:
@@ -332,26 +344,26 @@ async def _watch_disk(device: RealDevice, program: asyncio.Task[None] | None) ->
 
 
 _LINK_CHANGES = {"message_loss": (1.0, "fraction from 0 to 1"), "slowness": (MOST_SLOWNESS, "number of seconds")}
-"""Keys of a body of ``PUT /links``: the largest value, and the kind of value."""
+"""Keys of ``PUT /links``, with their maximum and the description of a value."""
 
 
-def _link_changes(body: bytearray, peers: Collection[str]) -> dict[str, dict[str, float]]:
-    """Read the values of `_LINK_CHANGES`, by peer; a key may be missing. Raises `Refused`."""
+def _parse_link_changes(body: bytearray, peers: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return the values of `_LINK_CHANGES` by peer; keys are optional. Raises `Refused`."""
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
-        raise Refused(400, 'the body is JSON such as {"message_loss": {"device": 0.2}}') from error
+        raise Refused(400, 'the body must be JSON such as {"message_loss": {"device": 0.2}}') from error
     if not isinstance(document, dict) or not document.keys() <= _LINK_CHANGES.keys():
-        raise Refused(400, f"the body must have no keys but {', '.join(_LINK_CHANGES)}")
-    found: dict[str, dict[str, float]] = {}
-    for key, (most, kind) in _LINK_CHANGES.items():
-        given = document.get(key, {})
-        if not isinstance(given, dict):
+        raise Refused(400, f"the body must be an object with the keys {', '.join(_LINK_CHANGES)}")
+    changes: dict[str, dict[str, float]] = {}
+    for key, (maximum, kind) in _LINK_CHANGES.items():
+        values = document.get(key, {})
+        if not isinstance(values, dict):
             raise Refused(400, f"'{key}' must be a mapping from device to {kind}")
-        for peer, value in given.items():
+        for peer, value in values.items():
             if peer not in peers:
-                raise Refused(400, f"'{peer}' is no peer of this device")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise Refused(400, f"unknown peer '{peer}'; the peers are {', '.join(sorted(peers))}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
                 raise Refused(400, f"the {key} of '{peer}' must be a {kind}")
-        found[key] = {peer: float(value) for peer, value in given.items()}
-    return found
+        changes[key] = {peer: float(value) for peer, value in values.items()}
+    return changes

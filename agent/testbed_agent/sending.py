@@ -1,10 +1,10 @@
 """Reliable, ordered delivery to one peer: messages follow each other without waiting for acknowledgements.
 
-They are HTTP requests on one connection that is kept, in the program's event loop; answers come back in their order.
-Neither ``requests`` nor ``socket.sendall`` will do between emulated devices: a time-out there limits a whole message,
-and a slow link must not be cut off while bytes still get through. Here the kernel is set to give up
-(``TCP_USER_TIMEOUT``) when nothing it sent was acknowledged for a while, however long the message takes as a whole.
-And a thread for each peer costs four wake-ups a message where this costs one, half a millisecond on a small host.
+Messages are HTTP requests on one persistent connection in the program's event loop; responses arrive in order. Neither
+``requests`` nor ``socket.sendall`` suits emulated devices: their time-outs limit a whole message, but a slow link must
+not be cut off while bytes still get through. Here the kernel gives up (``TCP_USER_TIMEOUT``) when its data stays
+unacknowledged for a while, however long the message takes as a whole. A thread for each peer would cost four wake-ups a
+message instead of one, half a millisecond on a small host.
 """
 
 from __future__ import annotations
@@ -27,61 +27,62 @@ _LOG = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.5
 CONNECT_SECONDS_MOST = 3.0
-"""The kernel repeats a lost SYN after one second and again after two: a healed link is found within two seconds."""
+"""The kernel repeats a lost SYN after one second and again after two, so a healed link is detected within two
+seconds."""
 STALL_SECONDS = 2.0
 STALL_SECONDS_MOST = 30.0
-"""Grows when an established connection stalls, so that a link that a fault made very slow works in the end."""
+"""The time-out grows when a connection stalls, so that a link slowed down by a fault works in the end."""
 QUIET_SECONDS = 0.05
-"""Without an answer for so long after everything has left, the kernel is set to ask whether the peer is there."""
+"""Time without a response after all data was sent, in seconds, before the kernel probes the peer (keepalive)."""
 UNSENT_BYTES = 128 << 10
-"""What the kernel takes beyond what the link lets it send: more would still leave after it was withdrawn."""
+"""Kernel buffer of unsent data, in bytes: a larger one would still be sent after a message is withdrawn."""
 _TCP_NOTSENT_LOWAT = 25
 _ANSWER_LIMIT = 1 << 16
 _MOST_PIECES = 256
-"""Pieces in one system call; the kernel takes up to 1024."""
+"""Maximum number of buffers in one system call; the kernel accepts up to 1024."""
 
 Answer = tuple[int, bytes]
-"""Status and text."""
+"""Status and body of an HTTP response."""
 BACKOFF_SECONDS = 0.01
 BACKOFF_SECONDS_MOST = 0.25
 AT_ONCE = 1 << 20
-"""Bytes offered to the kernel in one call, where as many wait."""
-_COME_BACK = 503
+"""Bytes offered to the kernel in one call."""
+_RETRY_LATER = 503
 
 
 class ConnectionLost(Exception):  # noqa: N818 - a state of the link
-    """Nothing can be said about whether the unanswered messages arrived."""
+    """The connection broke, and the arrival of unacknowledged messages is unknown."""
 
     def __init__(self, reason: str, stale: bool = False) -> None:
         super().__init__(reason)
         self.stale = stale
-        """A connection that has served before: worth trying again at once."""
+        """Whether the connection had worked before, so that a retry at once is worthwhile."""
 
 
 class Connection:
-    """Requests to one address. What is written and not answered when it breaks has to be written again."""
+    """An HTTP connection to one address. Requests without a response when it breaks must be written again."""
 
     def __init__(self, address: Address, path: str, token: str, slowness: float = 0.0) -> None:
-        """``slowness`` is what a few packets there and back take on this link as it is now, in seconds."""
+        """``slowness`` is the current round-trip time of a few packets on the link, in seconds."""
         self._address = address
         self._head = f"POST {path} HTTP/1.1\r\nHost: {address[0]}:{address[1]}\r\nAuthorization: Bearer {token}\r\n"
         self._socket: socket.socket | None = None
         self._used = False
-        """Whether it has brought an answer."""
-        self._asking = False
-        """Whether the kernel asks if the peer is there."""
+        """Whether a response has arrived on the connection."""
+        self._keepalive = False
+        """Whether the kernel probes the peer (keepalive)."""
         self._received = b""
         self._ready: asyncio.Future[bool] | None = None
-        """What `wait` waits for."""
+        """The future awaited by `wait`."""
         self._slowness = slowness
         self._connect_seconds = CONNECT_SECONDS + slowness
         self._stall_seconds = STALL_SECONDS + slowness
 
     def set_slowness(self, slowness: float) -> None:
-        """Wait for a link that has become slower or quicker as long as it now takes.
+        """Adapt all time-outs to a link that has become slower or faster.
 
-        A connection that is up waits longer at once, and shorter from its next answer on: what left before the link
-        became quicker still takes its time.
+        The time-out of an open connection grows at once but shrinks only with the next response, since data sent
+        earlier still takes the old time.
         """
         self._slowness = slowness
         self._connect_seconds = CONNECT_SECONDS + slowness
@@ -97,9 +98,9 @@ class Connection:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._stall_seconds * 1000))
 
     async def open(self) -> None:
-        """Connect, unless there is a connection that the peer has kept.
+        """Connect, or check that the peer has kept the existing connection.
 
-        Raises ConnectionLost when it could not be had, or was closed by the peer meanwhile.
+        Raises ConnectionLost if connecting fails or the peer has closed the connection.
         """
         if self._socket is None:
             await self._connect()
@@ -108,30 +109,30 @@ class Connection:
     def _check_kept(self) -> None:
         with self._in_use() as link, contextlib.suppress(BlockingIOError):
             link.recv(1, socket.MSG_PEEK)
-            raise ConnectionResetError("the peer had closed the connection")
+            raise ConnectionResetError("the peer has closed the idle connection")
 
-    def head(self, body: bytes) -> bytes:
-        """Return what comes before a body."""
+    def request_head(self, body: bytes) -> bytes:
+        """Return the request line and headers for a body."""
         return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode()
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> int:
-        """Hand over as much as the kernel takes now; return how many bytes that were. Raises `ConnectionLost`."""
+        """Write as many bytes as the kernel accepts without waiting; return the number. Raises `ConnectionLost`."""
         with self._in_use() as link, contextlib.suppress(BlockingIOError):
             return link.sendmsg(pieces[:_MOST_PIECES])
         return 0
 
     async def wait(self, writing: bool) -> None:
-        """Wait for an answer, for `wake` or, when ``writing``, until the kernel takes more."""
+        """Wait for a response, for `wake` or, if ``writing``, for room in the kernel's buffer."""
         assert self._socket is not None
         loop, link = asyncio.get_running_loop(), self._socket
         self._ready = loop.create_future()
-        timer = None if writing or self._asking else loop.call_later(QUIET_SECONDS, self._settle, False)
+        timer = None if writing or self._keepalive else loop.call_later(QUIET_SECONDS, self._resume, False)
         if writing:
-            loop.add_writer(link, self._settle, True)
+            loop.add_writer(link, self._resume, True)
         try:
             if not await self._ready:
-                # Nothing of ours is under way that could show that the peer is gone.
-                self._ask(True)
+                # All data is acknowledged, so only a keepalive can detect a dead peer.
+                self._set_keepalive(True)
         finally:
             self._ready = None
             if timer is not None:
@@ -140,22 +141,23 @@ class Connection:
                 loop.remove_writer(link)
 
     def wake(self) -> None:
-        """Let the waiting task look for something else to do."""
-        self._settle(True)
+        """Make the waiting task check for other work."""
+        self._resume(True)
 
     def _readable(self) -> None:
         if self._ready is not None:
-            self._settle(True)
-        else:  # nothing is asked: the peer has closed the connection, unless what came is read already
+            self._resume(True)
+        else:
+            # No request is pending: the peer has closed the connection, or the data was read already.
             with contextlib.suppress(ConnectionLost):
                 self._check_kept()
 
-    def _settle(self, value: bool) -> None:
+    def _resume(self, value: bool) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(value)
 
     def read(self) -> list[Answer]:
-        """Return the answers that are there, in the order of the requests. Raises `ConnectionLost`."""
+        """Return the received responses, in the order of the requests. Raises `ConnectionLost`."""
         answers: list[Answer] = []
         with self._in_use() as link:
             with contextlib.suppress(BlockingIOError):
@@ -163,33 +165,33 @@ class Connection:
                 if not piece:
                     raise ConnectionResetError("the peer closed the connection instead of answering")
                 self._received += piece
-            while (parsed := _parse(self._received)) is not None:
+            while (parsed := _parse_response(self._received)) is not None:
                 answer, self._received = parsed
                 answers.append(answer)
             if len(self._received) > _ANSWER_LIMIT:
-                raise ConnectionResetError("the peer's answer has no end")
+                raise ConnectionResetError("the peer's response exceeds the size limit")
         if answers:
             self._used = True
             self._set_stall_seconds(STALL_SECONDS + self._slowness)
-            self._ask(False)
+            self._set_keepalive(False)
         return answers
 
     def close(self) -> None:
-        """Let go of the connection; the kernel still sends what it has."""
+        """Close the socket; buffered data is still sent."""
         link, self._socket = self._socket, None
         if link is not None:
             asyncio.get_running_loop().remove_reader(link)
             link.close()
 
     def abort(self) -> None:
-        """Break the connection off: the kernel drops what it has not sent, and notifies the peer."""
+        """Reset the connection: the kernel drops unsent data and notifies the peer."""
         if self._socket is not None:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[socket.socket]:
-        """Yield the socket; close it when the kernel reports an error of it."""
+        """Yield the socket; close it and raise `ConnectionLost` on a kernel error."""
         assert self._socket is not None
         try:
             yield self._socket
@@ -221,41 +223,44 @@ class Connection:
         self._connect_seconds = CONNECT_SECONDS + self._slowness
         loop.add_reader(link, self._readable)
         self._socket, self._received = link, b""
-        self._used = self._asking = False
+        self._used = self._keepalive = False
 
-    def _ask(self, asking: bool) -> None:
-        """Have the kernel ask the peer, while nothing else is under way, whether it is there."""
-        if asking != self._asking and self._socket is not None:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(asking))
-            self._asking = asking
+    def _set_keepalive(self, enabled: bool) -> None:
+        """Let the kernel probe the peer while no other data is in transit."""
+        if enabled != self._keepalive and self._socket is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(enabled))
+            self._keepalive = enabled
 
 
-def _parse(received: bytes) -> tuple[Answer, bytes] | None:
-    """Return the first answer and what comes after it, or None while something of it is missing.
+def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
+    """Return the first response and the bytes after it, or None while it is incomplete.
 
-    Reads what the agent's own server writes: a known length, no chunks.
+    The agent's own server always sends a Content-Length and no chunks.
     """
     head, separator, text = received.partition(b"\r\n\r\n")
     if not separator:
         return None
     status, *lines = head.split(b"\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
     try:
         length, number = int(headers.get(b"content-length", b"0")), int(status.split()[1])
     except (ValueError, IndexError):
-        raise ConnectionResetError("the peer answered something that is not HTTP") from None
+        raise ConnectionResetError("the peer's response is not HTTP") from None
     if len(text) < length:
         return None
     return (number, text[:length]), text[length:]
 
 
 class Rejected(Exception):  # noqa: N818 - what the peer did
-    """The peer will not take this message however often it is sent."""
+    """The peer refused the message for good."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """When a message began to leave for the first time and when it was acknowledged, as monotonic instants."""
+    """Monotonic instants of a message's first byte and of its acknowledgement."""
 
     begun: float
     ended: float
@@ -263,14 +268,14 @@ class Delivery:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """One message that is not acknowledged."""
+    """One unacknowledged message."""
 
     head: bytes
     body: bytes
     not_before: float
     delivered: asyncio.Future[Delivery] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     begun: float = 0.0
-    """0 before its first byte has left."""
+    """Monotonic instant of the first byte, or 0 before."""
 
     @property
     def size(self) -> int:
@@ -278,45 +283,48 @@ class _Outgoing:
 
 
 class Lane:
-    """The way to one peer, in the order of the calls; at most `WINDOW` bytes, and one message, are unacknowledged.
+    """The ordered delivery of messages to one peer, with at most `WINDOW` unacknowledged bytes plus one message.
 
-    When the connection breaks, all that is unacknowledged is sent again in its order: the receiver drops what it has.
-    A refusal ends the connection as well, so nothing overtakes what was refused.
+    After a broken connection, all unacknowledged messages are sent again in order; the receiver drops duplicates. A
+    refusal also ends the connection, so no message overtakes a refused one. Example::
+
+        lane = Lane("worker1", ("10.0.0.2", 8701), token)
+        delivery = await lane.deliver(body)
     """
 
     def __init__(self, peer: str, address: Address, token: str, slowness: float = 0.0) -> None:
         self.peer = peer
         self._connection = Connection(address, "/messages", token, slowness)
         self._messages: deque[_Outgoing] = deque()
-        """Not acknowledged; first those that this connection has, as far as it took them."""
+        """Unacknowledged messages; those written to the connection come first."""
         self._written = 0
-        """How many of the messages the connection has entirely."""
+        """Number of messages written completely to the connection."""
         self._offset = 0
-        """Bytes that it has of the next one."""
+        """Number of bytes written of the next message."""
         self._unacknowledged = 0
-        """Bytes of the messages that have begun to leave on this connection."""
+        """Size of the messages begun on this connection, in bytes."""
         self._broken_off = False
-        """Whether a message was withdrawn of which the connection has a part."""
+        """Whether a partially written message was withdrawn."""
         self._backoff = BACKOFF_SECONDS
         self._problem = "not connected yet"
-        """Why the connection broke last; empty since an acknowledgement."""
+        """Reason of the last broken connection; empty since an acknowledgement."""
         self._sending: asyncio.Task[None] | None = None
 
     @property
     def waiting(self) -> int:
-        """Messages under way or behind one that is."""
+        """Number of unacknowledged messages."""
         return len(self._messages)
 
     async def deliver(self, body: bytes, not_before: float = 0.0) -> Delivery:
-        """Send until the peer has acknowledged, and nothing before the monotonic instant ``not_before``.
+        """Send until the peer acknowledges, but not before the monotonic instant ``not_before``.
 
-        When this is cancelled, the message is withdrawn unless the kernel has all of it. Raises Rejected when the peer
-        refuses the message for good.
+        Cancellation withdraws the message unless the kernel has all of it. Raises Rejected if the peer refuses the
+        message for good.
         """
-        outgoing = _Outgoing(self._connection.head(body), body, not_before)
+        outgoing = _Outgoing(self._connection.request_head(body), body, not_before)
         self._messages.append(outgoing)
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
+            self._sending = asyncio.create_task(self._send_all())
         else:
             self._connection.wake()
         try:
@@ -326,11 +334,11 @@ class Lane:
             raise
 
     def set_slowness(self, slowness: float) -> None:
-        """Have time-outs allow for what a few packets there and back take from now on, in seconds."""
+        """Extend time-outs by the round-trip time of a few packets from now on, in seconds."""
         self._connection.set_slowness(slowness)
 
     def close(self) -> None:
-        """Let go of the connection, and of what is under way."""
+        """Close the connection and abandon all messages."""
         if self._sending is None or self._sending.done():
             self._connection.close()
         else:
@@ -342,7 +350,7 @@ class Lane:
             return
         place = self._messages.index(outgoing)
         if place < self._written:
-            return  # it arrives; nobody waits for the answer
+            return  # already sent; the response is ignored
         if place == self._written and self._offset:
             self._broken_off = True
         else:
@@ -350,18 +358,18 @@ class Lane:
         self._connection.wake()
 
     def _start_over(self) -> None:
-        """Forget what the connection has; what was withdrawn is not sent again."""
-        self._messages = deque(each for each in self._messages if not each.delivered.done())
+        """Reset the state of the connection, and drop withdrawn messages."""
+        self._messages = deque(message for message in self._messages if not message.delivered.done())
         self._written = self._offset = self._unacknowledged = 0
         self._broken_off = False
 
-    async def _send(self) -> None:
-        """Send until everything is acknowledged or withdrawn."""
+    async def _send_all(self) -> None:
+        """Send until every message is acknowledged or withdrawn."""
         try:
             while self._messages:
                 try:
                     await self._connection.open()
-                    await self._converse()
+                    await self._exchange()
                 except ConnectionLost as lost:
                     self._log_problem(str(lost))
                     self._start_over()
@@ -369,23 +377,23 @@ class Lane:
                         await asyncio.sleep(self._backoff)
                         self._backoff = min(2 * self._backoff, BACKOFF_SECONDS_MOST)
         except Exception as error:
-            _LOG.exception("sending to %s ended", self.peer)
-            for each in self._messages:
-                if not each.delivered.done():
-                    each.delivered.set_exception(error)
+            _LOG.exception("sending to %s failed", self.peer)
+            for message in self._messages:
+                if not message.delivered.done():
+                    message.delivered.set_exception(error)
             raise
 
     def _log_problem(self, problem: str) -> None:
-        """Log why the connection broke, once for attempts in a row that fail alike."""
+        """Log the reason of a broken connection, once for consecutive equal reasons."""
         if problem != self._problem:
             _LOG.info("%s: %s; trying again", self.peer, problem)
         self._problem = problem
 
-    async def _converse(self) -> None:
-        """Write and read answers until nothing is left; raise `ConnectionLost` where that cannot go on."""
+    async def _exchange(self) -> None:
+        """Write messages and read responses until none is left; raises `ConnectionLost`."""
         loop = asyncio.get_running_loop()
         while self._messages:
-            writing, early = self._write()
+            writing, early = self._write_due()
             timer = None if early is None else loop.call_at(early, self._connection.wake)
             try:
                 await self._connection.wait(writing)
@@ -394,26 +402,26 @@ class Lane:
                     timer.cancel()
             if self._broken_off:
                 self._connection.abort()
-                raise ConnectionLost("a message was withdrawn half sent", stale=True)
+                raise ConnectionLost("a partially sent message was withdrawn", stale=True)
             for answer in self._connection.read():
-                self._take(answer)
+                self._handle_answer(answer)
 
-    def _write(self) -> tuple[bool, float | None]:
-        """Hand the connection what may leave now.
+    def _write_due(self) -> tuple[bool, float | None]:
+        """Write all messages that may leave now.
 
-        Returns whether more may leave as soon as the kernel takes it, and the instant at which the next message may.
+        Returns whether the kernel's buffer is full, and the instant at which the next message may leave.
         """
         while True:
-            pieces, early = self._due()
+            pieces, early = self._collect_due()
             if not pieces:
                 return False, early
-            taken = self._connection.write(pieces)
-            if not taken:
+            written = self._connection.write(pieces)
+            if not written:
                 return True, None
-            self._advance(taken)
+            self._advance(written)
 
-    def _due(self) -> tuple[list[bytes | memoryview], float | None]:
-        """Return what may leave now, as far as it goes in one call, and when the next message may if that is later."""
+    def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
+        """Return the pieces that may leave now, for one call, or the later instant of the next message."""
         now, offset, room, total = time.monotonic(), self._offset, WINDOW - self._unacknowledged, 0
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):
@@ -425,11 +433,10 @@ class Lane:
                     return pieces, outgoing.not_before
                 room -= len(outgoing.body)
             head = len(outgoing.head)
-            pieces += (
-                [memoryview(outgoing.body)[offset - head :]]
-                if offset >= head
-                else [outgoing.head[offset:], outgoing.body]
-            )
+            if offset >= head:
+                pieces.append(memoryview(outgoing.body)[offset - head :])
+            else:
+                pieces += [outgoing.head[offset:], outgoing.body]
             total += outgoing.size - offset
             offset = 0
             if total >= AT_ONCE:
@@ -437,7 +444,7 @@ class Lane:
         return pieces, None
 
     def _advance(self, taken: int) -> None:
-        """Note that the kernel took this many more bytes."""
+        """Account for ``taken`` bytes accepted by the kernel."""
         while taken:
             outgoing = self._messages[self._written]
             if not self._offset:
@@ -450,17 +457,19 @@ class Lane:
                 self._written += 1
                 self._offset = 0
 
-    def _take(self, answer: Answer) -> None:
-        """Take note of what the peer says of the first message."""
+    def _handle_answer(self, answer: Answer) -> None:
+        """Apply the peer's response to the first unacknowledged message."""
         status, text = answer
-        if status >= 300 and self._messages and status != _COME_BACK:
+        if status >= 300 and self._messages and status != _RETRY_LATER:
             rejected = self._messages.popleft()
-            _LOG.warning("%s refused a message: %s", self.peer, _reason(status, text))
+            _LOG.warning("%s refused a message: %s", self.peer, _explain_refusal(status, text))
             if not rejected.delivered.done():
-                rejected.delivered.set_exception(Rejected(f"{self.peer} refused a message: {_reason(status, text)}"))
+                rejected.delivered.set_exception(
+                    Rejected(f"{self.peer} refused a message: {_explain_refusal(status, text)}")
+                )
         if status >= 300 or not self._written:
             self._connection.abort()
-            raise ConnectionLost("the peer refused a message", stale=status != _COME_BACK)
+            raise ConnectionLost("the peer refused a message", stale=status != _RETRY_LATER)
         acknowledged = self._messages.popleft()
         self._written -= 1
         self._unacknowledged -= len(acknowledged.body)
@@ -474,7 +483,7 @@ class Lane:
             acknowledged.delivered.set_result(Delivery(acknowledged.begun, time.monotonic()))
 
 
-def _reason(status: int, text: bytes) -> str:
+def _explain_refusal(status: int, text: bytes) -> str:
     try:
         return f"{json.loads(text)['error']} ({status})"
     except (ValueError, KeyError, TypeError):

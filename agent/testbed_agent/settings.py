@@ -1,4 +1,4 @@
-"""Settings of a device, from the environment of its container."""
+"""Settings of a device, read from the environment of its container."""
 
 from __future__ import annotations
 
@@ -13,56 +13,62 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """Who this device is, where it listens, and how much it takes in."""
+    """Identity, addresses and limits of a device."""
 
     run: str
     device: str
     token: str
     control: Address = ("127.0.0.1", CONTROL_PORT)
-    """Nobody asks for it over the network: the shaper does, or the keeper, from within."""
+    """The control server listens on loopback only: shaper or keeper connect from inside the container."""
     data: Address = ("0.0.0.0", DATA_PORT)
     cast: Address = ("0.0.0.0", CAST_PORT)
     disk: str = "/state"
-    """Folder that outlives a restart of the device."""
+    """Folder that survives a restart of the device."""
     disk_limit: int = 4 << 30
-    """Bytes that the program may keep there; beyond, it is ended."""
+    """Disk quota in bytes; a program beyond is cancelled."""
     inbox_limit: int = 64 << 20
-    """Bytes of messages that wait for the program; beyond, senders are asked to try again later."""
+    """Capacity of the inbox in bytes; beyond, senders have to retry."""
     event_limit: int = 16 << 20
-    """Bytes of events kept, compressed; the oldest are dropped beyond."""
+    """Size of the compressed event log in bytes; beyond, the oldest events are dropped."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Settings:
         """Read ``TESTBED_RUN``, ``TESTBED_DEVICE``, ``TESTBED_TOKEN`` and the optional addresses, limits and disk.
 
-        Raises SystemExit naming the variable that is missing or cannot be read.
+        Raises SystemExit with the name of a missing or invalid variable.
         """
         missing = [name for name in ("TESTBED_RUN", "TESTBED_DEVICE", "TESTBED_TOKEN") if not environment.get(name)]
         if missing:
             raise SystemExit(f"agent: set {', '.join(missing)} in the environment")
-        read: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _bytes, "Address": address}
-        found = {}
+        parsers: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": _parse_bytes, "Address": address}
+        values = {}
         for field in fields(Settings):
             name = f"TESTBED_{field.name.upper()}" + ("_ADDRESS" if field.type == "Address" else "")
             if name in environment:
                 try:
-                    found[field.name] = read[field.type](environment[name])
+                    values[field.name] = parsers[field.type](environment[name])
                 except ValueError as error:
                     raise SystemExit(f"agent: {name}{':' * (field.type == 'Address')} {error}") from error
-        return Settings(**found)
+        return Settings(**values)
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"is a number of bytes, not '{text}'")
+        raise ValueError(f"must be a number of bytes, not '{text}'")
     return int(text)
 
 
 def address(text: str, port: int | None = None) -> Address:
-    """Read ``host:port``, or ``host`` where a port is given for it; raises ValueError."""
+    """Parse ``host:port``, or ``host`` alone if a default port is given; raises ValueError.
+
+    Example::
+
+        >>> address("10.0.0.2", 8701)
+        ('10.0.0.2', 8701)
+    """
     host, colon, number = text.partition(":")
     if not colon and port is not None and host:
         return host, port
     if not host or not number.isdecimal() or int(number) > 65535:
-        raise ValueError(f"'{text}' is no address such as 0.0.0.0:{CONTROL_PORT}")
+        raise ValueError(f"'{text}' must be an address such as 0.0.0.0:{CONTROL_PORT}")
     return host, int(number)

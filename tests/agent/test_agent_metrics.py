@@ -41,7 +41,7 @@ def learned() -> Totals:
         ("request", {"request": 0, "latency": 0.1}),
         ("step", {"step": 2, "loss": None}),
     ):
-        totals.saw(event, fields)
+        totals.count_event(event, fields)
     return totals
 
 

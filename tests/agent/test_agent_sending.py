@@ -79,7 +79,7 @@ async def proxy(target: Address, behave: Callable[[], Awaitable[None]]) -> Async
 def test_the_head_of_a_request_is_as_long_as_predictions_say() -> None:
     token = secrets.token_urlsafe(24)
     for address, size in (("172.18.0.2", 5_000), ("10.213.17.12", 1_000_000)):
-        head = Connection((address, 8701), "/messages", token).head(bytes(size))
+        head = Connection((address, 8701), "/messages", token).request_head(bytes(size))
         assert len(head) == pytest.approx(HTTP_HEADERS, abs=6)
 
 
@@ -152,7 +152,7 @@ def test_what_was_refused_for_good_leaves_the_others_alone(receiver: Receiver) -
     found = asyncio.run(main())
     assert [isinstance(each, Delivery) for each in found] == [True, False, True, True]
     assert isinstance(found[1], Rejected)
-    assert "b refused a message: too short for a message (400)" in str(found[1])
+    assert "b refused a message: truncated message: the prefix is incomplete (400)" in str(found[1])
     assert receiver.numbers == [0, 2, 3]
 
 
@@ -220,7 +220,7 @@ def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
     monkeypatch.setattr("testbed_agent.receiving.STALLED_AFTER", 0.9)
     body = numbered(0, 1000)
     with contextlib.closing(Receiver()) as receiver, socket.create_connection(receiver.address, timeout=10) as link:
-        link.sendall(Connection(receiver.address, "/messages", TOKEN).head(body))
+        link.sendall(Connection(receiver.address, "/messages", TOKEN).request_head(body))
         for at in range(0, len(body), 200):
             link.sendall(body[at : at + 200])
             if pause is None:
@@ -235,7 +235,7 @@ def test_a_message_that_comes_slowly_is_taken_in_and_one_that_stops_is_given_up(
 def test_the_inbox_knows_whose_message_is_there_in_part(receiver: Receiver) -> None:
     body = numbered(0, 100_000)
     with socket.create_connection(receiver.address) as link:
-        link.sendall(Connection(receiver.address, "/messages", TOKEN).head(body) + body[:50_000])
+        link.sendall(Connection(receiver.address, "/messages", TOKEN).request_head(body) + body[:50_000])
         wait_for(lambda: "a" in receiver.inbox.arriving)
         link.sendall(body[50_000:])
         wait_for(lambda: receiver.numbers == [0] and not receiver.inbox.arriving)

@@ -25,7 +25,7 @@ class Runner:
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def needs_ready(self, what: str) -> None:
+    def require_ready(self, what: str) -> None:
         if what == "a shard":
             raise Refused(409, "deploy first")
 
@@ -80,10 +80,10 @@ def test_reads_return_their_content(path: str, content: bytes) -> None:
     [
         ("GET", "/nothing", b"", "404 Not Found", "GET /nothing: Not Found"),
         ("GET", "/start", b"", "405 Method Not Allowed", "GET /start: Method Not Allowed"),
-        ("PUT", "/data", b"x" * 11, "413 Request Entity Too Large", "11 bytes are more than the 10 allowed"),
+        ("PUT", "/data", b"x" * 11, "413 Request Entity Too Large", "the body of 11 bytes exceeds the limit of 10"),
         ("PUT", "/shard", b"", "409 Conflict", "deploy first"),
-        ("POST", "/start", b"[]", "400 Bad Request", "the body holds 'origin' alone"),
-        ("GET", "/events?after=x", b"", "400 Bad Request", "after is a number of events, not 'x'"),
+        ("POST", "/start", b"[]", "400 Bad Request", "the body must have the single key 'origin'"),
+        ("GET", "/events?after=x", b"", "400 Bad Request", "'after' must be a number of events, not 'x'"),
         ("POST", "/stop", b"", "500 Internal Server Error", "POST /stop: RuntimeError('no program')"),
     ],
 )

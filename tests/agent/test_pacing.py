@@ -48,7 +48,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=clock.monotonic, thread_time=clock.monotonic))
-    monkeypatch.setattr(pacing, "_wait", clock.wait)
+    monkeypatch.setattr(pacing, "_wait_for_event", clock.wait)
     return clock
 
 
@@ -183,7 +183,7 @@ def test_a_throttled_processor_takes_longer_from_that_moment_on(clock: Clock) ->
     assert pace.due(101.3, 0.2) == pytest.approx(101.5)
     assert pace.factor == 1.0
     for factor in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="positive share"):
+        with pytest.raises(ValueError, match="must be positive"):
             pace.set(factor)
 
 

@@ -61,11 +61,12 @@ def refusal(act: Any, *arguments: Any) -> tuple[int, str]:
 
 
 def test_a_device_that_was_given_nothing_refuses_what_needs_it(made: Runner) -> None:
-    idle = "comes after a deployment and before the start; this device is idle"
+    idle = "is accepted only between deployment and start; this device is idle"
     assert refusal(made.start, 0.0) == (409, f"a start {idle}")
-    assert refusal(made.stop) == (409, "no program runs: this device is idle")
+    assert refusal(made.stop) == (409, "no program is running: this device is idle")
     assert refusal(made.weights) == (409, "this device's program exposes no weights")
-    assert refusal(made.set_links, bytearray(b'{"message_loss": {}}')) == (409, "links come after a deployment")
+    text = "links can be set only after a deployment"
+    assert refusal(made.set_links, bytearray(b'{"message_loss": {}}')) == (409, text)
     assert refusal(made.put_data, bytearray(b"garbage")) == (409, f"data {idle}")
     assert refusal(made.put_shard, bytearray(b"garbage"))[0] == 400
     made.leave()  # nobody to say it to
@@ -131,7 +132,10 @@ def test_the_end_of_a_program_is_logged_with_the_traceback_of_its_failure(
 
 def test_a_program_that_waits_is_stopped_and_nothing_else_is_deployed_meanwhile(made: Runner) -> None:
     deployed(made, "endless").start(time.monotonic())
-    assert refusal(deployed, made, "nothing") == (409, "cannot deploy while a program runs; stop it first")
+    assert refusal(deployed, made, "nothing") == (
+        409,
+        "cannot deploy while a program is running: stop the program first",
+    )
     made.stop()
     assert made.state == "stopped"
 
@@ -146,18 +150,18 @@ def test_who_fills_its_disk_is_ended_with_the_reason(made: Runner, monkeypatch: 
     monkeypatch.setattr(runners, "DISK_SECONDS", 0.1)
     deployed(made, "hoard", size=2 << 20).start(time.monotonic())
     assert ended(made).state == "failed"
-    assert made.error == f"{made.settings.disk} of a holds 2MiB, more than its quota of 1MiB"
+    assert made.error == f"{made.settings.disk} of a holds 2MiB, above its quota of 1MiB"
 
 
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        (b"nonsense", "the body is JSON such as"),
-        (b"[" * 100_000, "the body is JSON such as"),
+        (b"nonsense", "the body must be JSON such as"),
+        (b"[" * 100_000, "the body must be JSON such as"),
         (b'{"message_loss": 1}', "'message_loss' must be a mapping"),
-        (b'{"message_loss": {}, "more": 1}', "must have no keys but message_loss, slowness"),
+        (b'{"message_loss": {}, "more": 1}', "the body must be an object with the keys message_loss, slowness"),
         (b'{"slowness": {"b": -1}}', "the slowness of 'b' must be a number of seconds"),
-        (b'{"message_loss": {"c": 0.1}}', "'c' is no peer"),
+        (b'{"message_loss": {"c": 0.1}}', "unknown peer 'c'"),
         (b'{"message_loss": {"b": true}}', "must be a fraction from 0 to 1"),
         (b'{"message_loss": {"b": 1.1}}', "must be a fraction from 0 to 1"),
     ],
@@ -176,7 +180,7 @@ def test_messages_are_taken_while_a_program_runs_and_after_it_ended_well(made: R
     ended(made)
     assert data.inbox is not None
     token = data_token(RUN_TOKEN, "b", "a")
-    assert data.inbox.sender(f"Bearer {token}") == "b"
+    assert data.inbox.authenticate(f"Bearer {token}") == "b"
     deployed(made, "fail").start(time.monotonic())
     ended(made)
     assert data.inbox is None

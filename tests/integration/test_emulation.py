@@ -208,7 +208,7 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
 
 
 def test_without_its_lead_there_is_no_run() -> None:
-    with pytest.raises(TestbedError, match="source leads the run and went down before its start"):
+    with pytest.raises(TestbedError, match="source coordinates the run and went down before the start"):
         run(scenario("emu-lead", workload=rings.workload()), killing("source", "handing out the work", "emu-lead"))
 
 

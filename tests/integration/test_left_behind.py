@@ -244,7 +244,7 @@ def test_an_engine_that_starts_again_ends_the_run_with_what_it_saw(
         proxy.mend()
         said = run.over()
     assert run.process.returncode == 1
-    assert "the shaper, which holds the links, was ended through the engine" in said
+    assert "the shaper, which emulates the links, was ended through the engine" in said
     assert "while the container engine was away for" in said
     assert run.manifest()["status"] == "failed"
     assert any(each["event"] == "log" and "engine was away" in each["text"] for each in run.events())
@@ -290,7 +290,7 @@ def test_a_shaper_that_is_removed_ends_the_run_at_once(
     client.api.remove_container(container_name(run.run_id(), SHAPER), force=True)
     said = run.over(20)
     assert run.process.returncode == 1
-    assert "the shaper, which holds the links, was removed from outside" in said
+    assert "the shaper, which emulates the links, was removed from outside" in said
     assert len([each for each in run.events() if each["event"] == "request"]) >= 2
     assert left_of(client, "left-shaper") == []
 

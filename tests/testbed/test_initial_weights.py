@@ -66,7 +66,7 @@ def test_runs_that_begin_alike_share_the_weights(tmp_path):
     text = FIRST.replace("{name: mlp}", "{name: mlp, weights: first.yaml}") + "repetitions: 2\n"
     one, two = begun(text, tmp_path / "then.yaml")
     initial = InitialWeights(Console(quiet=True))
-    assert initial.of(one) is initial.of(two)
+    assert initial.weights_for(one) is initial.weights_for(two)
 
 
 CARELESS = """
@@ -211,7 +211,7 @@ def test_a_state_dict_of_ones_own_network_is_read(tmp_path: Path, name: str) -> 
     network = own_network(tmp_path)
     FILES[name](network.state_dict(), tmp_path / name)
     (prepared,) = begun(OWN_RUN.replace("name: Net", f"name: Net, weights: {name}"), tmp_path / "own.yaml")
-    found = InitialWeights(Console(quiet=True)).of(prepared)
+    found = InitialWeights(Console(quiet=True)).weights_for(prepared)
     assert found is not None
     model = prepared.problem.model.build(0, len(prepared.problem.model.units), 0)
     model.load_state_dict(found)
@@ -226,7 +226,7 @@ def test_names_with_units_of_an_earlier_version_are_read(tmp_path: Path) -> None
     state = model.build(0, len(model.units), 5).state_dict()
     save_file(state, tmp_path / "old.safetensors")
     (prepared,) = begun(OWN_RUN.replace("name: Net", "name: Net, weights: old.safetensors"), tmp_path / "own.yaml")
-    found = InitialWeights(Console(quiet=True)).of(prepared)
+    found = InitialWeights(Console(quiet=True)).weights_for(prepared)
     assert found is not None
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 

@@ -121,7 +121,7 @@ def _follow(
 ) -> Outcome:
     """Run one trial and show its progress in the terminal."""
     scenario = prepared.scenario
-    weights, data = initial.of(prepared), prepared.workload.load(prepared)
+    weights, data = initial.weights_for(prepared), prepared.workload.load(prepared)
     with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), f"{scenario.workload.unit}s") as live:
 
         def show(event: Event) -> None:

@@ -236,7 +236,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
     """
     shown = open_lab(runstate.choose(run_id)).shaper.show()
     links = links_from_json(shown["links"])
-    chosen = {pair: links[pair] for pair in control.choose(links, source, destination)}
+    chosen = {pair: links[pair] for pair in control.choose_links(links, source, destination)}
     if as_json:
         dump({**shown, "links": links_to_json(chosen)})
     else:
@@ -299,9 +299,8 @@ def measure(source: str | None, destination: str | None, run_id: str | None, as_
     shaper = open_lab(runstate.choose(run_id)).shaper
     shown = shaper.show()
     running = shown["devices"].keys()
-    pairs = [
-        pair for pair in control.choose(links_from_json(shown["links"]), source, destination) if running >= set(pair)
-    ]
+    chosen = control.choose_links(links_from_json(shown["links"]), source, destination)
+    pairs = [pair for pair in chosen if running >= set(pair)]
     measured = shaper.probe(pairs)
     if as_json:
         dump([each.to_json() for each in measured])

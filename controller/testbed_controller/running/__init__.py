@@ -1,1 +1,1 @@
-"""A run on containers: start, faults and traces on cue, events, fidelity."""
+"""Runs on containers: start, scheduled faults and traces, events, and fidelity checks."""

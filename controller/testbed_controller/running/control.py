@@ -1,13 +1,13 @@
-"""Commands by hand on a lab: `testbed fault`, `testbed link set`, the page of `testbed watch` and the Python API.
+"""Manual changes to a lab: `testbed fault`, `testbed link set`, the page of `testbed watch` and the Python API.
 
-A run that goes on is asked over its control socket, a Unix socket beside its state file: it carries the command out and
-has it among its events. A lab that stands without a run is changed by the command's own process. Requests and answers
-are JSON, one line each; a request bears the token of the run and one of these keys:
+An active run receives commands over its control socket, a Unix socket beside its state file; the run executes the
+command and records the events. In a lab without a run, the process of the command makes the change itself. Requests and
+responses are one line of JSON each; a request has the token of the run and one of these keys:
 
-    strike   an action, as a scenario writes it; ``handle`` may say how it is called
-    undo     the handle of an action in force
-    set      figures of links: ``pairs``, a ``part`` of a scenario, and ``direct`` fields of `Link`
-    show     nothing: what is in force, and what every device is doing
+    strike   an action, in the syntax of a scenario; ``handle`` optionally names the action
+    undo     the handle of an active action
+    set      link properties: ``pairs``, a ``part`` of a scenario, and ``direct`` fields of `Link`
+    show     no value; returns the active actions and the state of every device
 """
 
 from __future__ import annotations
@@ -51,43 +51,46 @@ from testbed_controller.running.machines import DockerFaultTarget
 Request = Mapping[str, Any]
 Answer = dict[str, Any]
 Record = Callable[[RecordedStep, StateDiff], None]
-"""Takes a step that has been carried out, and what it changed."""
+"""Callback with an executed step and its changes."""
 
 LONGEST = 1 << 20
-"""Bytes of a request, at most."""
+"""Maximum size of a request, in bytes."""
 
 
-# What is asked
+# Requests
 
 
 def answer(request: Request, containers: DockerFaultTarget, record: Record = lambda _step, _changed: None) -> Answer:
-    """Carry out what a request asks of these containers; return ``text``, what it did, and more where there is more.
+    """Execute a request on these containers; return ``text``, a summary, and further keys by request.
 
-    Raises InputError where a scenario could not have it either, TestbedError where it fails.
+    Raises InputError for a request that would be invalid in a scenario, and TestbedError if the execution fails.
+    Example::
+
+        answer({"strike": {"kill": "worker1"}}, containers)
     """
     if "show" in request:
-        actions = {handle: f"{action.name} {action.target}" for handle, action in _in_force(containers).items()}
+        actions = {handle: f"{action.name} {action.target}" for handle, action in _active_actions(containers).items()}
         return {"in_force": actions, "devices": dict(containers.states())}
     if "set" in request:
-        links = LinkFigures.parsed(request["set"], containers.experiment.links)
+        links = LinkFigures.parse_request(request["set"], containers.experiment.links)
         record(links, apply_step(links, containers))
-        shown = containers.shown
-        return {"links": links_to_json({pair: shown.link(pair) for pair in links.pairs})}
+        state = containers.shown
+        return {"links": links_to_json({pair: state.link(pair) for pair in links.pairs})}
     if "undo" in request:
-        handle, in_force = request["undo"], _in_force(containers)
-        if handle not in in_force:
-            raise InputError(f"'{handle}' is not in force; what is: {', '.join(in_force) or 'nothing'}")
-        step = FaultOperation(in_force[handle], handle, "undo")
+        handle, active = request["undo"], _active_actions(containers)
+        if handle not in active:
+            raise InputError(f"no active fault '{handle}'; active: {', '.join(active) or 'none'}")
+        step = FaultOperation(active[handle], handle, "undo")
     else:
-        step = _strike(request, containers)
+        step = _parse_strike(request, containers)
     changed = apply_step(step, containers)
-    if changed.devices or not step.switches:  # restarting a device that is up is no fault
+    if changed.devices or not step.switches:  # restarting a running device is no fault
         record(step, changed)
-    return {"handle": step.handle, "text": _summary(step, changed, containers)}
+    return {"handle": step.handle, "text": _summarise(step, changed, containers)}
 
 
-def _in_force(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
-    """Return the actions that `undo` can revert, by handle: those on links and speeds, and on states of devices."""
+def _active_actions(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
+    """Return the actions that `undo` can revert, by handle."""
     actions = dict(containers.shown.in_force)
     for device, state in containers.states().items():
         if state in _CAUSES:
@@ -100,18 +103,18 @@ _CAUSES: Mapping[DeviceState, type[StateAction]] = {"down": Kill, "paused": Paus
 
 
 def _state_handle(action: FaultAction[Any]) -> str:
-    """Return the handle of a change of state, such as ``pause:worker1``: a device has one state at a time."""
+    """Return the handle of a state change, such as ``pause:worker1``; a device has one state at a time."""
     return f"{action.name}:{action.target}"
 
 
-def _strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
-    """Check an action, and name it."""
+def _parse_strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
+    """Validate an action and assign its handle."""
     action = parse(ActionPart, request.get("strike", {})).action
     run = containers.experiment
     devices = [device.name for device in run.devices]
     for _, name in action.named():
         if name not in devices:
-            raise InputError(f"there is no device '{name}' in {containers.run_id}: {', '.join(devices)}")
+            raise InputError(f"unknown device '{name}'; {containers.run_id} has {', '.join(devices)}")
     for _, text in action.problems(FaultContext(run.devices, run.links, radio=run.radio)):
         raise InputError(text)
     if isinstance(action, StateAction):
@@ -120,12 +123,11 @@ def _strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
 
 
 def new_handle(action: str) -> str:
-    """Return a name for an action that no other has."""
+    """Return a unique handle for an action."""
     return f"{action}-{secrets.token_hex(3)}"
 
 
-def _summary(step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget) -> str:
-    """Say what an action changed."""
+def _summarise(step: FaultOperation, changed: StateDiff, containers: DockerFaultTarget) -> str:
     action = step.action
     if action.switches:
         nothing = "" if changed.devices else f" is {containers.states()[action.target]}, nothing to do"
@@ -140,91 +142,96 @@ def _summary(step: FaultOperation, changed: StateDiff, containers: DockerFaultTa
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """Figures that links have from now on, under the faults in force."""
+    """New link properties that replace those of the scenario; active faults still apply on top."""
 
     pairs: Sequence[Pair]
     part: LinkPart
     direct: Mapping[str, Any]
-    """What a part of a scenario cannot say, by field of `Link`."""
+    """Fields of `Link` without an equivalent in a scenario."""
     switches: bool = False
 
     @staticmethod
-    def parsed(given: Mapping[str, Any], links: Iterable[Pair]) -> LinkFigures:
-        """Read a request's ``set``, which is about some of these links; raises `InputError` for what cannot be."""
-        part = parse(LinkPart, given["part"])
+    def parse_request(request: Mapping[str, Any], links: Iterable[Pair]) -> LinkFigures:
+        """Parse the ``set`` value of a request about some of these links; raises `InputError`."""
+        part = parse(LinkPart, request["part"])
         if part.preset is not None and part.preset not in PRESETS:
-            raise InputError(f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}")
-        pairs = [pair for ends in given["pairs"] for pair in choose(links, *ends)]
-        return LinkFigures(pairs, part, {key: given["direct"][key] for key in ("rate", "up") if key in given["direct"]})
+            raise InputError(f"unknown preset '{part.preset}'; available: {', '.join(PRESETS)}")
+        pairs = []
+        for ends in request["pairs"]:
+            pairs += choose_links(links, *ends)
+        direct = {key: value for key, value in request["direct"].items() if key in ("rate", "up")}
+        return LinkFigures(pairs, part, direct)
 
     def apply(self, now: SystemState) -> SystemState:
-        """Return the conditions after it; raise InputError where a link would be one that cannot be."""
-        return now.set_figures({pair: self._figures(pair, now) for pair in self.pairs})
+        """Return the state after the change; raises InputError for an invalid link."""
+        return now.set_figures({pair: self._compute_link(pair, now) for pair in self.pairs})
 
     def events(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return nothing: the events of the links that change say it all."""
+        """Return no events: the events of the changed links suffice."""
         return []
 
-    def _figures(self, pair: Pair, now: SystemState) -> Link:
+    def _compute_link(self, pair: Pair, now: SystemState) -> Link:
         wanted = replace(overlay(now.own_link(pair), self.part, now.from_first(pair)), **self.direct)
         if problems := checks.problems(wanted):
             raise InputError("; ".join(f"{pair[0]} -> {pair[1]}: {problem.text}" for problem in problems))
         return wanted
 
 
-def choose(links: Iterable[Pair], source: str | None, destination: str | None) -> list[Pair]:
-    """Return the links between these ends, any end where none is named; raise InputError where there is none."""
+def choose_links(links: Iterable[Pair], source: str | None, destination: str | None) -> list[Pair]:
+    """Return the links between two ends, where None matches any device; raises InputError if none matches."""
     chosen = [pair for pair in links if source in (None, pair[0]) and destination in (None, pair[1])]
     if not chosen:
-        names = sorted({name for pair in links for name in pair})
+        names: set[str] = set()
+        for pair in links:
+            names.update(pair)
         ends = f"from {source}" + (f" to {destination}" if destination else "")
-        raise InputError(f"there is no link {ends}; the devices are {', '.join(names)}")
+        raise InputError(f"no link {ends}; the devices are {', '.join(sorted(names))}")
     return chosen
 
 
-# Who is asked
+# Connections
 
 
 def reach(run_id: str) -> Callable[[Request], Answer]:
-    """Return what answers requests about a lab: the run that goes on there, or this process where there is none.
+    """Return a function that executes requests about a lab: in its active run, or else in this process.
 
-    Raises InputError where there is no such lab.
+    Raises InputError for an unknown lab.
     """
     with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        _connected(run_id).close()
+        _connect(run_id).close()
         token = runstate.read(run_id).token
-        return lambda request: _ask(run_id, {**request, "token": token})
+        return lambda request: _send_request(run_id, {**request, "token": token})
     containers = DockerFaultTarget(open_lab(run_id))
     return lambda request: answer(request, containers)
 
 
-def strike(run_id: str, given: Mapping[str, object]) -> str:
-    """Carry out an action, given as a scenario writes it, and say what it changed."""
-    return str(reach(run_id)({"strike": dict(given)})["text"])
+def strike(run_id: str, action: Mapping[str, object]) -> str:
+    """Execute an action in the syntax of a scenario, and return a summary."""
+    return str(reach(run_id)({"strike": dict(action)})["text"])
 
 
 def flap(
     ask: Callable[[Request], Answer], part: Mapping[str, object], seconds: float | None
 ) -> Iterator[tuple[int, float]]:
-    """Take links down and up from now on until it is over; they are up when this ends, however it ends.
+    """Take links down and up in turns; the links are up at the end, even after an error.
 
-    Yields after each change how often they went down so far, and by how many seconds the latest of the changes was
-    late. ``seconds`` None is without end, unless the action says how often.
+    Yields, after each change, the number of interruptions so far and the maximum lateness of a change in seconds.
+    ``seconds`` is the total duration; None repeats without end unless the action has a count.
     """
-    given, handle = {"flap": dict(part)}, new_handle(Flap.name)
-    action = parse(ActionPart, given).action
+    request, handle = {"flap": dict(part)}, new_handle(Flap.name)
+    action = parse(ActionPart, request).action
     assert isinstance(action, Flap)
-    began = time.monotonic()
-    turns, late, down = 0, 0.0, False
+    start = time.monotonic()
+    interruptions, lateness, down = 0, 0.0, False
     try:
         for phase, when in action.turns(0.0, math.inf if seconds is None else seconds):
-            time.sleep(max(0.0, began + when - time.monotonic()))
+            time.sleep(max(0.0, start + when - time.monotonic()))
             down = phase == "strike" or down
-            ask({"strike": given, "handle": handle} if phase == "strike" else {"undo": handle})
+            ask({"strike": request, "handle": handle} if phase == "strike" else {"undo": handle})
             down = phase == "strike"
-            turns, late = turns + down, max(late, time.monotonic() - began - when)
-            yield turns, late
-    except InputError:  # refused: nothing of it is in force
+            interruptions, lateness = interruptions + down, max(lateness, time.monotonic() - start - when)
+            yield interruptions, lateness
+    except InputError:  # the run refused the action, so no link is down
         down = False
         raise
     finally:
@@ -236,28 +243,28 @@ def flap(
 
 
 @contextlib.contextmanager
-def serving(run_id: str, respond: Callable[[Request], Answer]) -> Iterator[None]:
-    """Have requests to a run answered within the block, each in a thread of its own."""
+def serve_requests(run_id: str, respond: Callable[[Request], Answer]) -> Iterator[None]:
+    """Answer requests to a run within the block, each in a separate thread."""
     token = runstate.read(run_id).token
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
-            said: Answer
+            response: Answer
             try:
                 request = json.loads(self.rfile.readline(LONGEST))
                 if not hmac.compare_digest(str(request.pop("token", "")).encode(), token.encode()):
                     raise InputError("the token of the run is missing or wrong")
-                said = respond(request)
+                response = respond(request)
             except TestbedError as error:
-                said = {"error": str(error), "input": isinstance(error, InputError)}
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is the asker's to read, not the run's to die of
-                said = {"error": f"{type(error).__name__}: {error}", "input": False}
-            with contextlib.suppress(OSError):  # the asker has left
-                self.wfile.write(json.dumps(said).encode() + b"\n")
+                response = {"error": str(error), "input": isinstance(error, InputError)}
+            except Exception as error:  # noqa: BLE001 - reported to the client; a bad request must not end the run
+                response = {"error": f"{type(error).__name__}: {error}", "input": False}
+            with contextlib.suppress(OSError):  # the client has disconnected
+                self.wfile.write(json.dumps(response).encode() + b"\n")
 
     place = runstate.path_of(run_id).with_suffix(".sock")
-    place.unlink(missing_ok=True)  # of a run on this lab that was killed
-    with _short(run_id) as path:
+    place.unlink(missing_ok=True)  # left by a killed run on this lab
+    with _short_path(run_id) as path:
         server = socketserver.ThreadingUnixStreamServer(path, Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.1,), name="control", daemon=True).start()
@@ -270,8 +277,8 @@ def serving(run_id: str, respond: Callable[[Request], Answer]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _short(run_id: str) -> Iterator[str]:
-    """Give the path of a run's socket in few letters: the kernel takes 107 at most."""
+def _short_path(run_id: str) -> Iterator[str]:
+    """Yield a short path of a run's socket: the kernel accepts at most 107 characters."""
     path = runstate.path_of(run_id).with_suffix(".sock")
     folder = os.open(path.parent, os.O_PATH)
     try:
@@ -280,10 +287,10 @@ def _short(run_id: str) -> Iterator[str]:
         os.close(folder)
 
 
-def _connected(run_id: str) -> socket.socket:
+def _connect(run_id: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
-        with _short(run_id) as path:
+        with _short_path(run_id) as path:
             connection.connect(path)
     except OSError:
         connection.close()
@@ -291,14 +298,14 @@ def _connected(run_id: str) -> socket.socket:
     return connection
 
 
-def _ask(run_id: str, request: Request) -> Answer:
+def _send_request(run_id: str, request: Request) -> Answer:
     try:
-        with _connected(run_id) as connection, connection.makefile("rwb") as stream:
+        with _connect(run_id) as connection, connection.makefile("rwb") as stream:
             stream.write(json.dumps(request).encode() + b"\n")
             stream.flush()
-            said: Answer = json.loads(stream.readline())
+            response: Answer = json.loads(stream.readline())
     except (OSError, ValueError):
-        raise TestbedError(f"{run_id} is over: it did not answer") from None
-    if "error" in said:
-        raise (InputError if said["input"] else TestbedError)(said["error"])
-    return said
+        raise TestbedError(f"{run_id} did not answer: the run has ended") from None
+    if "error" in response:
+        raise (InputError if response["input"] else TestbedError)(response["error"])
+    return response

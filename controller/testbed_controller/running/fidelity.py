@@ -1,4 +1,4 @@
-"""How far a run on this host can be trusted: its links measured before, processors and queues while it goes on."""
+"""Trust in a run on this host: link measurements before the run, processors and queues during the run."""
 
 from __future__ import annotations
 
@@ -16,86 +16,98 @@ from testbed_controller.shaping.hostload import HostMonitor
 from testbed_controller.shaping.tolerance import RATE_LOWEST
 
 BUSY = 0.8
-"""Share of all processors busy, on average, from which load explains links that are outside their tolerance."""
+"""Average share of busy processors above which load explains links outside their tolerance."""
 _MARGIN = 0.95
-"""Share of the rate that a link was measured to carry that is advised, since measurements of one host differ."""
+"""Recommended share of the measured rate, since measurements of one host vary."""
 _PAUSE = 1.0
-"""Seconds between two measurements of links that were outside their tolerance."""
+"""Pause between two measurements of links outside their tolerance, in seconds."""
 
 
-def since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shaper's statistics with only what was between two readings: packets dropped, bytes, processor time.
+def statistics_since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shaper's statistics between two readings: dropped packets, bytes, processor time in seconds.
 
-    What the measurement of the links before the run did to their queues is none of the run's business.
+    The difference excludes the measurement of the links before the run.
     """
     earlier = before.get("queues", {})
-    queues = {
-        name: {kind: max(0, count - earlier.get(name, {}).get(kind, 0)) for kind, count in counts.items()}
-        for name, counts in after.get("queues", {}).items()
-    }
-    sent = {name: count - before.get("sent", {}).get(name, 0) for name, count in after.get("sent", {}).items()}
-    took = {key: after[key] - before.get(key, 0.0) for key in ("processor_seconds",) if key in after}
-    # A device that has started again counts from nothing.
-    return {**after, **took, "queues": queues, "sent": {name: max(0, count) for name, count in sent.items()}}
+    queues: dict[str, dict[str, int]] = {}
+    for name, counts in after.get("queues", {}).items():
+        queues[name] = {}
+        for kind, count in counts.items():
+            # A restarted device counts from zero again.
+            queues[name][kind] = max(0, count - earlier.get(name, {}).get(kind, 0))
+    sent = {}
+    for name, count in after.get("sent", {}).items():
+        sent[name] = max(0, count - before.get("sent", {}).get(name, 0))
+    difference = {**after, "queues": queues, "sent": sent}
+    if "processor_seconds" in after:
+        difference["processor_seconds"] = after["processor_seconds"] - before.get("processor_seconds", 0.0)
+    return difference
 
 
 class LinksError(HostError):
-    """Links are outside their tolerance, and the user has not accepted that.
+    """Links exceed their tolerance, and the user has not accepted the deviation.
 
-    ``host`` holds what `HostMonitor` found while the links were measured, and ``neighbours_refused``: how often the
-    kernel's neighbour table had no room meanwhile.
+    ``host`` is the report of `HostMonitor` during the measurement, with ``neighbours_refused``: how often the kernel's
+    neighbour table was full meanwhile.
     """
 
     def __init__(self, measurements: Sequence[LinkMeasurement], host: Mapping[str, float] | None = None) -> None:
-        bad = [each for each in measurements if each.problem]
+        failed = [measurement for measurement in measurements if measurement.problem]
+        causes = "; ".join(_find_causes(measurements, host or {}))
         super().__init__(
-            f"{len(bad)} of {len(measurements)} links are not what the scenario asks for: "
-            f"{'; '.join(_causes(measurements, host or {}))}; --accept-links runs all the same (the verdict says so)"
+            f"{len(failed)} of {len(measurements)} links are outside their tolerance: {causes}; "
+            "--accept-links runs with these links (the verdict reports it)"
         )
         self.measurements = list(measurements)
 
 
-def verified(
+def verify_links(
     probe: Callable[[Sequence[Pair]], list[LinkMeasurement]],
     pairs: Sequence[Pair],
     accept: bool,
     patience: float = 20.0,
 ) -> list[LinkMeasurement]:
-    """Measure these links; raise `LinksError` when one stays outside its tolerance, unless that is accepted.
+    """Measure links; raise `LinksError` if one stays outside its tolerance and ``accept`` is False.
 
-    Links outside their tolerance, and no others, are measured again for ``patience`` seconds: hosts that others share
-    are often slow for a few seconds and then are not.
+    Links outside their tolerance are measured again for ``patience`` seconds, since shared hosts are often slow for a
+    few seconds only.
     """
     until = time.monotonic() + patience
     monitor = HostMonitor()
     monitor.start()
-    refused = neighbours_refused()
+    refused_before = neighbours_refused()
     try:
-        found = {(each.source, each.destination): each for each in probe(pairs)}
-        while not accept and (bad := _outside(found.values())) and time.monotonic() < until:
+        latest = {(measurement.source, measurement.destination): measurement for measurement in probe(pairs)}
+        while not accept and (failed := _pairs_outside(latest.values())) and time.monotonic() < until:
             time.sleep(_PAUSE)
-            found |= {(each.source, each.destination): each for each in probe(bad)}
+            latest |= {(measurement.source, measurement.destination): measurement for measurement in probe(failed)}
     finally:
         host = monitor.stop()
-    if not accept and _outside(found.values()):
-        host["neighbours_refused"] = neighbours_refused() - refused
-        raise LinksError(list(found.values()), host)
-    return list(found.values())
+    if not accept and _pairs_outside(latest.values()):
+        host["neighbours_refused"] = neighbours_refused() - refused_before
+        raise LinksError(list(latest.values()), host)
+    return list(latest.values())
 
 
-def _outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
-    return [(each.source, each.destination) for each in measurements if each.problem]
+def _pairs_outside(measurements: Iterable[LinkMeasurement]) -> list[Pair]:
+    return [(link.source, link.destination) for link in measurements if link.problem]
 
 
 def nearest_rate(carried: float) -> float:
-    """Return a rate that this host carries, given the rate it was measured to carry, as two digits."""
+    """Return a safe rate below the measured rate ``carried``, rounded down to two digits (bit/s).
+
+    Example::
+
+        >>> nearest_rate(1e9)
+        950000000.0
+    """
     advised = carried * _MARGIN
     unit: float = 10.0 ** (math.floor(math.log10(advised)) - 1)
     return math.floor(advised / unit) * unit
 
 
 def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> int:
-    """Return how often the kernel's neighbour table has had no room since boot; 0 where the kernel does not count."""
+    """Return how often the kernel's neighbour table was full since boot; 0 without kernel statistics."""
     try:
         header, *processors = statistics.read_text().splitlines()
     except FileNotFoundError:
@@ -104,27 +116,27 @@ def neighbours_refused(statistics: Path = Path("/proc/net/stat/arp_cache")) -> i
     return sum(int(line.split()[column], 16) for line in processors)
 
 
-def _causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) -> list[str]:
-    """Return the causes that the measurements show, each with its remedy."""
-    from testbed.trace.verdict import STOLEN_SHARE  # late: who watches a host needs no numpy
+def _find_causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) -> list[str]:
+    """Return the causes of failed measurements, each with a remedy."""
+    from testbed.trace.verdict import STOLEN_SHARE  # late: a program that monitors a host needs no numpy
 
     causes = []
     stolen, load = host.get("host_stolen", 0.0), host.get("host_load")
     if host.get("neighbours_refused"):
         causes.append(
-            "the kernel's neighbour table overflowed, which costs other programs packets as well: raise "
+            "the kernel's neighbour table overflowed, so other programs lose packets too: raise "
             "net.ipv4.neigh.default.gc_thresh1, gc_thresh2 and gc_thresh3 by sysctl"
         )
     if stolen > STOLEN_SHARE:
-        causes.append(f"a hypervisor kept {stolen:.0%} of the processors' time for others: try again later")
+        causes.append(f"the hypervisor took {stolen:.0%} of the processor time for other machines: try again later")
     if load is not None and load >= BUSY:
         causes.append(f"the processors of this host were {load:.0%} busy: use a less loaded host")
     if worst := _beyond_the_host(measurements):
         assert worst.rate
         asked, carried = format_rate(worst.expected.rate or 0), format_rate(nearest_rate(worst.rate))
         causes.append(
-            f"the rate of {worst.source} -> {worst.destination}, {asked}, is above what this host was measured to "
-            f"carry: use at most {carried}"
+            f"the rate of {worst.source} -> {worst.destination}, {asked}, exceeds the measured capacity of "
+            f"this host: use at most {carried}"
         )
     if causes:
         return causes
@@ -133,12 +145,19 @@ def _causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, float]) 
 
 
 def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
-    """Return the link that falls furthest short of its rate, unless this host carried as much over another link."""
-    most = max((each.rate for each in measurements if each.rate and not each.problem), default=0.0)
-    slow = [each for each in measurements if _too_slow(each) and (each.expected.rate or 0) > most]
-    return min(slow, key=lambda each: (each.rate or 0) / (each.expected.rate or 1), default=None)
+    """Return the link with the largest rate deficit, unless this host reached its rate on another link."""
+    reached = [link.rate for link in measurements if link.rate and not link.problem]
+    highest = max(reached, default=0.0)
+    candidates = []
+    for link in measurements:
+        # A rate up to the highest reached one cannot exceed this host's capacity.
+        if _is_slow(link) and (link.expected.rate or 0) > highest:
+            candidates.append(link)
+    return min(candidates, key=lambda link: (link.rate or 0) / (link.expected.rate or 1), default=None)
 
 
-def _too_slow(each: LinkMeasurement) -> bool:
-    wanted = each.expected.rate
-    return bool(each.problem and wanted and each.rate and each.rate < RATE_LOWEST * wanted)
+def _is_slow(link: LinkMeasurement) -> bool:
+    expected = link.expected.rate
+    if not link.problem or not expected or not link.rate:
+        return False
+    return link.rate < RATE_LOWEST * expected

@@ -1,4 +1,4 @@
-"""The weights that runs begin with."""
+"""Initial weights of runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class InitialWeights:
-    """The weights that the runs of a scenario begin with, read or trained once for all that begin alike."""
+    """The initial weights of a scenario's runs, read or trained once for all runs with equal ones."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last: tuple[Path, Model, Weights] | None = None
 
-    def of(self, prepared: Prepared) -> Weights | None:
-        """Return them, keyed as `Model.build` names them; None: they are drawn from the seed.
+    def weights_for(self, prepared: Prepared) -> Weights | None:
+        """Return initial weights with the keys of `Model.build`, or None if the seed determines them.
 
-        Where they come from a scenario, that is simulated: the same weights on every host.
+        Weights from a scenario are trained in simulation, so they are equal on every host.
         """
         if prepared.problem.workload.initial_weights is None:
             return None
@@ -50,10 +50,10 @@ class InitialWeights:
         from testbed.simulation import simulate
 
         scenario = first.scenario
-        begun = InitialWeights(self._console).of(first)
+        begun = InitialWeights(self._console).weights_for(first)
         with LiveProgress(self._console, scenario.name, batches(scenario, first.plan), "steps") as live:
-            live.stage("training the weights to begin with")
+            live.stage("training the initial weights")
             outcome = simulate(first, first.workload.load(first), live.event, begun)
         if outcome.status != "finished" or outcome.weights is None:
-            raise TestbedError(f"{file}, which trains the weights to begin with, {outcome.status}: {outcome.error}")
+            raise TestbedError(f"{file}, which trains the initial weights, {outcome.status}: {outcome.error}")
         return outcome.weights

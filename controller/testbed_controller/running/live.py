@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: its stage, progress, speed and loss, and faults as they strike."""
+"""The live display of a run: stage, progress, speed, loss, and faults."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.text import Text
 from testbed.trace.events import Event
 
 SHOWN = ("step", "request", "evaluate", "failed", "fault", "recovery", "state", "log")
-"""Events that a run shows; `LiveProgress` passes over others."""
+"""Event types shown by `LiveProgress`."""
 SPEED_WINDOW = 20
-"""Steps over which the displayed speed is taken."""
+"""Number of steps for the average of the displayed speed."""
 
 
 class LiveProgress:
-    """Follows one run. On a terminal it redraws in place; elsewhere it prints a line for what matters."""
+    """The progress display of one run: redrawn in place on a terminal, otherwise one line for each important event."""
 
     def __init__(self, console: Console, title: str, total: int | None, unit: str) -> None:
         self._console = console
@@ -48,24 +48,24 @@ class LiveProgress:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """Say what the run is doing now."""
+        """Show the current stage of the run."""
         with self._lock:
             self._stage = text
             self._console.print(Text(text, style="cyan"))
 
     def event(self, event: Event) -> None:
-        """Take one event of the run into account."""
+        """Update the display with an event."""
         with self._lock:
             if event.event in ("step", "request"):
                 self._advance(event)
             elif event.event == "evaluate":
                 self._accuracy = event.fields.get("accuracy")
-            elif (said := _said(event)) is not None:
-                text, style = said
+            elif (message := _describe_event(event)) is not None:
+                text, style = message
                 self._console.print(Text(f"{event.time:8.2f} s  {text}", style=style))
 
     def _advance(self, event: Event) -> None:
-        # A restored checkpoint repeats steps: the bar shows the furthest one, the speed what is really done.
+        # A restored checkpoint repeats steps: the bar shows the furthest step, the speed counts all of them.
         number = int(event.fields.get(event.event, self._done)) + 1
         self._done = max(self._done, number)
         self._loss = event.fields.get("loss", self._loss)
@@ -74,10 +74,10 @@ class LiveProgress:
         if self._total and not self._console.is_terminal and self._done / self._total >= self._next_report:
             self._next_report = self._done / self._total + 0.1
             self._console.print(
-                Text(f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._figures()}")
+                Text(f"{event.time:8.2f} s  {self._done}/{self._total} {self._unit}  {self._format_metrics()}")
             )
 
-    def _figures(self) -> str:
+    def _format_metrics(self) -> str:
         parts = []
         if len(self._ends) > 1 and self._ends[-1] > self._ends[0]:
             parts.append(f"{(len(self._ends) - 1) / (self._ends[-1] - self._ends[0]):.1f} {self._unit}/s")
@@ -88,11 +88,11 @@ class LiveProgress:
         return "  ".join(parts)
 
     def _render(self) -> Group:
-        return Group(self._bar, Text(f"{self._stage}  {self._figures()}", style="cyan"))
+        return Group(self._bar, Text(f"{self._stage}  {self._format_metrics()}", style="cyan"))
 
 
-def _said(event: Event) -> tuple[str, str] | None:
-    """Return what is printed of an event, and how; None of most."""
+def _describe_event(event: Event) -> tuple[str, str] | None:
+    """Return the text and style of an event, or None if it is not displayed."""
     fields, bad = event.fields, "bold red"
     match event.event:
         case "failed":

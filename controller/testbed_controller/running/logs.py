@@ -1,4 +1,4 @@
-"""The logs of a run on containers, in its results folder: controller.log, and logs/DEVICE.log of each container."""
+"""Logs of a run on containers, in its results folder: controller.log, and logs/DEVICE.log for each container."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from testbed_controller.hosts.lab import AnyLab
 
 CONTROLLER_LOG = "controller.log"
 FOLDER = "logs"
-"""Folder of the containers' logs; no device can have the name of the file beside it."""
+"""Subfolder of the container logs, so that no device name can collide with controller.log."""
 LARGEST_LOG = 1 << 20
-"""Bytes of a container's log that are kept: its end."""
+"""Maximum size of a saved container log, in bytes; the beginning is cut."""
 WORKERS = 8
-"""Logs that are read at once."""
+"""Number of logs read concurrently."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class _RunLog(logging.FileHandler):
-    """The controller's log of one run."""
+    """The log handler of one run."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Drop a record that cannot be written, as on a full disk, of which the run itself reports."""
+        """Drop a record that cannot be written, for example on a full disk, which the run itself reports."""
 
 
 @contextmanager
 def controller_log(results: Path) -> Iterator[None]:
-    """Write the controller's log into the results folder of a run, with the traceback of an error that ends it.
+    """Write the controller's log into a run's results folder, with the traceback of a fatal error.
 
-    Levels are those of the loggers: ``info`` with the command line, Python's own from Python.
+    The loggers keep their levels: ``info`` for the command line, the caller's for the Python API.
     """
     handler = _RunLog(results / CONTROLLER_LOG, encoding="utf-8")
     handler.setFormatter(LineFormatter())
@@ -47,7 +47,7 @@ def controller_log(results: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Whoever called reports the error: on a terminal its traceback appears only from the level info on.
+        # The caller reports the error, but a terminal shows the traceback only at level info.
         _LOG.info("the run ended with an error", exc_info=True)
         raise
     finally:
@@ -57,7 +57,7 @@ def controller_log(results: Path) -> Iterator[None]:
 
 
 def save_container_logs(lab: AnyLab, results: Path) -> None:
-    """Write the end of each container's log into the results folder of a run; one that cannot be read is left out."""
+    """Write the end of each container's log into a run's results folder; unreadable logs are skipped."""
 
     folder = results / FOLDER
     folder.mkdir(exist_ok=True)
@@ -67,14 +67,14 @@ def save_container_logs(lab: AnyLab, results: Path) -> None:
         try:
             (folder / f"{name}.log").write_bytes(_last_bytes(pieces))
         except (TestbedError, APIError, requests.RequestException, HTTPError, OSError):
-            _LOG.info("the log of %s cannot be saved", name, exc_info=True)
+            _LOG.info("cannot save the log of %s", name, exc_info=True)
 
     with ThreadPoolExecutor(WORKERS, "logs") as pool:
         list(pool.map(save, lab.container_logs().items()))
 
 
 def _last_bytes(pieces: Iterable[bytes]) -> bytes:
-    """Return the end of what an iterable yields, whole lines where it is cut."""
+    """Return the last bytes of an iterable, from the start of a line if the beginning is cut."""
     kept = bytearray()
     cut = False
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""Carries out faults, traces and settings on containers, for a run's scripts and for commands from outside alike.
+"""Faults, traces and settings applied to containers, by a run's scripts and by manual commands.
 
-The links and speeds in force are written beside the run's state file, so that a partition which one process made can
-be healed by another. A lock is held from reading them until they have been applied.
+The active links and speeds are stored beside the run's state file, so one process can heal a partition that another one
+made. A lock is held from reading the file until the change has been applied.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ if TYPE_CHECKING:
     from testbed_controller.lab.clients import Agent
 
 HALTED = MIN_FACTOR
-"""Share of its own speed at which a device that is about to be paused computes: what it has begun waits as it does."""
+"""Speed factor of a device about to be paused: begun work must wait while the device is frozen."""
 RETIRE_SECONDS = 60.0
-"""How long a device may take to hand over what it holds."""
+"""Time for a device to hand over its state, in seconds."""
 RETIRE_INTERVAL = 0.1
 _SLOWNESS_STEP = 0.5
-"""Seconds there and back: changes within a step are not sent. Time-outs have two seconds to spare, and a trace of a
-radio link changes its rate many times a second."""
+"""Minimum change of a round-trip time that is sent to devices, in seconds. Time-outs have two seconds to spare, and a
+trace of a radio link changes its rate many times a second."""
 _STATES: Mapping[str, DeviceState] = {"running": "up", "paused": "paused"}
-"""In the engine's words; in any other state a device is down."""
+"""Device states by the engine's container states; any other means down."""
 
 
 @dataclass
 class _LinkChanges:
-    """Changes of its links that a device has to know, by peer."""
+    """Link changes for one device, by peer."""
 
     message_loss: dict[str, float] = field(default_factory=dict)
     slowness: dict[str, float] = field(default_factory=dict)
 
 
 class DockerFaultTarget:
-    """The devices of a lab, their links and their speeds (`testbed.faults.conditions.FaultTarget`).
+    """The devices, links and speeds of a lab; implements `testbed.faults.conditions.FaultTarget`.
 
-    Links and speeds stay as they are for the rest of the run, also when a device restarts. ``admit`` is done to a
-    device that has been switched on; it has to end in `inform`.
+    Links and speeds persist for the rest of the run, even if a device restarts. ``admit`` is called for a started
+    device and must end with `inform`.
     """
 
     def __init__(self, lab: AnyLab, admit: Callable[[str], None] | None = None) -> None:
         self.run_id = lab.run_id
         self.experiment = lab.experiment
         self._lab = lab
-        self._admit = admit or self._shape
+        self._admit = admit or self._shape_links
         self._path = runstate.path_of(lab.run_id).with_suffix(".conditions")
 
     @property
     def shown(self) -> SystemState:
-        """The links and speeds in force."""
+        """The active links and speeds."""
         try:
-            return _read(json.loads(self._path.read_text()), self.untouched)
+            return _from_json(json.loads(self._path.read_text()), self.untouched)
         except FileNotFoundError:
             return self.untouched
 
@@ -77,52 +77,53 @@ class DockerFaultTarget:
         return SystemState.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
 
     def links(self) -> dict[Pair, Link]:
-        """Return every link as it should be right now."""
-        shown = self.shown
-        return {pair: shown.link(pair) for pair in shown.links}
+        """Return every link in its current state."""
+        state = self.shown
+        return {pair: state.link(pair) for pair in state.links}
 
     def states(self) -> dict[str, DeviceState]:
-        """Ask the engine for the state of every device."""
+        """Return the state of every device from the engine."""
         return {name: _STATES.get(state, "down") for name, state in self._lab.states().items()}
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other threads and processes from changing links and speeds."""
+        """Prevent other threads and processes from changing links and speeds."""
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def show(self, now: SystemState, changed: StateDiff) -> None:
-        """Shape the links that changed, write down what is in force, and give the agents what is theirs to do.
+        """Shape the changed links, store the new state, and notify the agents.
 
-        What the shaper refuses is not in force. A device that is deployed meanwhile reads what was written.
+        A change refused by the shaper is not stored. A device deployed in the meantime reads the stored state.
         """
         before = self.shown
         if changed.links:
             self._lab.shaper.set(changed.links)
+        # Replace the file in one step: another process may be reading it.
         draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(_written(now)))
+        draft.write_text(json.dumps(_to_json(now)))
         draft.replace(self._path)
         self._send_links(changed.links, before.link, now.link)
         self._send_speeds(changed.speeds)
 
     def kill(self, device: str) -> None:
-        """End the container of a device at once."""
+        """Kill the container of a device."""
         self._lab.kill(device)
 
     def restart(self, device: str) -> None:
-        """Boot a device with links and speed as they are in force."""
+        """Start a device with its current links and speed."""
         self._lab.start(device)
         self._admit(device)
 
-    def _shape(self, device: str) -> None:
+    def _shape_links(self, device: str) -> None:
         self._lab.admit(device, self.links())
         self.inform(device)
 
     def retire(self, device: str) -> None:
-        """Ask a device to leave, wait until its program has returned, and switch it off.
+        """Request a graceful shutdown, wait for the end of the program, and stop the device.
 
-        Raises `TestbedError` where the program goes on.
+        Raises `TestbedError` if the program continues.
         """
         with suppress(AgentGone):
             if (agent := self._agent(device)) is not None:
@@ -130,25 +131,25 @@ class DockerFaultTarget:
                 end = time.monotonic() + RETIRE_SECONDS
                 while agent.health()["state"] == "running":
                     if time.monotonic() > end:
-                        raise TestbedError(f"{device} was asked to leave and still runs after {RETIRE_SECONDS:g} s")
+                        raise TestbedError(f"{device} did not finish its graceful shutdown within {RETIRE_SECONDS:g} s")
                     time.sleep(RETIRE_INTERVAL)
         self.kill(device)
 
     def pause(self, device: str) -> None:
-        """Freeze a device; it computes nothing from then on, since while it is frozen no paced time must pass."""
+        """Freeze a device; its computation halts first, since a frozen device must not use up paced time."""
         self._send_speeds({device: HALTED})
         self._lab.pause(device)
 
     def resume(self, device: str) -> None:
-        """Let a frozen device go on, at the speed that is in force."""
+        """Continue a frozen device at its current speed."""
         self._lab.resume(device)
         self.inform(device, fresh=False)
 
     def inform(self, name: str, *, fresh: bool = True) -> None:
-        """Send a device what its links and its speed are like right now.
+        """Send a device the current properties of its links and its speed.
 
-        It has just been booted or deployed (``fresh``), so that it knows nothing but its deployment, or could not be
-        reached for a while.
+        ``fresh`` means a device that was just booted or deployed and knows only its deployment; otherwise the device
+        was unreachable for a while.
         """
         now = self.shown
         own = [pair for pair in now.links if name in pair]
@@ -164,26 +165,27 @@ class DockerFaultTarget:
         now: Callable[[Pair], Link],
         receivers: Collection[str] | None = None,
     ) -> None:
-        """Send devices what is theirs to do about links that differ from those ``before``; None: it is not known.
+        """Notify devices of links that differ from ``before``; None means that the devices' knowledge is unknown.
 
-        A receiver loses casts, and both ends of a slow connection wait longer. ``receivers`` None: all devices.
+        The receiver of a link loses broadcasts, and both ends of a slow connection extend their time-outs.
+        ``receivers`` limits the notified devices; None notifies all.
         """
         changes: dict[str, _LinkChanges] = defaultdict(_LinkChanges)
         for source, destination in pairs:
-            there, back = (source, destination), (destination, source)
-            if before is None or now(there).message_loss != before(there).message_loss:
-                changes[destination].message_loss[source] = now(there).message_loss
-            if back in self.experiment.links:
-                found = slowness(now(there), now(back))
-                if before is None or _coarse(found) != _coarse(slowness(before(there), before(back))):
-                    changes[source].slowness[destination] = found
-                    changes[destination].slowness[source] = found
+            outward, inward = (source, destination), (destination, source)
+            if before is None or now(outward).message_loss != before(outward).message_loss:
+                changes[destination].message_loss[source] = now(outward).message_loss
+            if inward in self.experiment.links:
+                round_trip = slowness(now(outward), now(inward))
+                if before is None or _round_down(round_trip) != _round_down(slowness(before(outward), before(inward))):
+                    changes[source].slowness[destination] = round_trip
+                    changes[destination].slowness[source] = round_trip
         for name, change in changes.items():
             if receivers is None or name in receivers:
                 self._send_change(name, change)
 
     def _send_change(self, name: str, change: _LinkChanges) -> None:
-        # A device that is dead, or whose program is not there yet, gets the links when it is deployed.
+        # A dead device, or one without a program, receives the links with its deployment.
         with suppress(AgentGone):
             agent = self._agent(name)
             if agent is not None and agent.health()["state"] != "idle":
@@ -196,42 +198,44 @@ class DockerFaultTarget:
                     agent.set_speed(factor)
 
     def _agent(self, name: str) -> Agent | None:
-        """Return a device's agent, if it runs; one that is dead or paused learns of it once it is there again."""
+        """Return the agent of a running device, or None; other devices are informed after their start."""
         if self._lab.devices[name].state != "running":
             self._lab.refresh()
-        return self._lab.agent(name) if self._lab.devices[name].state == "running" else None
+        if self._lab.devices[name].state != "running":
+            return None
+        return self._lab.agent(name)
 
 
-def _coarse(seconds: float) -> int:
+def _round_down(seconds: float) -> int:
     return int(seconds / _SLOWNESS_STEP)
 
 
-def _written(now: SystemState) -> dict[str, Any]:
-    """Return as JSON what was done to links and speeds."""
-    in_force = {
-        handle: ActionPart.of(action).model_dump(mode="json", by_alias=True, exclude_none=True)
-        for handle, action in now.in_force.items()
-    }
+def _to_json(now: SystemState) -> dict[str, Any]:
+    """Return the changes of links and speeds as JSON."""
+    in_force = {}
+    for handle, action in now.in_force.items():
+        part = ActionPart.of(action)
+        in_force[handle] = part.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {"links": links_to_json(now.set_links), "speeds": dict(now.set_speeds), "in_force": in_force}
 
 
-def _read(written: Mapping[str, Any], untouched: SystemState) -> SystemState:
-    """Return the conditions that were written down."""
+def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemState:
+    """Return the state stored by `_to_json`."""
     return replace(
         untouched,
-        set_links=links_from_json(written["links"]),
-        set_speeds=written["speeds"],
-        in_force={handle: ActionPart.model_validate(part).action for handle, part in written["in_force"].items()},
+        set_links=links_from_json(document["links"]),
+        set_speeds=document["speeds"],
+        in_force={handle: ActionPart.model_validate(part).action for handle, part in document["in_force"].items()},
     )
 
 
 def events_of(step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and fields of each event that records a step and what it changed; see `changes_of`."""
+    """Return the name and fields of each event that records a step and its changes; see `changes_of`."""
     return [*step.events(), *changes_of(changed, speeds)]
 
 
 def changes_of(changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and fields of each event that records new figures of links and devices.
+    """Return the name and fields of each event that records changed links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.
     """

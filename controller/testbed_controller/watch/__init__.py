@@ -1,1 +1,1 @@
-"""A page on loopback that shows a run while it goes on, and strikes it."""
+"""A web page on loopback that follows an active run and can inject faults."""

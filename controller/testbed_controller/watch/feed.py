@@ -1,4 +1,4 @@
-"""The events of a run's folder as they are written, or again at a chosen pace."""
+"""The event stream of a run's folder, live or replayed at a chosen pace."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from typing import Any
 from testbed_controller.results.recorder import RUNNING
 
 INTERVAL = 0.25
-"""Seconds between two looks at the file, and between two batches."""
+"""Polling interval of the file and interval of batches, in seconds."""
 HISTORY = 60.0
-"""Seconds before the newest event of which the page still draws what devices did."""
+"""Length of the time line on the page, in seconds."""
 BARS = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
-"""Events that are drawn as bars, and as what."""
+"""Event types drawn as bars, with the kind of bar."""
 BLOCK = 1 << 20
-"""Bytes that are read at a time, about: a run's events may be more than memory holds."""
+"""Approximate size of a read, in bytes: the events of a run may exceed the memory."""
 _UNSHOWN = {"begin", "memory", "host", "objects"}
-"""Events that the page has no use for: most of them all, and large."""
+"""Event types that the page ignores; they are frequent and large."""
 
 
 class Tail:
-    """Reads a growing file of JSON lines: whole lines only, and a block of them at a time."""
+    """A reader of a growing file of JSON lines, in blocks of complete lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
         self.more = False
-        """Whether there may be more lines by now than the last block had."""
+        """Whether the file may have lines beyond the last block."""
 
-    def news(self) -> list[Any]:
-        """Return the lines since the last call, or the first block of them; nothing of a file that is not there yet."""
+    def read_lines(self) -> list[Any]:
+        """Return the lines since the last call, at most one block; empty if the file does not exist yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
@@ -50,7 +50,7 @@ class Tail:
         return [json.loads(line) for line in lines]
 
     def newest(self) -> float:
-        """Return the time of the last whole line; 0 where there is none, or it is longer than a block."""
+        """Return the time of the last complete line in seconds; 0 without one, or if it exceeds a block."""
         try:
             with self._path.open("rb") as file:
                 file.seek(max(0, file.seek(0, SEEK_END) - BLOCK))
@@ -62,10 +62,10 @@ class Tail:
 
 
 def batches(folder: Path, drawn: Collection[str], pace: float | None = None) -> Iterator[dict[str, Any]]:
-    """Yield what happened, in batches: ``events`` (as `shown` has them), ``now`` (seconds of the run), ``over``.
+    """Yield batches of ``events`` (see `select_shown`), ``now`` (seconds of the run) and ``over`` (status at the end).
 
-    The run may be finished or not. ``pace`` is in seconds of the run in a second of the reader's, from the run's start;
-    None: all there is, then as it comes.
+    ``pace`` replays the run from its start at this multiple of real time; None yields all events at once and then
+    follows.
     """
     tail = Tail(folder / "events.jsonl")
     began = time.monotonic()
@@ -75,43 +75,43 @@ def batches(folder: Path, drawn: Collection[str], pace: float | None = None) -> 
         facts = json.loads((folder / "manifest.json").read_text())
         due = tail.newest() if pace is None else pace * (time.monotonic() - began)
         if not waiting or waiting[-1]["time"] <= due:
-            waiting.extend(tail.news())
-        ready = _take(waiting, math.inf if pace is None else due)
+            waiting.extend(tail.read_lines())
+        ready = _pop_due(waiting, math.inf if pace is None else due)
         behind = tail.more and not waiting
         latest = max((event["time"] for event in ready), default=0.0)
         now = max(now, latest) if pace is None or behind else due
         over = None
         if facts["status"] != RUNNING and not waiting and not behind:
             over = {"status": facts["status"], "error": facts["error"]}
-        yield {"events": shown(ready, drawn, due), "now": now, "over": over}
+        yield {"events": select_shown(ready, drawn, due), "now": now, "over": over}
         if over:
             return
         if not behind:
             time.sleep(INTERVAL)
 
 
-def _take(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:
-    """Remove and return the events up to a time; a few that are out of order come late."""
+def _pop_due(waiting: deque[dict[str, Any]], due: float) -> list[dict[str, Any]]:
+    """Remove and return the events up to a time; a few out-of-order events are late."""
     ready = []
     while waiting and waiting[0]["time"] <= due:
         ready.append(waiting.popleft())
     return ready
 
 
-def shown(events: list[dict[str, Any]], drawn: Collection[str], now: float) -> list[dict[str, Any]]:
-    """Return the events that the page shows: bars of ``drawn`` devices in the last `HISTORY` seconds, and all else."""
-    found = []
+def select_shown(events: list[dict[str, Any]], drawn: Collection[str], now: float) -> list[dict[str, Any]]:
+    """Return the events for the page: recent bars of the ``drawn`` devices, and all other relevant events."""
+    selected = []
     for event in events:
         kind = event["event"]
         if kind in BARS:
             if event["device"] in drawn and event["time"] >= now - HISTORY:
-                found.append(_bar(event))
+                selected.append(_make_bar(event))
         elif kind not in _UNSHOWN:
-            found.append(event)
-    return found
+            selected.append(event)
+    return selected
 
 
-def _bar(event: dict[str, Any]) -> dict[str, Any]:
+def _make_bar(event: dict[str, Any]) -> dict[str, Any]:
     return {
         "event": "bar",
         "kind": BARS[event["event"]],

@@ -1,4 +1,4 @@
-"""The page over HTTP: on loopback, for who has the token, and for no page of another origin."""
+"""The HTTP server of the page: on loopback, protected by a token, closed to pages of other origins."""
 
 from __future__ import annotations
 
@@ -26,51 +26,51 @@ from testbed_controller.results.files import begun
 from testbed_controller.watch.feed import batches
 
 Strike = Callable[[Mapping[str, object]], str]
-"""Carries out a fault, given as a scenario writes it, and says what it did."""
+"""Function that injects a fault in the syntax of a scenario and returns a summary."""
 READERS = 64
-"""Pages that may be open at once, each with a thread that waits for events."""
+"""Maximum number of open pages; each occupies a thread that waits for events."""
 LARGEST_REQUEST = 1 << 16
-"""Bytes; a fault is a few lines."""
+"""Maximum request size in bytes; a fault is a few lines."""
 
 
 def application(
     folder: Path, token: str, origin: str, strike: Strike | None = None, pace: float | None = None
 ) -> flask.Flask:
-    """Return the WSGI application of the page of one run.
+    """Return the WSGI application for the page of one run.
 
-    Every request must bear the token, in its query or as ``Authorization: Bearer``; one that names another ``origin``
-    than ``http://127.0.0.1:PORT``, the page's own, is refused. Without ``strike`` the run cannot be struck.
+    Every request needs the token, in its query or as ``Authorization: Bearer``; a request with an ``origin`` other than
+    the page's own, ``http://127.0.0.1:PORT``, is refused. Without ``strike``, the page cannot inject faults.
     """
     app = flask.Flask("watch")
     page = Environment(loader=PackageLoader("testbed_controller.watch", "."), autoescape=True).get_template("page.html")
     facts = {"token": token, "strikes": strike is not None}
     trial = begun(folder)
-    shown = described(trial, declared_in(folder, trial))
-    drawn = frozenset(shown["devices"])
+    run = describe_run(trial, declared_in(folder, trial))
+    drawn = frozenset(run["devices"])
     app.config["MAX_CONTENT_LENGTH"] = LARGEST_REQUEST
     app.before_request(lambda: _authorise(token, origin))
     app.register_error_handler(RecursionError, lambda _error: ({"error": "the request is nested too deeply"}, 400))
     app.register_error_handler(TestbedError, lambda error: ({"error": refusal(str(error))}, 400))
-    app.get("/", endpoint="page")(lambda: page.render(facts=shown | facts))
+    app.get("/", endpoint="page")(lambda: page.render(facts=run | facts))
     app.get("/events", endpoint="events")(lambda: _stream(folder, drawn, pace))
     if strike is not None:
-        app.post("/strike", endpoint="strike")(lambda: {"done": strike(_fault(flask.request.get_json()))})
+        app.post("/strike", endpoint="strike")(lambda: {"done": strike(_check_fault(flask.request.get_json()))})
     return app
 
 
-def _fault(given: Any) -> Mapping[str, object]:
-    if not isinstance(given, dict):
-        raise InputError('a fault is an object such as {"kill": "worker"}')
-    return given
+def _check_fault(document: Any) -> Mapping[str, object]:
+    if not isinstance(document, dict):
+        raise InputError('a fault must be an object such as {"kill": "worker"}')
+    return document
 
 
 def _authorise(token: str, origin: str) -> tuple[dict[str, str], int] | None:
     request = flask.request
     if not authorised(request.environ, token):
-        return {"error": "the token is missing or wrong: open the address that was printed"}, 401
-    # A name that resolves to loopback must not make a foreign page look like ours.
+        return {"error": "the token is missing or wrong: open the printed address"}, 401
+    # DNS rebinding: a foreign host name that resolves to loopback must not pass as our own page.
     if f"http://{request.host}" != origin or request.headers.get("Origin", origin) != origin:
-        return {"error": "another origin may not ask"}, 403
+        return {"error": "requests from other origins are refused"}, 403
     return None
 
 
@@ -79,12 +79,12 @@ def _stream(folder: Path, drawn: Collection[str], pace: float | None) -> flask.R
     return flask.Response(lines, mimetype="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def described(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
-    """Return what the page must know of a run before its first event; of very many devices it draws the first."""
+def describe_run(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
+    """Return the data that the page needs before the first event; of very many devices only the first."""
     experiment, radio = trial.experiment, trial.experiment.radio
     drawn = [device.name for device in experiment.devices[:MOST]]
-    known = frozenset(drawn)
-    links = [(pair, link) for pair, link in experiment.links.items() if known.issuperset(pair)]
+    names = frozenset(drawn)
+    links = [(pair, link) for pair, link in experiment.links.items() if names.issuperset(pair)]
     return {
         "name": trial.scenario.name,
         "steps": trial.scenario.workload.total,
@@ -97,7 +97,7 @@ def described(trial: Trial, declared: MetricsSpec) -> dict[str, Any]:
 
 
 class PageServer:
-    """Serves the page of a run from a thread of its own, on a free port of 127.0.0.1."""
+    """A server for the page of a run, in a separate thread, on a free port of 127.0.0.1."""
 
     def __init__(self, folder: Path, strike: Strike | None = None, pace: float | None = None) -> None:
         self._server = PatientServer(("127.0.0.1", 0), None, READERS)
@@ -105,11 +105,11 @@ class PageServer:
         token = secrets.token_urlsafe(24)
         self._server.application = application(folder, token, origin, strike, pace)
         self.address = f"{origin}/?token={token}"
-        """To be opened in a browser."""
+        """URL for the browser."""
         threading.Thread(target=self._server.serve, name="page", daemon=True).start()
 
     def show(self) -> None:
-        """Open the page where there is a desktop; a browser in the terminal would take that over."""
+        """Open the page in a graphical browser; a text browser would take over the terminal."""
         if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
             webbrowser.open(self.address)
 

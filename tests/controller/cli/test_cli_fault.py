@@ -30,7 +30,7 @@ def test_a_partition_is_undone_by_its_handle(lab: RememberedLab) -> None:
     assert not lab.shaped["a", "b"].up
     assert call("undo", found[1]).output == "4 directed links changed\n"
     assert lab.shaped == lab.experiment.links
-    assert f"'{found[1]}' is not in force; what is: nothing" in str(call("undo", found[1]).exception)
+    assert f"no active fault '{found[1]}'; active: none" in str(call("undo", found[1]).exception)
 
 
 def test_devices_are_killed_and_restarted(lab: RememberedLab) -> None:
@@ -68,7 +68,7 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("kill", "z"), "there is no device 'z' in run-1: a, b, c"),
+        (("kill", "z"), "unknown device 'z'; run-1 has a, b, c"),
         (("degrade", "a", "b", "--preset", "telegraph"), "there is no preset 'telegraph'"),
         (("degrade", "a", "b"), "changes nothing"),
         (("degrade", "a", "b", "--jitter", "50ms"), "a jitter of 50ms is above the delay of 5ms"),

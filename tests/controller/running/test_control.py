@@ -40,7 +40,7 @@ class Run:
 def run(lab: RememberedLab) -> Iterator[Run]:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     made = Run(lab)
-    with control.serving(RUN, made.respond):
+    with control.serve_requests(RUN, made.respond):
         yield made
 
 
@@ -64,7 +64,7 @@ def test_python_looks_at_a_run_and_strikes_it(run: Run, lab: RememberedLab) -> N
     found.undo(handle)
     assert lab.shaped == lab.experiment.links
     assert [fields["phase"] for event, fields in run.events if event == "fault"] == ["strike", "undo"]
-    with pytest.raises(InputError, match="no device 'z'"):
+    with pytest.raises(InputError, match="unknown device 'z'"):
         found.strike(kill="z")
 
 
@@ -75,7 +75,7 @@ def test_undo_reverts_kills_and_pauses(run: Run, lab: RememberedLab) -> None:
         assert active.state()["in_force"] == {handle: f"{action} {device}"}
         active.undo(handle)
         assert active.state()["devices"][device] == "up"
-        with pytest.raises(InputError, match="is not in force"):
+        with pytest.raises(InputError, match="no active fault"):
             active.undo(handle)
 
 
@@ -96,9 +96,9 @@ def test_a_flap_by_hand_is_two_events_a_turn_and_its_links_are_up_at_the_end(run
 
 def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(run: Run, lab: RememberedLab) -> None:
     ask = control.reach(RUN)
-    with pytest.raises(InputError, match="there is no device 'z' in run-1: a, b, c"):
+    with pytest.raises(InputError, match="unknown device 'z'; run-1 has a, b, c"):
         ask({"strike": {"kill": "z"}})
-    with pytest.raises(InputError, match="'it' is not in force"):
+    with pytest.raises(InputError, match="no active fault 'it'"):
         ask({"undo": "it"})
     lab.refuses = True
     with pytest.raises(TestbedError, match="the rule did not take"):
@@ -111,7 +111,7 @@ def test_mistakes_are_told_to_who_asked_and_the_run_goes_on(run: Run, lab: Remem
     "line", [b'{"show": null}', b'{"show": null, "token": "wrong"}', b"[]", b"[" * 100_000, b"\xff", b""]
 )
 def test_who_has_no_token_or_says_nothing_that_makes_sense_is_refused(run: Run, line: bytes) -> None:
-    with control._connected(RUN) as connection, connection.makefile("rwb") as stream:
+    with control._connect(RUN) as connection, connection.makefile("rwb") as stream:
         stream.write(line + b"\n")
         stream.flush()
         connection.shutdown(socket.SHUT_WR)
@@ -125,10 +125,10 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
     runstate.write(runstate.RunState(run=RUN, token="secret"))
     monkeypatch.setattr(Lab, "open", lambda _run: lab)
     made = Run(lab)
-    with control.serving(RUN, made.respond):
+    with control.serve_requests(RUN, made.respond):
         ask = control.reach(RUN)
         ask({"strike": {"kill": "b"}})
-    with pytest.raises(TestbedError, match="run-1 is over"):
+    with pytest.raises(TestbedError, match="run-1 did not answer"):
         ask({"strike": {"restart": "b"}})
     assert control.strike(RUN, {"restart": "b"}) == "restart: b"
     assert lab.done == ["kill b", "start b"]
@@ -137,11 +137,11 @@ def test_once_the_run_is_over_a_lab_that_stands_is_changed_directly(
 
 def test_a_socket_whose_run_was_killed_is_no_run(lab: RememberedLab, monkeypatch: pytest.MonkeyPatch) -> None:
     runstate.write(runstate.RunState(run=RUN, token="secret"))
-    with control._short(RUN) as path, socket.socket(socket.AF_UNIX) as dead:
+    with control._short_path(RUN) as path, socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     monkeypatch.setattr(Lab, "open", lambda _run: lab)
     assert control.strike(RUN, {"kill": "b"}) == "kill: b"
-    with control.serving(RUN, Run(lab).respond):
+    with control.serve_requests(RUN, Run(lab).respond):
         assert control.strike(RUN, {"restart": "b"}) == "restart: b"
 
 
@@ -150,5 +150,5 @@ def test_a_state_folder_with_a_long_name_has_sockets_too(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / ("x" * 120)))
     runstate.write(runstate.RunState(run=RUN, token="secret"))
-    with control.serving(RUN, Run(lab).respond):
+    with control.serve_requests(RUN, Run(lab).respond):
         assert control.strike(RUN, {"kill": "c"}) == "kill: c"

@@ -59,8 +59,8 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
         return answer
 
     lab = SimpleNamespace(agent=lambda _name: SimpleNamespace(weights=weights))
-    problem = SimpleNamespace(model=None, training=SimpleNamespace(frozen_travels=True))
-    execution = SimpleNamespace(_lab=lab, _lead="source", _prepared=SimpleNamespace(problem=problem), _weights=None)
+    inputs = SimpleNamespace(complete=lambda weights: weights)
+    execution = SimpleNamespace(_lab=lab, _lead="source", _inputs=inputs)
     return Execution._final_weights(cast(Execution, execution), 1.0)
 
 
@@ -69,7 +69,7 @@ def final_weights(answer: bytes | TestbedError) -> tuple[bytes | None, list[str]
     [
         (b"weights", (b"weights", [])),
         (AgentError("this device's program exposes no weights"), (None, [])),
-        (AgentGone("gone"), (None, ["the weights, since source went down as its program ended"])),
+        (AgentGone("gone"), (None, ["the weights: source went down as its program ended"])),
     ],
 )
 def test_weights_that_are_gone_are_missed_and_those_that_there_never_were_are_not(

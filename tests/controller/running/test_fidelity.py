@@ -10,7 +10,7 @@ from testbed.network.link import Link, Pair
 from testbed.trace.outcome import LinkMeasurement
 from testbed_controller.report.tables import draw
 from testbed_controller.report.terminal import measurements_table
-from testbed_controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verified
+from testbed_controller.running.fidelity import LinksError, nearest_rate, neighbours_refused, verify_links
 
 FINE = [
     LinkMeasurement(source, destination, Link(rate=50e6, delay=0.005), 49.6e6, 0.00508, 0.0, 30)
@@ -37,7 +37,7 @@ class Probe:
 
 def verify(probe: Probe, *, accept: bool = False, patience: float = 0.0) -> list[LinkMeasurement]:
     every = [(each.source, each.destination) for each in probe.found[0]]
-    return verified(probe, every, accept, patience)
+    return verify_links(probe, every, accept, patience)
 
 
 def test_links_within_tolerance_or_accepted_pass_at_once() -> None:
@@ -60,7 +60,7 @@ def test_a_rate_above_what_the_host_carries_is_refused_by_name_with_one_that_wor
     assert refusal.value.exit_code == 3
     text = str(refusal.value)
     assert "2 of 4 links" in text
-    assert "the rate of a -> c, 5gbit, is above what this host was measured to carry: use at most 2.1gbit" in text
+    assert "the rate of a -> c, 5gbit, exceeds the measured capacity of this host: use at most 2.1gbit" in text
     assert "--accept-links" in text
 
 
@@ -87,7 +87,7 @@ def test_an_overflow_of_the_neighbour_table_is_named(tmp_path: Path) -> None:
 
 def test_a_hypervisor_that_takes_the_processors_is_named() -> None:
     text = str(LinksError([*FINE, LATE], {"host_stolen": 0.24}))
-    assert "a hypervisor kept 24% of the processors' time for others: try again later" in text
+    assert "the hypervisor took 24% of the processor time for other machines: try again later" in text
     assert "hypervisor" not in str(LinksError([*FINE, LATE], {"host_stolen": 0.01}))
 
 

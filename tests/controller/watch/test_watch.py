@@ -16,8 +16,8 @@ from testbed.scenario.loading import load, parse
 from testbed_controller.report.thinning import MOST
 from testbed_controller.results.recorder import Recorder
 from testbed_controller.watch import feed
-from testbed_controller.watch.feed import Tail, batches, shown
-from testbed_controller.watch.server import application, described
+from testbed_controller.watch.feed import Tail, batches, select_shown
+from testbed_controller.watch.server import application, describe_run
 from tests.helpers import ROOT, recorded
 
 ORIGIN = "http://127.0.0.1:4000"
@@ -54,7 +54,7 @@ def test_the_page_knows_devices_and_links_and_loads_nothing(folder: Path) -> Non
 
 def test_the_page_knows_which_events_of_the_method_were_pauses() -> None:
     drill = ROOT / "scenarios" / "demo" / "adaptation.yaml"
-    assert described(trials(load(drill))[0], METHODS["ftpipehd"].declared)["pauses"] == ["repartition"]
+    assert describe_run(trials(load(drill))[0], METHODS["ftpipehd"].declared)["pauses"] == ["repartition"]
 
 
 def test_who_has_no_token_learns_nothing(folder: Path) -> None:
@@ -96,12 +96,12 @@ def test_events_are_told_as_they_come(tmp_path: Path) -> None:
 def test_a_line_that_is_half_there_waits(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
-    assert tail.news() == []
+    assert tail.read_lines() == []
     path.write_text('{"time": 1}\n{"ti')
-    assert tail.news() == [{"time": 1}]
+    assert tail.read_lines() == [{"time": 1}]
     with path.open("a") as file:
         file.write('me": 2}\n')
-    assert tail.news() == [{"time": 2}]
+    assert tail.read_lines() == [{"time": 2}]
 
 
 @pytest.mark.parametrize("pace", [None, 1e9])
@@ -120,7 +120,7 @@ def test_a_run_of_any_length_is_read_a_block_at_a_time(
 
 def test_old_bars_are_not_told() -> None:
     events = [{"time": time, "device": "a", "event": "compute", "duration": 0.5} for time in (1.0, 100.0)]
-    assert [event["start"] for event in shown(events, {"a"}, 100.0)] == [99.5]
+    assert [event["start"] for event in select_shown(events, {"a"}, 100.0)] == [99.5]
 
 
 def test_of_very_many_devices_the_first_are_drawn() -> None:
@@ -129,11 +129,11 @@ def test_of_very_many_devices_the_first_are_drawn() -> None:
         network={"topology": "star", "link": {"rate": "8mbit", "delay": "10ms"}},
         faults=[],
     )
-    told = described(many, METHODS["pipeline"].declared)
+    told = describe_run(many, METHODS["pipeline"].declared)
     assert (len(told["devices"]), told["left_out"]) == (MOST, 101)
     assert len(told["links"]) == 2 * (MOST - 1)
     bars = [{"time": 1.0, "device": name, "event": "compute"} for name in ("client1", f"client{MOST + 1}")]
-    assert [bar["device"] for bar in shown(bars, set(told["devices"]), 1.0)] == ["client1"]
+    assert [bar["device"] for bar in select_shown(bars, set(told["devices"]), 1.0)] == ["client1"]
 
 
 def test_what_is_nested_too_deeply_or_too_large_is_refused(folder: Path) -> None:
