@@ -83,7 +83,8 @@ class DeviceSpec:
         return replace(self, speed=self.speed * share, memory_rate=less(self.memory_rate), kinds=kinds)
 
     def joules(self, up: float, computing: float) -> float | None:
-        """Return the energy of ``up`` seconds with ``computing`` busy seconds: idle * up + (busy - idle) * computing."""
+        """Return the energy of ``up`` seconds with ``computing`` busy seconds: idle * up + (busy - idle) *
+        computing."""
         if self.watts is None:
             return None
         idle, busy = self.watts
@@ -99,7 +100,8 @@ class DeviceSpec:
 
     @cached_property
     def rates(self) -> tuple[tuple[tuple[Kind, ...], Rates], ...]:
-        """Return the distinct rates with the kinds of layers that use each. Devices with equal rates take equal time."""
+        """Return the distinct rates with the kinds of layers that use each. Devices with equal rates take
+        equal time."""
         if self.precision != "f32":
             plain = replace(self, precision="f32").rates
             layers = tuple(

@@ -108,7 +108,8 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
 
 
 def batches(scenario: Scenario, plan: Plan) -> int | None:
-    """Return the number of batches of a run; None if the number depends on data files or on the division of the data."""
+    """Return the number of batches of a run; None if the number depends on data files or on the division of
+    the data."""
     known = [count for count in (kind_of(scenario.workload).total(scenario), plan.steps) if count is not None]
     return min(known, default=None)
 

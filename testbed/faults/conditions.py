@@ -248,7 +248,8 @@ class SystemState:
         )
 
     def _suspects(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
-        """Return the links that may differ, in order. A network may have a million links, and most changes touch one."""
+        """Return the links that may differ, in order. A network may have a million links, and most changes
+        touch one."""
         reset = _differing(self.set_links, since.set_links)
         if not differing:
             return sorted(reset)

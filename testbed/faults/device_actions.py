@@ -105,7 +105,8 @@ class ThrottlePart(ConfigModel):
         return self
 
     def slowed(self, factor: float, own: float) -> float:
-        """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown divides it."""
+        """Return the remaining share of full speed ``own`` (FLOP/s): a speed replaces the share, a slowdown
+        divides it."""
         return self.speed / own if self.speed is not None else factor / (self.slowdown or 1.0)
 
 

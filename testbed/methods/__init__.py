@@ -1,4 +1,4 @@
-"""The registry of all methods: those of the testbed, and those of installed packages such as papers/."""
+"""The registry of all methods, including those of installed packages such as papers/."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _installed() -> Mapping[str, EntryPoint]:
 
 
 class _Registry(Mapping[str, "Method"]):
-    """Name -> method; a method's module is imported when it is first asked for."""
+    """Mapping of names to methods, each imported on first use."""
 
     def __getitem__(self, name: str) -> Method:
         if name not in _CLASSES and name not in _installed():
@@ -62,14 +62,14 @@ class _Registry(Mapping[str, "Method"]):
 
 
 METHODS: Mapping[str, Method] = _Registry()
-"""Those of this code, and those of installed packages.
+"""All methods: the testbed's own, then those of installed packages.
 
 A key ``TASK.NAME`` is a method NAME that a package brings for one task, beside the method NAME for other tasks.
 """
 
 
 def get(name: str, task: str = "") -> Method:
-    """Return the method of that name, for a task where one is given; raises `InputError` naming those there are."""
+    """Return a method by name. Raises `InputError` listing the available names."""
     for key in (f"{task}.{name}", name):
         if key in METHODS:
             return METHODS[key]
@@ -77,6 +77,7 @@ def get(name: str, task: str = "") -> Method:
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:
-    """Return the method that a scenario names; its file is relative to a folder. Raises `InputError` as `get` does."""
+    """Return the method of a scenario, loaded from a file relative to ``folder`` if given. Raises `InputError` as `get`
+    does."""
     part = workload.method
     return get(part.name, workload.task) if part.file is None else external.from_file(folder / part.file, part.name)

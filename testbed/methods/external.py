@@ -1,4 +1,4 @@
-"""Methods that are no part of this code: in a file that a scenario names, or in an installed package.
+"""Methods from a file named by a scenario, or from an installed package.
 
 Devices are sent their source text (`testbed.common.usercode`): they have neither the file nor the package.
 """
@@ -19,29 +19,29 @@ from testbed.work import register
 from testbed.workload import Workload
 
 GROUP = "testbed.methods"
-"""Entry points under which an installed package registers its methods: ``name = "module:Class"``."""
+"""Entry point group of methods in installed packages: ``name = "module:Class"``."""
 FILE_KEY = ("method", "file")
 
 
 def from_file(file: Path, name: str) -> Method:
-    """Return the method of that name that a file defines; raises `InputError` naming the key and the file's line."""
+    """Load a method by name from a file. Raises `InputError` naming the key and the line."""
     return from_code(usercode.read(file, name, FILE_KEY))
 
 
 def from_code(code: Code) -> Method:
-    """Import a method from its text; raises `InputError` saying what is wrong with it."""
+    """Import a method from source text. Raises `InputError` describing the problem."""
     return _instance(_classes(usercode.load(code, FILE_KEY), code), code)
 
 
 def register_work(code: Code) -> None:
-    """Import a kind of work from its text and register it; raises `InputError` saying what is wrong with it."""
+    """Import and register a workload from source text. Raises `InputError` describing the problem."""
     for found in vars(usercode.load(code, ("task",))).values():
         if inspect.isclass(found) and issubclass(found, Workload) and vars(found).get("name") == code.name:
             register(code.name, found())
 
 
 def _classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
-    """Return the methods that a module defines, by name."""
+    """Return the methods defined by a module, by name."""
     own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ in code.sources)
     return {each.name: each for each in own if issubclass(each, Method) and isinstance(vars(each).get("name"), str)}
 
@@ -66,14 +66,14 @@ def _instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
 
 
 def make(found: type[Method]) -> Method:
-    """Create a method of a file or a package; its docstring is the summary that it lacks."""
+    """Instantiate a method class; the class docstring is the default summary."""
     if not hasattr(found, "summary"):
         found.summary = inspect.getdoc(found) or ""
     return found()
 
 
 def code_of(method: Method | Workload) -> Code | None:
-    """Return a method or a kind of work as text for devices, None for one of this code.
+    """Return the source text of a method or workload for devices; None for the testbed's own.
 
     Raises `InputError` for none or too much text.
     """

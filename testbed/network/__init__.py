@@ -1,1 +1,1 @@
-"""Links, topologies and what faults do to them: plain data and formulas, no sockets."""
+"""Links, topologies and radio as plain data and formulas, without sockets."""

@@ -1,4 +1,4 @@
-"""Broadcasts (casts): the rate of one, and which devices receive it."""
+"""Broadcasts: transmission rate and receivers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _draws(seed: int, sender: str, receiver: str) -> Callable[[str | int], int]:
 
 
 def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None:
-    """Return the bit/s of a transmission to all: as on a radio, the slowest that shall hear it sets the pace.
+    """Return the rate of a broadcast in bit/s: the minimum over all receivers, as on a radio.
 
     ``links`` are all that lead away from the sender, whomever the cast is for; ``limits`` are what else bounds the
     sender: its uplink, its cell. None is as fast as the host.
@@ -28,10 +28,10 @@ def broadcast_rate(links: Iterable[Link], *limits: float | None) -> float | None
 
 
 def heard(seed: int, sender: str, receiver: str, number: int, message_loss: float, frame: int | None = None) -> bool:
-    """Return whether a receiver gets the sender's cast of this number (from 0, since the sender booted).
+    """Return whether a receiver gets a broadcast, or one of its frames; ``number`` counts broadcasts since the sender's
+    boot.
 
-    All of it, or one of its frames. The draw depends on nothing else, so every run of a scenario, on either clock,
-    loses the same casts.
+    The draw depends only on the arguments, so every run of a scenario loses the same broadcasts on both clocks.
     """
     if message_loss <= 0:
         return True
@@ -40,7 +40,8 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
 
 
 def received(message: Message, header: int, frame: int | None, heard: Callable[[int | None], bool]) -> Message | None:
-    """Return what is heard of a cast of ``header`` bytes and values, in frames of ``frame`` bytes or whole."""
+    """Return the received part of a broadcast of ``header`` bytes and values, sent in frames of ``frame`` bytes or
+    whole."""
     if frame is None:
         return message if heard(None) else None
     size = header + sum(tensor.nbytes for tensor in message.tensors.values()) + message.padding

@@ -1,4 +1,4 @@
-"""Which links can be had at all, whatever emulates them."""
+"""Limits of links common to all backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from testbed.network.link import GilbertElliott, Link
 
 MIN_RATE = 8e3
-"""bit/s. A full packet takes 1.5 s at this rate; below it kernels count in units too coarse to hold a rate."""
+"""bit/s. A full packet takes 1.5 s at this rate; below, kernel units are too coarse to hold a rate."""
 
 MAX_RATE = 1e12
 """bit/s, more than any backend keeps up with; no rate at all is as fast as the host."""
@@ -26,20 +26,20 @@ RESERVED_NAMES = (
 """Names of a run's own container and networks and of every container's own addresses, and of no device."""
 SMALLEST_PREFIX = 24
 _RESERVED_ADDRESSES = 3
-"""Addresses of every subnet that no device has: its own, the bridge's, and the broadcast address."""
+"""Unavailable addresses of every subnet: network, bridge and broadcast address."""
 
 
 class Impossible(NamedTuple):
-    """One thing about a link that cannot be."""
+    """An impossible property of a link."""
 
     figure: str
-    """Field of `Link` to change, with a dot before a part of it: ``bursts.r``."""
+    """Field of `Link`, with a dot before a nested field: ``bursts.r``."""
     text: str
-    """What is wrong, and the nearest value that would work."""
+    """The problem, and the nearest valid value."""
 
 
 def problems(link: Link) -> list[Impossible]:
-    """Return what no backend can do, empty for a link that can be had. Values count as they stand: SI units."""
+    """Return the properties of a link not supported by any backend. All values are in SI units."""
     found: list[Impossible] = []
     for name in ("delay", "jitter"):
         if not 0 <= getattr(link, name) < math.inf:
@@ -58,7 +58,7 @@ def problems(link: Link) -> list[Impossible]:
 
 
 def prefix_for(devices: int) -> int:
-    """Return the length of prefix that leaves every device an address: 24, or less for more than 253."""
+    """Return the length of the network prefix for a number of devices: 24, or less for more than 253."""
     prefix = SMALLEST_PREFIX
     while 2 ** (32 - prefix) < devices + _RESERVED_ADDRESSES:
         prefix -= 1
@@ -66,17 +66,17 @@ def prefix_for(devices: int) -> int:
 
 
 def has_room(subnet: IPv4Network, devices: int) -> bool:
-    """Say whether a range of addresses has one for every device."""
+    """Return whether a subnet has an address for every device."""
     return subnet.num_addresses >= devices + _RESERVED_ADDRESSES
 
 
 def no_room(subnet: str, devices: int) -> str:
-    """Say what is wrong with a range that is too small."""
+    """Return the error text for a subnet without enough addresses."""
     return f"'{subnet}' has no room for {devices} devices: write a range of /{prefix_for(devices)} or larger"
 
 
 def rate_problem(rate: float) -> str | None:
-    """Say what is wrong with a rate that is too low or too high."""
+    """Return the error text for a rate outside the limits; None for a valid rate."""
     if not rate >= MIN_RATE:
         return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
     if rate > MAX_RATE:
@@ -85,7 +85,7 @@ def rate_problem(rate: float) -> str | None:
 
 
 def no_jitter(distribution: str) -> str:
-    """Say what is wrong with a distribution of nothing."""
+    """Return the error text for a jitter distribution without jitter."""
     return f"'{distribution}' describes a jitter that is not there: give a jitter, or leave the distribution out"
 
 

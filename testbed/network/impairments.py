@@ -1,4 +1,4 @@
-"""What can happen to packets on a link, as seeded random processes. Pure.
+"""Packet loss, delay, duplication and corruption as seeded random processes. Pure.
 
 The backends and the simulator share these definitions: the delay line and the simulator run them, netem is given the
 same tables and the same chain.
@@ -16,9 +16,9 @@ from testbed.network.link import Distribution, GilbertElliott, Link
 
 QUANTILES = 4096
 FURTHEST = 4.0
-"""Standard deviations: netem's tables hold numbers below this, so no distribution here reaches beyond it."""
+"""Maximum deviation in standard deviations, the bound of netem's tables."""
 _PARETO_CUT = 3.7
-"""Where the tail of Pareto's distribution (exponent 3, from 1) is cut so that it ends just before `FURTHEST`."""
+"""Cut-off of Pareto's distribution (exponent 3, from 1), so that its tail ends just before `FURTHEST`."""
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def chain(link: Link) -> GilbertElliott | None:
 
 
 def losses(link: Link, seed: str) -> Callable[[], bool] | None:
-    """Return what says of each packet in turn whether it is lost; None when none ever is."""
+    """Return a function that draws whether the next packet is lost; None for a link without loss."""
     states = chain(link)
     if states is None:
         return chance(link.loss, seed)
@@ -69,7 +69,7 @@ def _chained(states: GilbertElliott, seed: str) -> Callable[[], bool]:
 
 
 def chance(probability: float, seed: str) -> Callable[[], bool] | None:
-    """Return what says yes with this probability, each time independently; None when it never does."""
+    """Return a function that draws independent events of a probability; None for probability 0."""
     if not probability:
         return None
     random = Random(seed).random
@@ -77,7 +77,7 @@ def chance(probability: float, seed: str) -> Callable[[], bool] | None:
 
 
 def delays(link: Link, seed: str) -> Callable[[], float] | None:
-    """Return what gives each packet in turn its delay in seconds; None when all have the link's."""
+    """Return a function that draws the delay of the next packet in seconds; None for a constant delay."""
     vary = _jittered(link, seed) if link.jitter else None
     skip = chance(link.reorder, f"{seed} reorder")
     if skip is None:
@@ -109,7 +109,7 @@ def _jittered(link: Link, seed: str) -> Callable[[], float]:
 
 
 def corrupted(packet: bytes, random: Random) -> bytes | None:
-    """Return an IPv4 packet with one bit wrong; None when that is in its header, whose checksum then condemns it."""
+    """Return an IPv4 packet with one flipped bit; None for a flipped header bit, which the checksum reveals."""
     bit = random.randrange(8 * len(packet))
     if bit // 8 < 4 * (packet[0] & 15):
         return None
@@ -119,14 +119,14 @@ def corrupted(packet: bytes, random: Random) -> bytes | None:
 
 
 def expected_loss(link: Link) -> float:
-    """Return the share of packets that never reach a program: lost, or corrupted and found out by a checksum."""
+    """Return the share of packets lost, or dropped because of a wrong checksum."""
     states = chain(link)
     lost = link.loss if states is None else states.loss
     return 1 - (1 - lost) * (1 - link.corrupt)
 
 
 def memory(link: Link) -> float:
-    """Return by how much the losses' variance in a long flow exceeds that of independent ones."""
+    """Return the ratio of the losses' variance in a long flow to the variance of independent losses."""
     states = chain(link)
     if states is None or not 0 < states.loss < 1:
         return 1.0
@@ -138,7 +138,7 @@ def memory(link: Link) -> float:
 
 
 def median_delay(link: Link) -> float:
-    """Return the delay that half of the packets stay below, in seconds."""
+    """Return the median packet delay in seconds."""
     if link.reorder >= 0.5:
         return 0.0
     at = int((0.5 - link.reorder) / (1 - link.reorder) * QUANTILES)
@@ -146,5 +146,5 @@ def median_delay(link: Link) -> float:
 
 
 def longest_delay(link: Link) -> float:
-    """Return a delay in seconds that no packet of the link exceeds."""
+    """Return an upper bound of the packet delay in seconds."""
     return link.delay + FURTHEST * link.jitter

@@ -1,4 +1,4 @@
-"""Directed links between two devices, as values; which pairs of a topology have one, and cells that share a channel."""
+"""Directed links as values, the pairs of a topology, and cells that share a channel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def least_rate(*rates: float | None) -> float | None:
 
 
 def transmission_time(wire_bytes: float, rate: float | None) -> float:
-    """Return the seconds that a sender needs to put bytes on the wire at a rate in bit/s; 0 without a rate."""
+    """Return the seconds needed to put bytes on the wire at a rate in bit/s; 0 without a rate."""
     return 0.0 if rate is None else wire_bytes * 8 / rate
 
 
 @dataclass(frozen=True)
 class GilbertElliott:
-    """Loss in bursts: a chain that is in a good or a bad state, and moves before each packet.
+    """Bursty loss: a two-state Markov chain that moves before each packet.
 
     In netem's terms (``loss gemodel p r 1-h 1-k``). The share of time in the bad state is p / (p + r).
     """
@@ -49,7 +49,7 @@ class GilbertElliott:
 
 @dataclass(frozen=True)
 class Link:
-    """What packets meet on their way from one device to another.
+    """Properties of a directed link between two devices.
 
     The rate is charged at the sender; all the rest acts at the receiver, by source. A link that is not ``up`` drops
     everything silently, as a partition does.
@@ -58,9 +58,9 @@ class Link:
     rate: float | None = None
     """bit/s on the wire (Ethernet frames); None is as fast as the host."""
     delay: float = 0.0
-    """One-way delay in seconds; the mean where there is jitter."""
+    """One-way delay in seconds; the mean for a link with jitter."""
     jitter: float = 0.0
-    """Standard deviation of the delay in seconds, whatever its distribution."""
+    """Standard deviation of the delay in seconds, for every distribution."""
     distribution: Distribution = "normal"
     """Distribution of the jitter."""
     jitter_correlation: float = 0.0
@@ -68,26 +68,27 @@ class Link:
     loss: float = 0.0
     """Fraction of packets lost, each independently unless correlated."""
     loss_correlation: float = 0.0
-    """Correlation of successive packets' fates, from 0 to 1; the share of losses stays what it is, unlike netem's."""
+    """Correlation of successive losses, from 0 to 1. Unlike netem's, the share of losses is unaffected."""
     bursts: GilbertElliott | None = None
     """Loss in bursts, instead of ``loss``."""
     message_loss: float = 0.0
-    """Fraction of casts lost whole, each receiver for itself: what radio studies mean by loss. With ``frame``, of their
-    frames."""
+    """Fraction of broadcasts lost whole, independently for each receiver; with ``frame``, the fraction of frames lost.
+    """
     duplicate: float = 0.0
     """Fraction of packets that arrive twice, unless one copy is lost."""
     reorder: float = 0.0
-    """Fraction of packets that skip the delay, and so overtake the others."""
+    """Fraction of packets that skip the delay and overtake others."""
     corrupt: float = 0.0
     """Fraction of packets in which one bit is wrong."""
     limit: int | None = None
-    """Packets that the queue before the rate holds; None follows from the bandwidth-delay product."""
+    """Capacity in packets of the queue before the rate limit; None derives the capacity from the bandwidth-delay
+    product."""
     up: bool = True
     frame: int | None = None
     """Bytes of a frame, where casts are lost by frames; None: whole."""
 
     def transmission_time(self, wire_bytes: float) -> float:
-        """Return the seconds that the sender is busy putting bytes on the wire."""
+        """Return the seconds needed to put bytes on the wire."""
         return transmission_time(wire_bytes, self.rate)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,19 +97,19 @@ class Link:
 
     @staticmethod
     def from_json(figures: Mapping[str, Any]) -> Link:
-        """Return the link that `to_json` wrote; raises TypeError for a figure that there is not."""
+        """Parse the output of `to_json`. Raises TypeError for an unknown field."""
         bursts = figures.get("bursts")
         return Link(**{**figures, "bursts": None if bursts is None else GilbertElliott(**bursts)})
 
 
 _FEW_PACKETS = 8 * 1514
-"""Bytes that a kernel puts into a queue before it waits for acknowledgements, generously."""
+"""Upper bound of the bytes queued by a kernel before an acknowledgement is needed."""
 _DEVIATIONS = 3
-"""Standard deviations by which jitter may delay a packet that is not lost."""
+"""Number of standard deviations of jitter allowed for."""
 
 
 def slowness(there: Link, back: Link) -> float:
-    """Return the seconds that a few full packets may take there and back: what a time-out has to allow for."""
+    """Return an upper bound in seconds for the round trip of a few full packets, for use in time-outs."""
     return sum(link.delay + _DEVIATIONS * link.jitter + link.transmission_time(_FEW_PACKETS) for link in (there, back))
 
 
@@ -118,7 +119,7 @@ def links_to_json(links: Mapping[Pair, Link]) -> list[dict[str, Any]]:
 
 
 def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
-    """Return the links that `links_to_json` wrote; raises KeyError or TypeError for what is missing or unknown."""
+    """Parse the output of `links_to_json`. Raises KeyError or TypeError for missing or unknown fields."""
     links = {}
     for entry in entries:
         figures = dict(entry)
@@ -129,7 +130,7 @@ def links_from_json(entries: Iterable[Mapping[str, Any]]) -> dict[Pair, Link]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Devices that hear each other on one channel: what any of them sends to another takes from one rate.
+    """Devices on one shared channel: all transmissions between them use the same rate.
 
     What a member sends to a device outside of the cell goes another way and costs the channel nothing. The links' own
     rates hold beside the channel's.
@@ -145,7 +146,7 @@ class Cell:
 
 
 def cell_of(pair: Pair, cells: Iterable[Cell]) -> Cell | None:
-    """Return the cell that carries a pair; there is one at most."""
+    """Return the cell of a pair; at most one exists."""
     return next((cell for cell in cells if cell.carries(pair)), None)
 
 
@@ -153,7 +154,7 @@ Topology = Literal["mesh", "star", "line", "explicit"]
 
 
 def directed_pairs(topology: Topology, names: Sequence[str]) -> list[Pair]:
-    """Return every (source, destination) that the topology links, both directions of each.
+    """Return every (source, destination) of a topology, in both directions.
 
     mesh: everyone to everyone; star: everyone to the first; line: neighbours in the order given; explicit: nobody,
     the scenario lists its links. Nobody forwards for others: in a star two leaves cannot talk.

@@ -1,4 +1,4 @@
-"""What a scenario file says about links, cells and the network; how it overlays the levels above; presets.
+"""The `network` section of a scenario: links, cells, presets, and how levels override each other.
 
 A preset sets only what its source states. None of the sources states a delay, so a preset has none unless it is marked
 an assumption: write the delay beside the preset.
@@ -31,7 +31,7 @@ _THIS_HOST = IPv4Network("0.0.0.0/8")
 
 
 class LinkPart(ConfigModel):
-    """The properties of a link, one direction. What is not given stays as the level above says."""
+    """Properties of one direction of a link. Missing properties are inherited."""
 
     preset: str | None = Field(None, description="a named set of figures, e.g. 4g; other keys override it")
     rate: Rate | None = Field(None, description="on the wire, Ethernet frames; default: as fast as the host")
@@ -54,7 +54,7 @@ class LinkPart(ConfigModel):
 
 
 class PairLinkPart(LinkPart):
-    """A link that differs from the default: ``from``/``to`` for one direction, ``between`` for both."""
+    """A link with properties of its own: ``from``/``to`` for one direction, ``between`` for both."""
 
     from_: Name | None = Field(None, alias="from", description="sender, of one direction")
     to: Name | None = Field(None, description="receiver, of one direction")
@@ -67,7 +67,7 @@ class PairLinkPart(LinkPart):
         return self
 
     def ends(self) -> list[tuple[Key, str]]:
-        """Return each device named, with the key that names it."""
+        """Return each named device with its key."""
         if self.between is not None:
             return [(("between", index), name) for index, name in enumerate(self.between)]
         return [(("from",), str(self.from_)), (("to",), str(self.to))]
@@ -80,7 +80,7 @@ class PairLinkPart(LinkPart):
 
 
 class CellPart(ConfigModel):
-    """A radio cell: what its devices send to each other shares one channel."""
+    """A radio cell: all transmissions between its devices share one channel."""
 
     devices: tuple[Name, ...] = Field(
         (), description="its members; a name with a `count` stands for all of them; default: every device"
@@ -168,7 +168,7 @@ FIGURES = tuple(field.name for field in fields(Link) if field.name not in ("up",
 
 
 def given(part: LinkPart) -> dict[str, Any]:
-    """Return the figures that a part gives itself, by field of `Link`."""
+    """Return the explicitly set properties by field of `Link`."""
     found = {name: value for name in FIGURES if (value := getattr(part, name)) is not None}
     if part.bursts is not None:
         found["bursts"] = GilbertElliott(part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss)
@@ -176,7 +176,7 @@ def given(part: LinkPart) -> dict[str, Any]:
 
 
 def overlay(link: Link, part: LinkPart, from_first: bool) -> Link:
-    """Return the link with the part's preset, then its own figures; raise KeyError for an unknown preset.
+    """Return the link with the preset and then the properties of a part. Raises KeyError for an unknown preset.
 
     A loss replaces the bursts of the levels above, and bursts their loss. Without jitter or loss, what described
     them goes as well. ``from_first`` says that the link leads away from the first device of the scenario (a
@@ -198,19 +198,19 @@ def overlay(link: Link, part: LinkPart, from_first: bool) -> Link:
 
 @dataclass(frozen=True)
 class LinkPreset:
-    """Figures of one kind of access network, as a device sees it."""
+    """Properties of a type of access network, from a device's point of view."""
 
     name: str
     up: float
-    """bit/s from a device towards the first device of the scenario; also between any two others, where what goes down
-    to one has first gone up from the other."""
+    """Rate in bit/s from a device towards the first device of the scenario, and between any two others, whose traffic
+    passes the slower uplink first."""
     down: float
     """bit/s from the first device of the scenario."""
     source: str
     delay: float | None = None
     """One-way, in seconds; None where the source says nothing."""
     frame: int | None = None
-    """Bytes that a radio's longest frame carries; of 802.15.4 they include the header. Nothing is computed from it."""
+    """Maximum frame size in bytes (including the header for 802.15.4). For information only."""
 
     def rate(self, from_first: bool) -> float:
         """Return bit/s in one direction: down from the first device, up from every other."""

@@ -21,18 +21,18 @@ Position = tuple[float, float]
 """Metres east and north of a corner of the area."""
 
 REFERENCE_DISTANCE = 1.0
-"""Metres at which a loss is the reference loss. The formula does not hold nearer than that and is not used there."""
+"""Metres of the reference loss. The path loss formula does not hold at shorter distances, where it is not used."""
 
 
 @dataclass(frozen=True)
 class Transceiver:
-    """What a kind of radio sends with and what it still receives."""
+    """Transmit power and receiver sensitivity of a radio."""
 
     name: str
     transmit_power: float
     """dBm."""
     sensitivity: float
-    """dBm; what arrives with less is lost."""
+    """dBm; weaker signals are lost."""
     source: str
 
 
@@ -58,7 +58,7 @@ TRANSCEIVERS = {each.name: each for each in _TRANSCEIVERS}
 
 @dataclass(frozen=True)
 class Propagation:
-    """What becomes of a transmission between two positions."""
+    """Propagation model: path loss with shadowing."""
 
     transmit_power: float
     """dBm."""
@@ -71,12 +71,12 @@ class Propagation:
     """Standard deviation in dB."""
 
     def path_loss(self, distance: float) -> float:
-        """Return the mean loss in dB over a distance in metres; below one metre, that of one metre."""
+        """Return the mean loss in dB at a distance in metres, which is constant below one metre."""
         far = max(distance, REFERENCE_DISTANCE) / REFERENCE_DISTANCE
         return self.reference_loss + 10 * self.path_loss_exponent * math.log10(far)
 
     def reception_ratio(self, distance: float) -> float:
-        """Return the probability that a transmission over a distance in metres is received: from 0 to 1."""
+        """Return the probability, from 0 to 1, of receiving a transmission at a distance in metres."""
         margin = self.transmit_power - self.path_loss(distance) - self.sensitivity
         if self.shadowing == 0:
             return float(margin >= 0)
@@ -84,9 +84,9 @@ class Propagation:
 
 
 def with_mean_reception(propagation: Propagation, positions: Iterable[Position], mean: float) -> Propagation:
-    """Return the propagation with the transmit power that makes the mean reception ratio of all pairs this.
+    """Adjust the transmit power to reach a mean reception ratio over all pairs.
 
-    ``mean`` is above 0 and below 1. Raises ValueError where there is no shadowing, or fewer than two positions.
+    ``mean`` is above 0 and below 1. Raises ValueError without shadowing, or for fewer than two positions.
     """
     distances = [math.dist(one, other) for one, other in combinations(positions, 2)]
     if propagation.shadowing == 0 or not distances:
@@ -120,13 +120,13 @@ def _anywhere(area: tuple[float, float], seed: int) -> Position:
 
 @dataclass(frozen=True)
 class Radio:
-    """Devices that hear each other over the air."""
+    """Devices that communicate by radio, with their positions."""
 
     propagation: Propagation
     positions: Mapping[str, Position]
     """Position of each device, in metres."""
     packets: int | None
-    """Number of packets by which a reception ratio is measured; None: it is the probability itself."""
+    """Number of packets in a measurement of the reception ratio; None for the exact probability."""
     seed: int
 
     def reception_ratio(self, pair: Pair, exponent: float | None = None) -> float:

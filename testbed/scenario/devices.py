@@ -1,4 +1,4 @@
-"""From the parts of a scenario to single devices: each as its profile describes it, with the scenario's own figures."""
+"""Expansion of the `devices` section to single devices with profiles and overrides."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from testbed.scenario.schema import DevicePart, ProfilePart, Scenario
 _MAX_NAME = 31
 MAX_DEVICES = 20_000
 MAX_LINKS = 2_000_000
-"""Directed links, as many as those of a mesh of 1,400 devices."""
+"""Maximum number of directed links: a mesh of 1,400 devices."""
 
 
 def with_profiles(scenario: Scenario) -> Scenario:
-    """Return the scenario with the contents of the profile files that it names; it needs the files no more."""
+    """Return the scenario with the contents of its profile files included."""
     devices = {}
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
@@ -39,7 +39,7 @@ def profiled(file: Path) -> DeviceSpec:
 
 
 def device_names(name: str, part: DevicePart) -> list[str]:
-    """Return the names of the devices that one part of the scenario describes."""
+    """Return the device names of one entry of the `devices` section."""
     return [name] if part.count is None else [f"{name}{number}" for number in range(1, part.count + 1)]
 
 
@@ -58,7 +58,7 @@ def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
 
 
 def preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
-    """Return a problem for a link preset that does not exist."""
+    """Return an error for an unknown link preset."""
     if preset is None or preset in PRESETS:
         return []
     return [Diagnostic(key, f"there is no preset '{preset}': {nearest(preset, PRESETS)}")]
@@ -84,7 +84,7 @@ def _profile(part: ProfilePart) -> Profile:
 
 
 def _profile_of(part: DevicePart) -> Profile | None:
-    """Return the profile of a device; None where it names one that does not exist."""
+    """Return the profile of a device; None for an unknown one."""
     return PROFILES.get(part.profile) if isinstance(part.profile, str) else _profile(part.profile)
 
 
@@ -99,11 +99,11 @@ _OWN_FIGURES = (
     "uplink",
     "downlink",
 )
-"""Fields of `DevicePart` that replace the field of the same name in `DeviceSpec`, where they are given."""
+"""Fields of `DevicePart` that override the field of the same name in `DeviceSpec`."""
 
 
 def _with_own_figures(device: DeviceSpec, part: DevicePart) -> DeviceSpec:
-    """Return a device with the figures that its part gives in place of those of the profile."""
+    """Return a device with the explicit values of its part in place of its profile's."""
     if part.access is not None:
         preset = PRESETS[part.access]
         device = replace(device, uplink=preset.up, downlink=preset.down)

@@ -27,7 +27,7 @@ from testbed.scenario.trace import changes
 
 
 def trials(scenario: Scenario) -> list[Trial]:
-    """Return every run that the scenario asks for: each point of its sweep and beside it, each repetition of each.
+    """Return all runs of a scenario: each repetition of each sweep point.
 
     The first repetition has the scenario's own seed, later ones seeds derived from it; all points of a sweep
     share them, so that they differ in nothing but the swept keys. Raises `InputError` naming file and line.
@@ -107,7 +107,7 @@ def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair
 
 
 def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Radio | None) -> dict[Pair, Link]:
-    """Return the link of each pair with the figures of all levels: all links', the radio's, and those that differ."""
+    """Return the link of each pair, combining the defaults, the radio and the individual links."""
     network = scenario.network
     # Two values shared by all pairs: a mesh of a thousand devices has a million of them.
     default = _default_links(network)
@@ -131,13 +131,13 @@ def _with_figures(pairs: Iterable[Pair], first: str, scenario: Scenario, air: Ra
 
 
 def _default_links(network: NetworkPart) -> dict[bool, Link]:
-    """Return the link of all pairs that no part differs for, by whether it leads away from the first device."""
+    """Return the default link by direction: away from the first device, or not."""
     plain = Link(frame=None if network.frame is None else int(network.frame))
     return {from_first: overlay(plain, network.link, from_first) for from_first in (True, False)}
 
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
-    """Yield what no backend can do of a link, at the part of the scenario that decided about it last."""
+    """Yield the unsupported properties of a link, at the part of the scenario that set each last."""
     found = checks.problems(link)
     if part.distribution is not None and link.jitter == 0 and not found:
         found.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
@@ -149,7 +149,7 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
 def _members(
     scenario: Scenario, given: Sequence[str], names: list[str], key: Key, problems: list[Diagnostic]
 ) -> list[str]:
-    """Return the devices that a list of names stands for, all where it is empty; add what is wrong to the problems."""
+    """Return the devices of a list of names (all for an empty list); report invalid names."""
     members: list[str] = []
     for place, name in enumerate(given):
         if name in scenario.devices:
@@ -213,7 +213,7 @@ def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair
 def no_such_devices(
     named: Iterable[tuple[Key, str]], scenario: Scenario, names: Collection[str]
 ) -> Iterator[tuple[Key, str]]:
-    """Yield (key, what is wrong) for each named device that the scenario does not have."""
+    """Yield (key, message) for each unknown device name."""
     for key, name in named:
         if name in names:
             continue

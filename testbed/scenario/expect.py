@@ -1,4 +1,4 @@
-"""Conditions on the figures of a run, as ``expect`` in a scenario states them: they decide the exit status."""
+"""The `expect` section: conditions on metrics that decide the exit status of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.trace.registry import kind_of
 
 @dataclass(frozen=True)
 class Expectation:
-    """A condition and what became of it."""
+    """The result of checking one condition."""
 
     key: str
     condition: str
@@ -23,7 +23,7 @@ class Expectation:
 
 
 def look_up(tree: object, dotted: str) -> Any:
-    """Return what lies at a dotted key of mappings, and lists by their index; None where there is nothing."""
+    """Return the value at a dotted key of nested mappings and lists; None for a missing key."""
     for part in dotted.split("."):
         if isinstance(tree, Mapping):
             tree = tree.get(part)
@@ -35,7 +35,7 @@ def look_up(tree: object, dotted: str) -> Any:
 
 
 def evaluate(expect: Mapping[str, str], metrics: Metrics, figures: Mapping[str, Metric]) -> list[Expectation]:
-    """Return each condition with its figure and whether it holds, in order; raises KeyError for an unknown figure."""
+    """Check all conditions in order. Raises KeyError for an unknown metric."""
     results = []
     for key, text in expect.items():
         value = look_up(metrics, key)

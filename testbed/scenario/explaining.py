@@ -1,4 +1,4 @@
-"""What is wrong with a scenario, in the user's words: validation errors of pydantic as located diagnostics."""
+"""Conversion of pydantic's validation errors to located diagnostics in plain words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testbed.scenario.schema import Scenario
 
 
 def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) -> list[Diagnostic]:
-    """Return what pydantic found wrong with the part of the scenario at ``prefix``, in the user's words."""
+    """Convert the errors of the scenario section at ``prefix`` to diagnostics."""
     details = error.errors(include_url=False)
     # A key that is merely misspelt is not missing as well.
     misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
@@ -25,13 +25,13 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) ->
 
 
 def _meant(key: Key, model: type[BaseModel]) -> Key:
-    """Return the known key that an unknown one resembles most."""
+    """Return the known key most similar to an unknown one."""
     close = closest(str(key[-1]), _known(key[:-1], model))
     return (*key[:-1], *close)
 
 
 def published_schema() -> dict[str, Any]:
-    """Return the JSON schema of scenario files, as `testbed show schema` prints it."""
+    """Return the JSON schema of scenario files, as printed by `testbed show schema`."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
     return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
 
@@ -52,7 +52,7 @@ def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[st
 
 
 def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
-    """Return the JSON schema of one key, empty where there is none."""
+    """Return the JSON schema of one key; empty for an unknown key."""
     found: list[Mapping[str, Any]] = [_schema(model)]
     for part in key:
         inner: list[Mapping[str, Any]] = []
@@ -74,7 +74,7 @@ def _known(key: Key, model: type[BaseModel]) -> list[str]:
 
 
 _NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
-"""Entries of the location of a pydantic error that are no keys: a mapping's key as such, a kind of value."""
+"""Location entries of pydantic errors that are markers instead of keys."""
 
 
 def _key(detail: ErrorDetails) -> Key:
@@ -117,7 +117,7 @@ def _missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
 
 
 def _raised(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
-    """Return the text of the ValueError that a validator of ours raised."""
+    """Return the message of a ValueError raised by one of our validators."""
     return str(detail.get("ctx", {}).get("error", detail["msg"]))
 
 

@@ -1,4 +1,4 @@
-"""Scenario files by name: those of the current folder, of the testbed, and of installed packages."""
+"""Lookup of scenarios by name in the current folder, in the testbed, and in installed packages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from testbed.common import plugins
 from testbed.common.errors import InputError
 
 GROUP = "testbed.scenarios"
-"""Entry points under which a package registers its scenarios: ``FOLDER = "package"`` or ``FOLDER.KEY = "package"``."""
+"""Entry point group of scenarios: ``FOLDER = "package"`` or ``FOLDER.KEY = "package"``."""
 SCENARIOS = Path("scenarios")
 _INSTALLED = Path(__file__).parent / "shipped"
 SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / SCENARIOS
-"""The testbed's own scenarios, which are found from any folder; setup.py puts them into the wheel."""
+"""Folder of the testbed's own scenarios, included in the wheel by setup.py."""
 
 
 def find(path: str | Path) -> Path:
-    """Return the file of a path or name; raises `InputError` with a suggestion if there is no such file."""
+    """Return the file of a path or name. Raises `InputError` with a suggestion for a missing file."""
     given = Path(path)
     if given.exists():
         return given
@@ -33,7 +33,7 @@ def find(path: str | Path) -> Path:
 
 
 def named(folder: Path = SHIPPED) -> dict[str, Path]:
-    """Return the scenarios of a folder and of all packages, by the names that `load` accepts."""
+    """Return the scenarios of a folder and of all packages by the names accepted by `load`."""
     names = {}
     for place in sorted(folder.rglob("*.yaml")):
         names[place.relative_to(folder).with_suffix("").as_posix()] = place
@@ -44,7 +44,7 @@ def named(folder: Path = SHIPPED) -> dict[str, Path]:
 
 
 def _packaged() -> Iterator[tuple[str, Path]]:
-    """Yield the folder in names, and the folder on this machine, of the scenarios of each package."""
+    """Yield the name prefix and the folder of the scenarios of each package."""
     for point in plugins.installed(GROUP).values():
         spec = importlib.util.find_spec(point.module.partition(".")[0])
         if spec is None or spec.origin is None:
@@ -64,7 +64,7 @@ def _in_packages(file: Path) -> Iterator[Path]:
 
 
 def _suggest(file: Path) -> str:
-    """Suggest an existing file for a missing one: a file beside it, or a scenario with a name."""
+    """Suggest a similar file in the same folder, or a scenario of a similar name."""
     beside = [str(each) for each in file.parent.glob("*.yaml")]
     names = [*named(SCENARIOS), *named()]
     name = file.with_suffix("").as_posix().removeprefix(f"{SCENARIOS}/")

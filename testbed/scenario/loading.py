@@ -1,4 +1,4 @@
-"""From a file to a `Scenario`; whatever is wrong becomes one line that says where it is and what would be right."""
+"""Loading of scenario files. Every problem is reported as one line with location and remedy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_BYTES = 1 << 20
 _MAX_VALUES = 40_000
 """More than any scenario has; stops a file whose aliases unfold without end."""
 _MAX_SIGNS = 35_000
-"""Line ends, commas and opening brackets: what takes a reader of YAML its time."""
+"""Limit on line ends, commas and opening brackets, which dominate the time of a YAML parser."""
 
 MAX_CHANGES = 10_000
-"""Entries of a trace: they all travel with the scenario."""
+"""Maximum number of trace entries, all of which are part of the scenario."""
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
@@ -45,13 +45,13 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
 
 
 def read_keys(file: Path) -> Mapping[str, Any]:
-    """Return the keys of a YAML file that belongs to a scenario; raises `InputError`."""
+    """Return the keys of a YAML file referenced by a scenario. Raises `InputError`."""
     tree, _ = _Reader(str(file)).read(_read(file))
     return tree
 
 
 def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
-    """Turn plain values into a scenario that knows where they were written; raise `InputError` as `load` does."""
+    """Validate plain values as a scenario with source positions. Raises `InputError` as `load` does."""
     try:
         scenario = Scenario.model_validate(tree)
     except ValidationError as error:
@@ -60,7 +60,7 @@ def validate(tree: Mapping[str, Any], source: Source) -> Scenario:
 
 
 def _with_trace(scenario: Scenario, source: Source) -> Scenario:
-    """Return the located scenario with the lines of its trace's file in it, so that it needs the file no more."""
+    """Return the scenario with the lines of its trace file included."""
     if isinstance(scenario.trace, str):
         file = source.folder / scenario.trace
         lines = _trace_lines(file, source.where(("trace",)))
@@ -74,7 +74,7 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
 
 
 def _trace_lines(file: Path, named: str) -> dict[int, str]:
-    """Return the lines of a CSV file that say something, by their numbers; ``named`` is where the file is named."""
+    """Return the non-empty lines of a CSV file by line number; ``named`` is the place where the file is named."""
     try:
         text = _text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
     except (OSError, ValueError) as error:
@@ -101,7 +101,7 @@ def _entries(text: str) -> dict[int, str]:
 
 
 def parse(model: type[M], given: Mapping[str, Any]) -> M:
-    """Return a part as a user gave it; raises `InputError` with all that is wrong with it in one line."""
+    """Validate a section given by a user. Raises `InputError` with all problems in one line."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -118,7 +118,7 @@ def _read(file: Path) -> str:
 
 
 def _text(file: Path, small: str, form: str) -> str:
-    """Return a file's text; ``small`` and ``form`` say of what kind it should be, where it is too large or no text."""
+    """Read a text file; ``small`` and ``form`` describe the expected kind of file in error messages."""
     if file.stat().st_size > _MAX_BYTES:
         raise InputError(f"{file}: is larger than 1 MiB: {small}")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 LABEL = "label"
-"""Key that names a swept value, as in ``{label: FedAvg, value: {...}}``, or an entry of ``points``."""
+"""Key of the display name of a swept value, as in ``{label: FedAvg, value: {...}}``, or of an entry of ``points``."""
 
 
 def value_label(value: object) -> str | None:
@@ -22,7 +22,7 @@ def plain_value(value: Any) -> Any:
 
 
 def point_parts(point: Mapping[str, object]) -> list[str]:
-    """Return the parts of a point's name: ``key=value`` for each swept key, a label as it is.
+    """Return the parts of a point's name: ``key=value`` for each swept key, or the label alone.
 
     Example: ``{"network.link.rate": "5mbit", "workload.method": {"label": "FedAvg", ...}}`` gives
     ``["rate=5mbit", "method=FedAvg"]``.
@@ -35,7 +35,7 @@ def point_parts(point: Mapping[str, object]) -> list[str]:
 
 
 def value_text(value: object) -> str:
-    """Write the value of a swept key: its label, or the names and values of a mapping such as a method with options."""
+    """Format a swept value: its label, or names and values of a mapping such as a method with options."""
     if (label := value_label(value)) is not None:
         return label
     if not isinstance(value, Mapping):
@@ -46,7 +46,7 @@ def value_text(value: object) -> str:
 
 
 def point_text(point: Mapping[str, object]) -> str:
-    """Write a point of a sweep for a reader; a labelled value stands without its key."""
+    """Format a sweep point for display; labelled values have no key."""
     if LABEL in point:
         return str(point[LABEL])
     names = short_keys(list(point))
@@ -58,7 +58,7 @@ def point_text(point: Mapping[str, object]) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return what a reader calls each of some dotted keys: as many of its last parts as distinguish it from the others.
+    """Shorten dotted keys to as many trailing parts as distinguish them from each other.
 
     The name of a part is called as the part is: ``workload.method.name`` is the method.
     """

@@ -1,4 +1,4 @@
-"""From `network.radio` and the devices' positions to who hears whom."""
+"""Construction of the radio model from the scenario's network and device positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.scenario.schema import Scenario
 
 
 def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
-    """Return the radio of the named devices, None where there is none; raises `InputError` naming file and line."""
+    """Return the radio of the named devices; None without one. Raises `InputError` naming file and line."""
     problems = list(_problems(scenario))
     if problems:
         raise scenario.source.error(problems)

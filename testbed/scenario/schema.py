@@ -1,4 +1,4 @@
-"""The scenario file as pydantic models: every key, its meaning and its default; and where in the file each was written.
+"""The scenario file as pydantic models: every key with its meaning, default and source position.
 
 Only the shape of the file is checked here. What needs a look at several keys at once (a link to a device
 that is not there, more stages than units) is checked where the experiment is built from it.
@@ -25,14 +25,14 @@ from testbed.work import WorkloadPart
 
 @dataclass(frozen=True)
 class Source:
-    """A scenario file as it was read."""
+    """Source positions of the keys of a scenario file."""
 
     file: str
-    """The file's name as the user wrote it."""
+    """The file name as written by the user."""
     lines: Mapping[Key, int] = field(default_factory=dict)
     """Line of each key and list item, counted from 1."""
     overrides: Mapping[Key, str] = field(default_factory=dict)
-    """Keys that something else than the file set, with what that was."""
+    """Keys set outside the file, with the origin of each."""
 
     @property
     def folder(self) -> Path:
@@ -40,7 +40,7 @@ class Source:
         return Path(self.file).parent
 
     def _closest(self, key: Key) -> Key | None:
-        """Return the key whose place is known: the key itself, what was set inside it, or what is around it."""
+        """Return the nearest key of known position: the key itself, a nested key, or an enclosing key."""
         if self._known(key):
             return key
         inside = next((way for way in self.overrides if way[: len(key)] == key), None)
@@ -48,20 +48,20 @@ class Source:
         return inside or next((way for way in around if self._known(way)), None)
 
     def _known(self, key: Key) -> bool:
-        """Say whether the key's own place is known: what is in one that something else set is not in the file."""
+        """Return whether the position of the key itself is known; false inside an overridden key."""
         return key in self.overrides or (
             key in self.lines and not any(key[:end] in self.overrides for end in range(len(key)))
         )
 
     def where(self, key: Key) -> str:
-        """Return ``file:line`` of the key, or of the closest key around it."""
+        """Return ``file:line`` of the key, or of the closest enclosing key."""
         known = self._closest(key)
         if known is None:
             return self.file
         return self.overrides.get(known) or f"{self.file}:{self.lines[known]}"
 
     def override(self, values: Mapping[Key, str]) -> Source:
-        """Return the source with these keys, and all that is in them, set by something else."""
+        """Return the source with the given keys, and everything below, marked as overridden."""
         return replace(self, overrides={**self.overrides, **values})
 
     def error(self, problems: Iterable[Diagnostic]) -> InputError:
@@ -76,14 +76,14 @@ class Source:
 
 
 class WattsPart(ConfigModel):
-    """What a device draws."""
+    """Power consumption of a device."""
 
     idle: float = Field(ge=0, description="watts while it is up and computes nothing")
     busy: float = Field(ge=0, description="watts while it computes")
 
     @property
     def pair(self) -> tuple[float, float]:
-        """Both, as `DeviceSpec.watts` has them."""
+        """Return (idle, busy) power, as in `DeviceSpec.watts`."""
         return (self.idle, self.busy)
 
     @model_validator(mode="after")
@@ -94,7 +94,7 @@ class WattsPart(ConfigModel):
 
 
 class RatesPart(ConfigModel):
-    """How fast layers of a kind are: their time is the sum of these parts, and what has no rate takes none."""
+    """Processing rates of one kind of layer. The times of all parts add up; missing rates take no time."""
 
     speed: Speed | None = Field(None, gt=0, description="of their FLOPs")
     memory_rate: ByteRate | None = Field(None, gt=0, description="of the values that they read and write")
@@ -110,7 +110,7 @@ class RatesPart(ConfigModel):
 
 
 class ProfilePart(ConfigModel):
-    """A kind of device, as `testbed setup profile` measures one and a file of the user's has it."""
+    """A device profile, as written by `testbed setup profile` or in a user's file."""
 
     name: str = Field("own", description="what it is called where a run is shown")
     speed: Speed = Field(gt=0, description="of each processor")
@@ -212,7 +212,7 @@ SweepPart = dict[str, tuple[Any, ...] | dict[str, tuple[Any, ...]]]
 
 
 class ResultsPart(ConfigModel):
-    """What is written of each run beside its folder's own files."""
+    """Optional outputs of each run besides the results folder."""
 
     to: tuple[Literal["csv", "tensorboard", "mlflow", "wandb"], ...] = Field(
         (),
@@ -278,18 +278,18 @@ class Scenario(ConfigModel):
 
     @property
     def source(self) -> Source:
-        """Where each key was written; names no file for a scenario that came from none."""
+        """Source positions of the keys; without a file name for a scenario built in memory."""
         return self._source
 
     def located(self, source: Source) -> Self:
-        """Return the same scenario, written there."""
+        """Return the same scenario with the given source positions."""
         scenario = self.model_copy()
         scenario._source = source
         return scenario
 
 
 def _check_sweep(sweep: object) -> None:
-    """Raise ValueError for a sweep that does not map keys to lists of values."""
+    """Raise ValueError unless the sweep maps keys to lists of values."""
     if not isinstance(sweep, Mapping):
         raise ValueError(f"takes dotted keys with lists of values, or a list of such sweeps, not {sweep}")
     together = sweep.get(TOGETHER, {})
@@ -305,9 +305,9 @@ class Trial:
     """One point of a scenario's sweep in one repetition."""
 
     scenario: Scenario
-    """Its ``sweep`` is empty and its ``repetitions`` 1; its ``seed`` is the repetition's."""
+    """The scenario of this trial, without sweep, with one repetition and the seed of the repetition."""
     experiment: Experiment
-    """The same as a runtime needs it."""
+    """The facts of the trial for a runtime."""
     point: dict[str, object]
     """The sweep's values here, by dotted key; empty without a sweep."""
     repetition: int = 0

@@ -1,4 +1,4 @@
-"""The points of a scenario: combinations of the values that its sweeps give to keys, and further points."""
+"""The sweep points of a scenario: combinations of swept values, and explicitly listed points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.scenario.points import LABEL
 from testbed.scenario.schema import Scenario
 
 MAX_RUNS = 10_000
-"""Runs of one scenario: they are all checked before the first begins."""
+"""Maximum number of runs of a scenario, all of which are checked before the first one starts."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Axis:
 
 
 def check_points(scenario: Scenario) -> None:
-    """Raise `InputError` for impossible points and for too many runs, before any of them is expanded."""
+    """Raise `InputError` for invalid points or too many runs, before any expansion."""
     sweeps = list(_sweeps(scenario))
     problems = [problem for axes in sweeps for problem in _problems(axes)]
     for index, point in enumerate(scenario.points):
@@ -88,7 +88,7 @@ def _sweeps(scenario: Scenario) -> Iterator[list[_Axis]]:
 
 
 def _problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
-    """Yield what is wrong with the axes of one sweep."""
+    """Yield the problems of the axes of one sweep."""
     known: set[str] = set()
     for axis in axes:
         first = next(iter(axis.values), "")

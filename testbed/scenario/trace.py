@@ -1,4 +1,4 @@
-"""The lines of a trace, ``time,what,value``: how links and devices' speeds change over time.
+"""Parser of link traces, lines of ``time,what,value`` that change links and device speeds over time.
 
 0, link source->worker1 rate, 10mbit
 12.5, link source<->worker1 delay, 40ms
@@ -26,19 +26,19 @@ from testbed.network.parts import FIGURES, LinkPart
 from testbed.scenario.explaining import explain
 
 KEYS = tuple(name for name in FIGURES if name != "bursts")
-"""What a trace may change of a link."""
+"""Link properties that a trace can change."""
 _SPEEDS = ("speed", "slowdown")
 _LINK = re.compile(r"link\s+([\w-]*[\w])\s*(<?->)\s*([\w-]+)\s+(\w+)")
 _DEVICE = re.compile(r"device\s+([\w-]+)\s+(\w+)")
 _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 _MOST_PROBLEMS = 10
-"""Problems named; a trace that is wrong is often wrong in every line."""
+"""Maximum number of reported problems; a wrong trace is often wrong in every line."""
 
 M = TypeVar("M", bound=BaseModel)
 
 
 def parse(line: str) -> Change:
-    """Read one line; raise ValueError saying what is wrong and what would be right."""
+    """Parse one line. Raises ValueError with the problem and a remedy."""
     try:
         cells = [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
     except csv.Error as error:
@@ -77,7 +77,7 @@ def changes(
     links: Mapping[Pair, Link],
     no_such_device: Callable[[str], str | None],
 ) -> tuple[tuple[Change, ...], list[Diagnostic]]:
-    """Read a trace; return changes and problems; ``no_such_device`` says what is wrong with a name, None if nothing."""
+    """Parse a trace; return changes and problems. ``no_such_device`` returns the error text for an unknown name."""
     found: list[Change] = []
     problems: list[Diagnostic] = []
 
@@ -110,7 +110,7 @@ def changes(
 def _unknown(
     change: Change, own: Mapping[str, float], links: Collection[Pair], no_such_device: Callable[[str], str | None]
 ) -> list[str]:
-    """Return what is wrong with the names of a change, or with a speed that no device can have."""
+    """Return the error text for unknown names or an impossible speed in a change."""
     names = {name for pair in change.pairs for name in pair} | ({change.speed.device} if change.speed else set())
     texts = [text for name in sorted(names) if (text := no_such_device(name)) is not None]
     if texts:

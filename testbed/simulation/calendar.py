@@ -1,4 +1,4 @@
-"""The event calendar of a simulation, and the virtual clock that it moves; `VirtualLoop` is the part asyncio sees."""
+"""The event calendar of a simulation and its virtual clock; `VirtualLoop` is the asyncio interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 OWNER: ContextVar[Hashable] = ContextVar("owner", default=None)
-"""Whose code is running; inherited by the tasks and timers it starts."""
+"""Owner of the running code, inherited by its tasks and timers."""
 
 
 class Stillness(Exception):  # noqa: N818 - the end of a simulation, wanted or not
@@ -21,7 +21,7 @@ class TimeLimit(Exception):  # noqa: N818
 
 
 class Callback:
-    """What `asyncio.Handle` is to other loops: ``callback`` is None once it is cancelled."""
+    """Counterpart of `asyncio.Handle`; ``callback`` is None once cancelled."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -31,7 +31,7 @@ class Callback:
         self.context = context
 
     def cancel(self) -> None:
-        """Let nothing be called."""
+        """Cancel the callback."""
         self.callback, self.args = None, ()
 
     def cancelled(self) -> bool:
@@ -40,7 +40,7 @@ class Callback:
 
 
 class Timer(Callback):
-    """What `asyncio.TimerHandle` is to other loops; cancelled, it is skipped when its time comes."""
+    """Counterpart of `asyncio.TimerHandle`; a cancelled timer is skipped when due."""
 
     __slots__ = ("_when",)
 
@@ -49,12 +49,12 @@ class Timer(Callback):
         self._when = when
 
     def when(self) -> float:
-        """Return the instant at which it goes off."""
+        """Return the scheduled time."""
         return self._when
 
 
 class Calendar:
-    """Runs whatever is ready, then jumps to the next instant at which anything is due.
+    """Run all ready callbacks, then advance the clock to the next scheduled one.
 
     ``failed`` has each callback that raised, and what it raised.
     """
@@ -62,7 +62,7 @@ class Calendar:
     def __init__(self, limit: float, failed: Callable[[Callback, BaseException], None]) -> None:
         self.limit = limit
         self.now: float = 0.0
-        """Virtual seconds; only the calendar itself sets it."""
+        """Virtual time in seconds; set only by the calendar."""
         self.stopping: bool = False
         """Whether `run` is to return once nothing is ready."""
         self._failed = failed
@@ -77,32 +77,32 @@ class Calendar:
         heapq.heappush(self._due, (when, ties, action, argument))
 
     def timer(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Timer:
-        """Run a callback at an instant, or next where that has passed."""
+        """Schedule a callback at a time; a past time means next."""
         timer = Timer(when, callback, args, copy_context() if context is None else context)
         self.at(max(when, self.now), self._ready.append, timer)
         return timer
 
     def soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Callback:
-        """Run a callback next, after those that are ready."""
+        """Schedule a callback after all ready ones."""
         ready = Callback(callback, args, copy_context() if context is None else context)
         self._ready.append(ready)
         return ready
 
     def freeze(self, owner: Hashable) -> None:
-        """Hold back every callback of this owner's code."""
+        """Suspend all callbacks of an owner."""
         self._frozen.setdefault(owner, [])
 
     def thaw(self, owner: Hashable) -> None:
-        """Run what was held back, in its order, and hold back nothing more."""
+        """Release suspended callbacks in order and stop suspending."""
         self._ready.extend(self._frozen.pop(owner, ()))
 
     def clear(self) -> None:
-        """Forget all that is ready or due."""
+        """Discard all callbacks and timers."""
         self._ready.clear()
         self._due.clear()
 
     def run(self) -> None:
-        """Run until it is stopping; raise Stillness or TimeLimit where nothing is left to run."""
+        """Run until stopped. Raises Stillness for an empty calendar (deadlock), or TimeLimit."""
         due, frozen, following, pop = self._due, self._frozen, self._ready.popleft, heapq.heappop
         while True:
             while self._ready:

@@ -24,15 +24,15 @@ from testbed.wire.message import Message
 SEND: Form = ("send", ("peer", "message", "bytes", "start", "duration", "queued", "encode"))
 """The event of an acknowledged message."""
 STALL_SECONDS = 2.0
-"""Without an answer for this long the sender gives the connection up and connects again, as the agent does."""
+"""Seconds without an answer after which the sender reconnects, as in the agent."""
 CONNECT_SECONDS = 1.0
-"""Between attempts to connect across a link that drops everything: the kernel repeats a lost SYN after a second."""
+"""Seconds between connection attempts over a silent link: the kernel repeats a lost SYN after a second."""
 REFUSED_SECONDS = 0.25
-"""Between attempts to reach a device that is off or whose program does not run yet, as the agent does."""
+"""Seconds between attempts to reach a stopped device or program, as in the agent."""
 
 
 def next_attempt(since: float, now: float, round_trip: float) -> float:
-    """Return when TCP next tries, not before ``now``, what a link has swallowed since ``since``.
+    """Return the time of TCP's next retransmission at or after ``now``, for data lost since ``since``.
 
     The time-out doubles, and the connection is given up after `STALL_SECONDS`: a healed link is not found at once.
     """
@@ -48,7 +48,7 @@ def next_attempt(since: float, now: float, round_trip: float) -> float:
 
 
 class Parcel:
-    """One message on its way, until it is acknowledged."""
+    """A message in transit, until acknowledged."""
 
     __slots__ = (
         "answer",
@@ -81,16 +81,16 @@ class Parcel:
         self.called = called
         self.future = future
         self.remaining = wire_bytes(size)
-        """Bytes on the wire that have not left the sender yet."""
+        """Bytes on the wire still to leave the sender."""
         self.begun = -1.0
-        """When its first byte left for the first time; negative before."""
+        """Time when the first byte first left; negative before."""
         self.start = -1.0
-        """Start of the present transmission, as ``end`` and ``due`` are its end and arrival."""
+        """Start of the current transmission; ``end`` and ``due`` are its end and arrival."""
         self.end = -1.0
         self.due = -1.0
-        """When it arrives; negative while that is not known."""
+        """Arrival time; negative if unknown."""
         self.answer = 0.0
-        """By how much chance makes its acknowledgement later than the delay of the way back."""
+        """Random extra delay of the acknowledgement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ class Cast:
     """Bytes before the values."""
     bytes: int
     number: int
-    """Number among the sender's casts since it booted."""
+    """Number of the broadcast since the sender's boot."""
     start: float
-    """When its first datagram had left."""
+    """Time when the first datagram had left."""
 
 
 class Channel:
@@ -127,13 +127,13 @@ class Channel:
         self._last_answer = 0.0
         """When the last acknowledgement scheduled so far arrives."""
         self._unacknowledged = 0
-        """Bytes of the messages that have begun to leave, of the program that runs at the source now."""
+        """Unacknowledged bytes of the current program at the source."""
         self._waiting: list[Parcel] = []  # no deque, of which each takes 0.7 kB, also where nothing waits
-        """Not arrived, in the order of the calls; those under way come first."""
+        """Messages still to arrive in the order of the calls; those in transit come first."""
         self._blocked_since: float | None = None
         """Since when something waits for the channel to open."""
         self._chance = False
-        """Whether chance has a part in this way or in the way back."""
+        """Whether either direction has random behaviour."""
         self._answered = True
         """Whether acknowledgements get through."""
         self._full = False
@@ -142,31 +142,31 @@ class Channel:
         self.source = source
         self.link = link
         self.largest = largest_message(source.spec, target.spec)
-        """Bytes of a message that both ends can hold."""
+        """Maximum message size in bytes that both ends can hold."""
         self.back: Channel
         """The other direction; see `connect`."""
         self._seed = seed
         self._changes = 0
         self.crossing: Crossing | None = None
         self._window: Window | None = None
-        """TCP window of the connection that carries the messages; None before chance had a part in one."""
+        """TCP window of the connection; None before the first random transmission."""
         self._open = self._passable()
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
         self._at_door: list[Parcel] = []
-        """Arrived at a target that is paused."""
+        """Messages that arrived at a paused target."""
         self._unanswered: list[tuple[float, Parcel]] = []
-        """Delivered at that time, but with the way back closed for the acknowledgement."""
+        """Delivery times of messages whose acknowledgement is blocked on the way back."""
 
     @staticmethod
     def connect(one: Channel, other: Channel) -> None:
-        """Make two channels each other's way back."""
+        """Pair two channels as each other's return path."""
         one.back, other.back = other, one
         one._apply()
         other._apply()
 
     def _apply(self) -> None:
-        """Start the random processes of the link anew; the way back learns whether its acknowledgements pass."""
+        """Restart the random processes of the link and update the return path."""
         link, back = self.link, self.back
         self._changes += 1
         self.crossing = None
@@ -182,17 +182,17 @@ class Channel:
         return passes(self.link) and self.target.device is not None
 
     def waits(self, device: Guest) -> bool:
-        """Return whether something of this device is not acknowledged."""
+        """Return whether a message of this device is unacknowledged."""
         parcels = (*self._waiting, *self._at_door, *(parcel for _, parcel in self._unanswered))
         return any(parcel.sender is device and not parcel.future.done() for parcel in parcels)
 
     def arrives(self) -> bool:
-        """Return whether the first bytes of a message have arrived and its last are on their way."""
+        """Return whether a message has arrived in part."""
         now = self._calendar.now
         return any(parcel.due >= 0 and parcel.start + self.link.delay <= now for parcel in self._waiting)
 
     def enqueue(self, parcel: Parcel) -> None:
-        """Send a message after those before it."""
+        """Queue a message behind the previous ones."""
         self._waiting.append(parcel)
         if self._open:
             if self._unacknowledged < WINDOW:
@@ -224,7 +224,7 @@ class Channel:
         self._calendar.at(due, _arrive, parcel)
 
     def _launch_waiting(self) -> None:
-        """Launch what waits, as far as the window has room."""
+        """Launch queued messages within the window."""
         self._full = False
         for parcel in self._waiting:
             if parcel.due < 0:
@@ -234,13 +234,13 @@ class Channel:
                 self._launch(parcel)
 
     def _recall(self, parcel: Parcel) -> None:
-        """Note that a launched message has to be launched again."""
+        """Mark a launched message for another launch."""
         parcel.due = -1.0
         if parcel.sender is self.source.device:
             self._unacknowledged -= parcel.bytes
 
     def _crossed(self, wire: float) -> tuple[float, float, float, float]:
-        """Draw the bytes sent in all and the least seconds that takes; how late the message is, and so its answer."""
+        """Draw a transmission: total bytes sent, minimum duration, and the delays of message and acknowledgement."""
         least, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
         if self.crossing is not None:
             if self._window is None:
@@ -254,11 +254,11 @@ class Channel:
 
     @property
     def round_trip(self) -> float:
-        """Return the sum of the delays there and back."""
+        """Return the sum of both one-way delays."""
         return self.link.delay + self.back.link.delay
 
     def arrive(self, parcel: Parcel) -> None:
-        """Let a message whose time has come arrive."""
+        """Deliver a message at its arrival time."""
         if parcel.due != self._calendar.now:
             return  # it was interrupted, and will arrive at another time or never
         parcel.due = -1.0
@@ -275,7 +275,7 @@ class Channel:
         self._take(parcel)
 
     def _take(self, parcel: Parcel) -> None:
-        """Hand an arrived message to the device, and answer."""
+        """Deliver a message to the device and send the acknowledgement."""
         now, device = self._calendar.now, self.target.device
         assert device is not None
         start = parcel.begun + self.link.delay
@@ -294,7 +294,7 @@ class Channel:
         self._calendar.at(when, _acknowledge, parcel)
 
     def acknowledge(self, parcel: Parcel) -> None:
-        """Let the sender have the acknowledgement that is there now."""
+        """Process an acknowledgement at the sender."""
         source = self.source
         if source.paused:
             source.held.append((_acknowledge, parcel))
@@ -313,7 +313,7 @@ class Channel:
         parcel.sender.add(SEND, row)  # last, since a fault that waits for this event strikes within the call
 
     def withdraw(self, parcel: Parcel) -> None:
-        """Take back a message unless all of it has left; those behind it move up."""
+        """Remove a message that has not left completely; later ones move up."""
         if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._calendar.now):
             return
         self._interrupt()
@@ -324,7 +324,7 @@ class Channel:
             self._relaunch(self._calendar.now)
 
     def refresh(self, link: Link | None = None) -> None:
-        """Take notice of another link, or of a host that went off, on, to sleep or awake."""
+        """Adapt to a changed link or to a host that changed state."""
         now, was_open = self._calendar.now, self._open
         if was_open:
             self._interrupt()
@@ -342,7 +342,7 @@ class Channel:
         self.back._answer_late()
 
     def _interrupt(self) -> None:
-        """Stop what has not left the sender entirely, noting how far it came."""
+        """Stop unfinished transmissions and record their progress."""
         now = self._calendar.now
         self._last_due = 0.0
         for parcel in self._waiting:
@@ -360,7 +360,7 @@ class Channel:
             self._recall(parcel)
 
     def _forget_connection(self) -> None:
-        """Put back everything that the target has not acknowledged: it will have forgotten what it got."""
+        """Requeue all unacknowledged messages, because a restarted target has forgotten them."""
         self._refused = True
         self._window = None
         arrived = [*(parcel for _, parcel in self._unanswered), *self._at_door]
@@ -373,7 +373,7 @@ class Channel:
             parcel.remaining = wire_bytes(parcel.bytes)
 
     def _reopens_at(self, now: float) -> float:
-        """Return when the sender finds out that the channel is open again."""
+        """Return the time at which the sender notices the open channel."""
         since, refused = self._blocked_since, self._refused
         self._refused = False
         if since is None or since == now:
@@ -392,7 +392,7 @@ class Channel:
         self._launch_waiting()
 
     def _answer_late(self) -> None:
-        """Acknowledge what could not be while the way back was closed: the sender tries again, and learns of it."""
+        """Send the acknowledgements blocked so far; the sender's next attempt reveals them."""
         now, unanswered = self._calendar.now, self._unanswered
         self._unanswered = []
         for since, parcel in unanswered:
@@ -400,7 +400,7 @@ class Channel:
             self._answer(parcel, attempt + self.round_trip)
 
     def abandon(self) -> None:
-        """Forget what has not left a sender that went off; what has left still arrives."""
+        """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
         self._interrupt()
         self._open = self._passable()  # the sender may have been paused
         self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
@@ -409,7 +409,7 @@ class Channel:
         self._unacknowledged = 0
 
     def carries(self, cast: Cast) -> float | None:
-        """Return the seconds after which a cast that has just left the sender is at the target; None: it is lost."""
+        """Return the delay in seconds of a broadcast that has just left; None if lost."""
         delay = self.link.delay
         if self.crossing is not None:
             pieces = range(chunks(cast.bytes))
@@ -419,7 +419,7 @@ class Channel:
         return delay if self.link.up else None
 
     def hear(self, cast: Cast, delay: float) -> None:
-        """Let the target have a cast that is there now, if chance lets it hear any of it."""
+        """Deliver a broadcast to the target, subject to random loss."""
         if self.target.paused:
             self.target.held.append((hear, ([self], cast, delay)))
             return
@@ -455,7 +455,7 @@ def _acknowledge(parcel: Parcel) -> None:
 
 
 def hear(arriving: tuple[list[Channel], Cast, float]) -> None:
-    """Let the targets of some channels have a cast that is there now, so many seconds after it left."""
+    """Deliver a broadcast to the targets of several channels, at each delay in seconds."""
     channels, cast, delay = arriving
     for channel in channels:
         channel.hear(cast, delay)

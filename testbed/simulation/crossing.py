@@ -1,4 +1,4 @@
-"""What chance does to messages on one direction of a link: packets lost, corrupted, late, or out of turn.
+"""Random transmission of messages on one direction of a link: loss, corruption, delay and reordering.
 
 A message arrives when the last of its packets does, in whatever order: TCP puts them right. A corrupted packet
 fails its checksum and is as good as lost; one that arrives twice changes nothing. How TCP repeats lost packets, and how
@@ -17,13 +17,13 @@ from testbed.wire.framing import ETHERNET_HEADER, SEGMENT, TCP_HEADERS
 PACKET = SEGMENT + TCP_HEADERS + ETHERNET_HEADER
 """Bytes on the wire of a full segment."""
 _ATTEMPTS = 10_000
-"""Attempts after which it gets through: so that a link that loses nearly everything delays nobody for ever."""
+"""Maximum number of attempts, so that a link with nearly total loss cannot block forever."""
 _LATEST = 1000
-"""Packets of a message whose delays are drawn: those before its last thousand are there long before it is."""
+"""Number of final packets with drawn delays; earlier ones arrive long before the end."""
 
 
 class Crossing:
-    """The random processes of one direction of a link, from one change of its figures to the next."""
+    """The random processes of one direction of a link, between two changes of its properties."""
 
     def __init__(self, link: Link, seed: str) -> None:
         self._delay = link.delay
@@ -43,7 +43,7 @@ class Crossing:
     def message(
         self, wire: float, spacing: float, round_trip: float, window: Window, unheard: Chance
     ) -> tuple[float, float, float]:
-        """Draw the course of a message of this many bytes on the wire, whose full packets take ``spacing`` seconds.
+        """Draw the transmission of a message of ``wire`` bytes, with ``spacing`` seconds per full packet.
 
         Returns the bytes sent in all; the least seconds that they take to leave, 0 where the rate alone decides; and by
         how much the message arrives later than its last byte's departure and the link's delay say: negative where that
@@ -77,7 +77,7 @@ class Crossing:
 
 
 def has_chance(link: Link) -> bool:
-    """Return whether chance has a part in what becomes of a link's packets."""
+    """Return whether a link has random behaviour."""
     return bool(link.loss or link.jitter or link.bursts or link.corrupt or link.reorder)
 
 
@@ -87,5 +87,5 @@ def passes(link: Link) -> bool:
 
 
 def crossing(link: Link, seed: str) -> Crossing | None:
-    """Return the random processes of a link, None where chance has no part in it, as where all is lost."""
+    """Return the random processes of a link; None for a deterministic link."""
     return Crossing(link, seed) if has_chance(link) and impairments.expected_loss(link) < 1 else None

@@ -31,13 +31,13 @@ T = TypeVar("T")
 _RECEIVED = ("peer", "message", "bytes", "start", "duration", "decode")
 RECEIVE: Form = ("receive", _RECEIVED)
 HEAR: Form = ("receive", (*_RECEIVED, "cast"))
-"""The event of a message that has arrived, and of a cast."""
+"""Event of an arrived message or broadcast."""
 CAST: Form = ("cast", ("peers", "message", "bytes", "start", "duration", "number"))
 
 
 @cache
 def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
-    """Return the events of work that begins and has ended, by the fields of its span."""
+    """Return the begin and end events of work, by the fields of its span."""
     return ("begin", span), ("compute", (*span, "start", "duration", "flops", "busy", "deficit"))
 
 
@@ -47,7 +47,7 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 class Surroundings(Protocol):
-    """What a device sees of its world."""
+    """The simulated world as seen by a device."""
 
     loop: VirtualLoop
     calendar: Calendar
@@ -56,10 +56,10 @@ class Surroundings(Protocol):
     sharing: Sharing
 
     def channel(self, source: str, target: str) -> Channel:
-        """Return the way between two devices; raise ValueError where there is no link."""
+        """Return the channel between two devices. Raises ValueError without a link."""
 
     def cast_media(self, name: str) -> list[Medium]:
-        """Return what a cast of a device occupies."""
+        """Return the media occupied by a device's broadcast."""
 
     def cast_rate(self, name: str) -> float | None:
         """Return the bit/s at which a device casts, right now."""
@@ -77,14 +77,14 @@ class _ChargedWork:
     remaining: float = 0.0
     """Seconds of work left while the device is paused."""
     ends: float = -1.0
-    """When it ends; negative while that is not known."""
+    """End time; negative if unknown."""
     share: SharedTransfer | None = None
-    """What it takes of the cores of a machine that others share."""
+    """Share of the cores of a shared machine."""
     result: Any = None
 
 
 class SimulatedDevice:
-    """One device from one boot to the next; see `testbed.device.Device` for what it promises."""
+    """Implementation of `testbed.device.Device` on the virtual clock, from one boot to the next."""
 
     def __init__(self, world: Surroundings, host: Host) -> None:
         # What each message needs comes first: see `Channel`.
@@ -100,20 +100,20 @@ class SimulatedDevice:
         self.host = host
         self.leaving = False
         self.tasks: dict[asyncio.Task[Any], None] = {}
-        """Tasks of the program and all that it started, in that order."""
+        """Tasks of the program in the order of their start."""
         self.started = 0
-        """How many tasks that was until now."""
+        """Number of tasks started so far."""
         self.running = True
         """Whether the program has not returned."""
         self.exposed: dict[bool, Callable[[], Mapping[str, Any]]] = {}
-        """What returns the weights, by whether they are the device's part alone."""
+        """Functions that return the weights, by whether they cover only the device's part."""
         self._world = world
         self._form: CastForm | None = None
         self._casts = 0
         self._cast_until = 0.0
-        """When the last of them has left."""
+        """Time when the last broadcast has left."""
         self._queue: list[_ChargedWork] = []
-        """Work that no processor has begun."""
+        """Work waiting for a processor."""
         self._under_way: list[_ChargedWork] = []
         self._charged = lru_cache(256)(lambda cost: (host.spec.seconds(cost), cost.of().flops))
         """Seconds and FLOPs of a cost; most are charged again and again."""
@@ -132,7 +132,7 @@ class SimulatedDevice:
             self._recorder.write(Event(self._calendar.now, self.name, event, fields))
 
     def add(self, form: Form, row: Row) -> None:
-        """Write an event by its form, unless the device is dead."""
+        """Record an event by its form, unless the device is dead."""
         if self.alive:
             self._recorder.add(form, row)
 
@@ -146,7 +146,7 @@ class SimulatedDevice:
             self.host.disk[name] = delivered(message, self.name)[0]
 
     def saved(self, name: str) -> Message | None:
-        """Return what the host has kept."""
+        """Return the last saved message of a name."""
         return self.host.disk.get(name)
 
     async def sleep(self, seconds: float) -> None:
@@ -159,7 +159,7 @@ class SimulatedDevice:
         await over
 
     def _cast_form(self) -> CastForm:
-        """Return how it casts; a device that does not is spared the names of all others."""
+        """Prepare broadcasting on first use, because most devices never need the list of peers."""
         if self._form is None:
             self._form = CastForm(self.name, self._world.hosts)
         return self._form
@@ -211,7 +211,7 @@ class SimulatedDevice:
         self.add(CAST, (self._calendar.now, self.name, sorted(peers), *taken))
 
     def _spread(self, leaving: tuple[list[Channel], Cast]) -> None:
-        """Let a cast go its ways; one of which a part had not left when its sender died is no message."""
+        """Propagate a broadcast, unless its sender died before the end of the transmission."""
         if not self.alive:
             return
         channels, cast = leaving
@@ -224,7 +224,7 @@ class SimulatedDevice:
             self._calendar.at(self._calendar.now + delay, hear, (together, cast, delay))
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
-        """Put an arrived message into the inbox; ``cast`` is its number if it was one."""
+        """Put a message into the inbox; ``cast`` is the number of a broadcast."""
         if self._listener is None and not self._handed(message):
             self._inbox.append(message)
         row = (self._calendar.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
@@ -262,11 +262,11 @@ class SimulatedDevice:
             raise
 
     def receives(self, peer: str) -> bool:
-        """Return whether a message from this peer is arriving."""
+        """Return whether a message from the peer is arriving."""
         return self._world.channel(peer, self.name).arrives()
 
     async def listen(self, take: Callable[[Message], None]) -> NoReturn:
-        """Hand over each message in the instant of its arrival, as a program does that only ever awaits `receive`.
+        """Call a function with each message at its arrival, like a program that only awaits `receive`.
 
         Raises what ``take`` raises.
         """
@@ -290,7 +290,7 @@ class SimulatedDevice:
         raise AssertionError("it only ever fails")
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do the work now, and return its result when the device would have it."""
+        """Run the work now, and return its result after the charged time."""
         if not self.alive:
             self._stop()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -299,7 +299,7 @@ class SimulatedDevice:
         return await future
 
     def _begin(self) -> None:
-        """Begin work of the queue that somebody still waits for, as long as there is a free processor."""
+        """Start queued work on free processors, skipping cancelled work."""
         while self._queue and len(self._under_way) < self.host.spec.processors:
             work = self._queue.pop(0)
             if work.future.done():
@@ -341,13 +341,13 @@ class SimulatedDevice:
             self._halt(work)
 
     def resume(self) -> None:
-        """Let the processors and the program go on."""
+        """Resume processors and program."""
         self._calendar.thaw(self)
         for work in self._under_way:
             self._go_on(work)
 
     def change_speed(self, factor: float) -> None:
-        """Do what is left of the work under way at ``factor`` times the speed so far."""
+        """Rescale the remaining work to ``factor`` times the previous speed."""
         for work in self._under_way:
             if self.host.paused or work.share is not None or work.ends > self._calendar.now:  # it is not over
                 self._halt(work)
@@ -355,7 +355,7 @@ class SimulatedDevice:
                 self._go_on(work)
 
     def kill(self) -> None:
-        """End the program wherever it is; nothing that it still does has any effect."""
+        """Stop the program; its remaining code has no effect."""
         self.alive = False
         for work in self._under_way:
             self._halt(work)
@@ -380,11 +380,11 @@ class SimulatedDevice:
         self._begin()
 
     def forget(self, task: asyncio.Task[Any]) -> None:
-        """Take note that a task is over."""
+        """Remove a finished task."""
         self.tasks.pop(task, None)
 
     def waits_for(self) -> str:
-        """Say what the program waits for, for the report of a deadlock."""
+        """Describe the awaited event for a deadlock report."""
         reasons = [f"{name} to acknowledge" for name, channel in self._channels.items() if channel.waits(self)]
         reasons += [f"its processor ({work.span.name})" for work in self._under_way]
         if any(not receiver.done() for receiver in self._receivers):

@@ -1,4 +1,4 @@
-"""Faults and traces on a simulated world: each step is carried out at the very instant that its script says."""
+"""Execution of faults and link traces on a simulated world, exactly at their scheduled times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TraceExecution:
         self._script = script
 
     def start(self) -> None:
-        """Make the changes of the first instant, before any device is on, and schedule the rest."""
+        """Apply the initial changes before any device starts, and schedule the others."""
         self._change(None)
 
     def _change(self, _nothing: None) -> None:
@@ -28,7 +28,7 @@ class TraceExecution:
 
 
 class FaultExecution:
-    """Lets the faults of a scenario strike, and undoes them."""
+    """Executor of a scenario's faults."""
 
     def __init__(self, world: World, script: FaultScript) -> None:
         self._world = world
@@ -36,7 +36,7 @@ class FaultExecution:
         self._watched = script.watched
 
     def start(self) -> None:
-        """Schedule what is known already, and watch for what triggers the rest."""
+        """Schedule all faults of known time and watch for the triggers of the others."""
         if self._watched:
             self._world.recorder.observe(self._observe, self._script.events)
         self._schedule()

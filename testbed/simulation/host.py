@@ -1,4 +1,4 @@
-"""The machine that a device's program runs on, and that faults strike."""
+"""A simulated host, the target of faults, and the program running on it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from testbed.wire.message import Message
 
 
 class Guest(Protocol):
-    """What runs on a host from one boot to the next: a program and the device that it sees."""
+    """A program with its device, from one boot to the next."""
 
     name: str
     running: bool
     """Whether the program has not returned."""
     leaving: bool
-    """Whether it has been told to leave."""
+    """Whether the program has been asked to leave."""
     exposed: dict[bool, Callable[[], Mapping[str, Any]]]
-    """Returns the weights that the device holds."""
+    """Functions that return the weights of the device."""
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put an arrived message into the inbox."""
@@ -32,56 +32,56 @@ class Guest(Protocol):
         """Write an event, unless the device is dead."""
 
     def add(self, form: Form, row: Row) -> None:
-        """Write an event by its form, which is quicker."""
+        """Record an event by its form, which is faster."""
 
     def pause(self) -> None:
         """Stop the processor and hold back the program."""
 
     def resume(self) -> None:
-        """Let the processor and the program go on."""
+        """Resume processor and program."""
 
     def change_speed(self, factor: float) -> None:
-        """Do what is left of the work under way at ``factor`` times the speed so far."""
+        """Rescale the remaining work to ``factor`` times the previous speed."""
 
     def kill(self) -> None:
-        """End the program wherever it is."""
+        """Stop the program."""
 
     def waits_for(self) -> str:
-        """Say what the program waits for."""
+        """Describe the awaited event."""
 
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """One machine, whatever runs on it."""
+    """A machine that persists across boots of its device."""
 
     name: str
     spec: DeviceSpec
     number: int
-    """Among the hosts of its world."""
+    """Index among the hosts of the world."""
     factor: float = 1.0
-    """The share of its own speed at which it computes right now."""
+    """Current share of full speed."""
     cores: Shared | None = None
-    """Cores of the machine that it shares, in seconds of work a second; None where it is a machine itself."""
+    """Cores of the shared machine as a rate in seconds of work per second; None for a machine of its own."""
     device: Guest | None = None
-    """What its present program sees; None while it is off or boots."""
+    """The running device; None while off or booting."""
     booting: int | None = None
     """Number of the boot under way."""
     boots: int = 0
-    """How often it was switched on again."""
+    """Number of restarts."""
     disk: dict[str, Message] = field(default_factory=dict)
-    """What its programs have saved; outlives them all."""
+    """Messages saved by programs; persistent across restarts."""
     paused: bool = False
     held: deque[tuple[Callable[[Any], None], Any]] = field(default_factory=deque)
-    """What arrived while it was paused, and what to do about it then."""
+    """Arrivals during a pause, with their handlers."""
 
     def state(self) -> DeviceState:
-        """Return whether it is on; while it boots it is."""
+        """Return the state of the host; a booting host is up."""
         if self.device is None and self.booting is None:
             return "down"
         return "paused" if self.paused else "up"
 
     def condition(self) -> str:
-        """Say how the machine is and, where a program runs, what that waits for."""
+        """Describe the host's state, and the event awaited by a running program."""
         if self.device is None:
             return "boots" if self.booting is not None else "is off"
         return "is paused" if self.paused else self.device.waits_for()

@@ -26,7 +26,7 @@ ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """Runs whatever is ready, then jumps to the next instant that anything is due.
+    """An asyncio event loop on the virtual clock of a calendar.
 
     There is one thread and no input or output: methods of `asyncio.AbstractEventLoop` that are about those raise
     NotImplementedError.
@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._task_factory: Callable[..., Any] | None = None
         self._exception_handler: ExceptionHandler | None = None
         self._generators: WeakSet[AsyncGenerator[Any, Any]] = WeakSet()
-        """Asynchronous ones that have begun and are to be closed at the end."""
+        """Started asynchronous generators, closed at the end."""
 
     # Time
 
@@ -58,7 +58,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     # Tasks and futures
 
     def create_future(self) -> asyncio.Future[Any]:
-        """Return a future of this loop."""
+        """Return a new future."""
         return asyncio.Future(loop=self)
 
     def create_task(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any) -> asyncio.Task[T]:
@@ -69,11 +69,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def set_task_factory(self, factory: Callable[..., Any] | None) -> None:
-        """Let ``factory(loop, coroutine, **options)`` make the tasks."""
+        """Set the factory ``factory(loop, coroutine, **options)`` of tasks."""
         self._task_factory = factory
 
     def get_task_factory(self) -> Callable[..., Any] | None:
-        """Return what makes the tasks; None where they are asyncio's own."""
+        """Return the factory of tasks; None for asyncio's default."""
         return self._task_factory
 
     # Running
@@ -102,7 +102,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
-        """Run until a future is done, and return its result; raises RuntimeError where the loop is stopped before."""
+        """Run until a future is done and return its result. Raises RuntimeError for a loop stopped earlier."""
         made = not asyncio.isfuture(future)
         awaited: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
         awaited.add_done_callback(self._stop_after)
@@ -135,14 +135,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._closed
 
     def close(self) -> None:
-        """Forget what is scheduled; the loop cannot run again. Raises RuntimeError while it runs."""
+        """Discard all scheduled callbacks. Raises RuntimeError for a running loop."""
         if self._running:
             raise RuntimeError("a running loop cannot be closed")
         self._closed = True
         self.calendar.clear()
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the asynchronous generators that have begun and not ended."""
+        """Close all started asynchronous generators."""
         generators, self._generators = list(self._generators), WeakSet()
         for generator in generators:
             try:
@@ -162,18 +162,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """Returns False, since asyncio's debugging is about real time and threads; each future asks, so no Python code."""
 
     def set_exception_handler(self, handler: ExceptionHandler | None) -> None:
-        """Let ``handler(loop, context)`` have the errors that nobody awaits."""
+        """Set the handler ``handler(loop, context)`` of unawaited errors."""
         self._exception_handler = handler
 
     def get_exception_handler(self) -> ExceptionHandler | None:
-        """Return what has the errors that nobody awaits; None where `default_exception_handler` does."""
+        """Return the handler of unawaited errors; None for `default_exception_handler`."""
         return self._exception_handler
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Hand on an error that nobody awaits."""
+        """Report an unawaited error."""
         handler = self._exception_handler or VirtualLoop.default_exception_handler
         handler(self, context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        """Log an error that nobody awaits."""
+        """Log an unawaited error."""
         _LOG.error(context.get("message", "unhandled exception in the event loop"), exc_info=context.get("exception"))

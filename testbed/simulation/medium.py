@@ -1,4 +1,4 @@
-"""What devices share when they transmit: one transmission at a time."""
+"""Shared transmission media, each with one transmission at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Medium:
     """
 
     reserved: Callable[[float, float], None] | None = None
-    """Told of each reservation: what is not cast has to wait for it."""
+    """Callback for each reservation, since other traffic has to wait."""
     free_at: float = 0.0
     """When the last transmission reserved so far ends."""
 
 
 def occupy(media: Collection[Medium], now: float, seconds: float) -> tuple[float, float]:
-    """Reserve the next stretch in which all of the media are free; return its start and end.
+    """Reserve the next time span in which all media are free; return its start and end.
 
     To be called at the very instant at which the sender is ready: reservations are served in the order of calls.
     """

@@ -1,4 +1,4 @@
-"""Where the events of a simulation go: into the log, and before those who watch it."""
+"""Recording of simulation events to the log and to observers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Watch = Callable[[Event], None]
 
 
 class Recorder:
-    """Appends to the log; ``on_event`` sees each event after that, or those of some ``names``."""
+    """Event recorder; ``on_event`` sees each event after logging, or only those in ``names``."""
 
     def __init__(self, on_event: Watch | None = None, names: Collection[str] | None = None) -> None:
         self.events = EventLog()
@@ -19,19 +19,19 @@ class Recorder:
         self._on_event = [] if on_event is None else [(on_event, names)]
         self._watches = self._on_event
         self._seen = frozenset[str]()
-        """Names of the events that somebody sees; no other `Event` is made."""
+        """Names of observed events; other events are never materialised."""
         self._all = False
         """Whether somebody sees all events."""
         self.observe(None)
 
     def observe(self, watch: Watch | None, names: Collection[str] = ()) -> None:
-        """Let ``watch`` see the events of these names right after they are written; it may strike at once."""
+        """Call ``watch`` with each event of the given names after logging; the observer may inject faults at once."""
         self._watches = self._on_event if watch is None else [*self._on_event, (watch, names)]
         self._all = any(seen is None for _, seen in self._watches)
         self._seen = frozenset[str]().union(*(seen or () for _, seen in self._watches))
 
     def add(self, form: Form, row: Row) -> None:
-        """Append an event by its form."""
+        """Record an event by its form."""
         self._append(form, row)
         if self._all or form[0] in self._seen:
             self._show(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))

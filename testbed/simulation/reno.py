@@ -1,4 +1,4 @@
-"""TCP Reno as Linux has it, round trip by round trip: how long a message takes over a link that loses packets.
+"""TCP Reno as in Linux, simulated per round trip: transfer time of a message over a lossy link.
 
 A round sends as many packets as the window holds. Without a loss the window grows: by as many packets as were sent
 until it reaches a threshold, by one afterwards. A loss halves it once for each recovery, and the lost packets are
@@ -14,26 +14,26 @@ from collections.abc import Callable
 RETRANSMISSION_TIMEOUT = 0.2
 """Seconds beyond the round trip before TCP sends unanswered bytes again (Linux's minimum); doubles each time."""
 LONGEST_TIMEOUT = 2.0
-"""Where the doubling ends: the agent gives a connection up that is silent for so long, and connects again."""
+"""Maximum retransmission time-out: the agent reconnects after this silence."""
 FIRST_WINDOW = 10
-"""Packets that a new connection sends at once."""
+"""Initial window in packets."""
 _LEAST_WINDOW = 2
 _DELAYED_ACKNOWLEDGEMENT = 0.04
 """Seconds for which a receiver keeps the acknowledgement of every other packet back."""
 _TICK = 0.005
-"""Seconds by which a short timer is late: the kernel adds 2 ms and rounds up to its clock's tick of 4 ms."""
+"""Delay of short timers in seconds: the kernel adds 2 ms and rounds up to its tick of 4 ms."""
 _SHOWN = 3
-"""Later packets that must arrive before one counts as lost at once; with fewer a timer decides."""
+"""Number of later packets that reveal a loss at once; with fewer, a timer decides."""
 _QUEUED_PACKETS, _QUEUED_SECONDS = 2, 0.001
 """Packets beyond the link's own that TCP hands to the queue before the link: so many, and those of so many seconds."""
 _ATTEMPTS = 10_000
-"""Rounds and time-outs, beyond one for each packet, after which a message gets through whatever the link loses."""
+"""Maximum number of rounds and time-outs beyond one per packet, after which the message gets through."""
 
 Chance = Callable[[], bool]
 
 
 class Window:
-    """Packets that a connection may have under way; kept from one message to the next."""
+    """Congestion window in packets, kept from one message to the next."""
 
     __slots__ = ("_credit", "size", "threshold")
 
@@ -44,7 +44,7 @@ class Window:
         self._credit = 0
 
     def grow(self, sent: int) -> None:
-        """Grow after a round without loss; a window that was not used up stays as it is."""
+        """Grow after a round without loss, unless the window was not used up."""
         if self.size < self.threshold:
             if self.size < 2 * sent:
                 self.size = int(min(self.size + sent, self.threshold))
@@ -55,7 +55,7 @@ class Window:
                 self.size += 1
 
     def halve(self) -> None:
-        """Shrink after a loss that later packets showed."""
+        """Shrink after a loss revealed by later packets."""
         self.size = max(self.size // 2, _LEAST_WINDOW)
         self.threshold, self._credit = float(self.size), 0
 
@@ -99,12 +99,12 @@ class Transmission:
         self.busy = 0.0
         """Seconds until every packet had left for the first time."""
         self.over = 0.0
-        """Seconds until the last packet that arrived had left."""
+        """Seconds until the last arrived packet had left."""
         self.last = 0
         """Packets of the last round."""
         self._window = window
         self._left = packets
-        """Packets that have not left yet."""
+        """Number of unsent packets."""
         self._missing = 0
         """Packets known to be lost."""
         self._spacing = spacing
@@ -114,9 +114,9 @@ class Transmission:
         self._now = 0.0
         self._recovering = False
         self._budget = 0
-        """Packets that a round of a recovery sends."""
+        """Number of packets per round during recovery."""
         self._same_recovery = 0
-        """New packets of a recovery's first round that had left before it began: their loss halves nothing again."""
+        """New packets sent before a recovery began; their loss does not halve the window again."""
         self._attempts = 0
         self._most_attempts = packets + _ATTEMPTS
         # What is beyond that waits in the sender's own socket.
@@ -153,7 +153,7 @@ class Transmission:
         self._learn(fates, repeated, gone)
 
     def _learn(self, fates: list[bool], repeated: int, gone: float) -> None:
-        """Let the sender learn the fates of a round of which packets are lost or others follow."""
+        """Process the fates of a round with losses, or of a round followed by others."""
         count, lost = len(fates), sum(fates)
         arrived = count - lost
         first = fates.index(True) if lost else count
@@ -204,7 +204,7 @@ class Transmission:
         return [lost() for _ in range(count)]
 
     def _fails(self) -> bool:
-        """Draw whether a packet or its acknowledgement is lost."""
+        """Draw the loss of a packet or of its acknowledgement."""
         self._attempts += 1
         return self._attempts <= self._most_attempts and (self._lost() or self._unheard())
 
@@ -215,7 +215,7 @@ class Transmission:
         self._same_recovery = 0
 
     def _time_out(self, since: float) -> None:
-        """Repeat one packet, silence ``since`` then, until it is acknowledged."""
+        """Repeat one packet until acknowledged, after silence since ``since``."""
         self._window.restart()
         wait = self._round_trip + RETRANSMISSION_TIMEOUT
         self._now = since + wait
@@ -229,7 +229,7 @@ class Transmission:
         self._missing = max(0, self._missing - 1)
 
     def _await(self, gone: float, count: int, arrived: int, heard: bool, in_order: bool) -> None:
-        """Wait for the timer that ends a silence: in a recovery the time-out, else a probe."""
+        """Wait for the timer that ends a silence: the time-out during recovery, else a tail loss probe."""
         since = gone + self._round_trip if heard else gone
         if self._recovering or not in_order:
             self._time_out(since)

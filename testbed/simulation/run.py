@@ -1,4 +1,4 @@
-"""Run an experiment on the virtual clock, in this process."""
+"""Execution of an experiment on the virtual clock, in this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def simulate(
     names: Collection[str] | None = None,
     on_lines: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Run the method's programs with real work and charged time; return what happened.
+    """Run the method's programs with real computation and charged time; return the outcome.
 
     ``data`` is what the kind of work has loaded (`testbed.workload.Workload.load`).
 
@@ -97,7 +97,7 @@ def simulate(
 
 
 def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
-    """Run a world with its faults and its trace to the end; return how it ended, and why if not as it should."""
+    """Run a world with faults and trace; return its end status and the error message."""
     try:
         TraceExecution(world, TraceScript(experiment.changes)).start()
         faults = FaultExecution(world, FaultScript(experiment.faults))
@@ -118,7 +118,7 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
 
 
 def _weights(device: Guest | None, part: bool = False) -> bytes | None:
-    """Return what a device exposes, as safetensors; None where it is down or exposes nothing."""
+    """Return the weights exposed by a device as safetensors; None if unavailable."""
     found = device.exposed[part]() if device is not None and part in device.exposed else None
     return arrays.pack(found) if found else None
 
@@ -129,7 +129,7 @@ def _parts(world: World) -> dict[str, bytes]:
 
 
 def _message(error: BaseException | None) -> str:
-    """Return what the user should read: one line, the lines of their own files, or all of the traceback."""
+    """Return the error for the user: one line, the lines of their own files, or the full traceback."""
     if error is None or isinstance(error, TestbedError):
         return str(error)
     return located(error) or "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""The way from one device to another where it shares a rate with others: an uplink, a downlink, a radio cell."""
+"""A channel between two devices that shares a rate with others: an uplink, a downlink or a radio cell."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from testbed.wire.framing import WINDOW
 
 
 class SharedChannel(Channel):
-    """A channel whose transmissions last as long as the others let them: one is under way at a time, its end open.
+    """A channel with one transmission at a time, whose duration depends on concurrent transmissions.
 
-    Beside what any channel is made of it takes what it shares: three more parameters.
+    The constructor takes three further parameters for the shared rates.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class SharedChannel(Channel):
         super().__init__(calendar, source, target, link, seed)
         self._sharing = sharing
         self._shareds = shareds
-        """Uplink of the source and downlink of the target, as far as they are limited."""
+        """Limited uplink of the source and downlink of the target."""
         self._cell = cell
         self._present: Parcel | None = None
-        """The message that leaves, or is the next to."""
+        """Message in transmission, or the next one."""
         self._flow: SharedTransfer | None = None
         self._lag = 0.0
 

@@ -1,10 +1,11 @@
-"""Rates that several transmissions share at once: a device's uplink and downlink, the channel of a radio cell.
+"""Rates shared by concurrent transmissions: a device's uplink and downlink, the channel of a radio cell.
 
-Packets of those who transmit at the same time alternate, as in the shaper, so each gets the same rate unless its own
-link gives it less, in which case the others have what it leaves: the rates are fair in the sense of max and min. They
-are computed again at each instant at which a transmission begins or ends, for those that it can concern.
+Packets of concurrent transmissions alternate, as in the shaper. Rates are therefore max-min fair: each transmission
+gets an equal share unless its own link is slower, in which case the others share the remainder. Rates are recomputed
+for all affected transmissions whenever one begins or ends.
 
-Work on the cores of a machine is shared alike: a second of work stands for a bit there, and a core for 1 bit/s.
+Work on the cores of a shared machine follows the same rule: a second of work corresponds to one bit, and a core to 1
+bit/s.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from dataclasses import dataclass, field
 from testbed.simulation.calendar import Calendar
 
 _NEARLY = 1 - 1e-12
-"""What is as full as this is full: rates are sums of floats."""
+"""Relative threshold for a full medium, because rates are sums of floats."""
 
 
 @dataclass(eq=False, slots=True)
 class Shared:
-    """A rate, and who takes from it right now."""
+    """A shared rate with its current users."""
 
     rate: float
     """bit/s."""
     flows: dict[SharedTransfer, None] = field(default_factory=dict)
-    """In the order in which they began."""
+    """Transmissions in the order of their start."""
     reserved_until: float = 0.0
-    """Until then casts have all of it, and who transmits otherwise waits."""
+    """End of the reservation for broadcasts; other transmissions wait."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,42 +38,42 @@ class SharedTransfer:
     whole: float
     """Bits."""
     cap: float
-    """bit/s that its own link allows."""
+    """Rate limit in bit/s of the transmission's own link."""
     uses: Sequence[tuple[Shared, float]]
-    """What it shares, and how much of that each of its bits takes: more than one where its link is slower than a radio
-    channel, for it then holds the channel longer."""
+    """Shared rates with the factor used per bit: above one for a link slower than a radio channel, which occupies the
+    channel longer."""
     ended: Callable[[], None]
     bits: float = field(init=False)
-    """Bits that had not left at ``since``."""
+    """Unsent bits at time ``since``."""
     rate: float = 0.0
     since: float = 0.0
     ends: float = -1.0
-    """When it does at its present rate; negative while it has none."""
+    """End time at the current rate; negative without a rate."""
 
     def __post_init__(self) -> None:
         self.bits = self.whole
 
     def is_stopped(self, level: float, full: Collection[Shared]) -> bool:
-        """Return whether its link, or something full that it shares, allows no rate above a level."""
+        """Return whether the own link or a full shared rate limits the transmission to a level."""
         return self.cap <= level or any(shared in full for shared, _ in self.uses)
 
 
 class Sharing:
-    """All transmissions of a world that share something."""
+    """All transmissions with shared rates."""
 
     def __init__(self, calendar: Calendar) -> None:
         self._calendar = calendar
         self._touched: dict[Shared, None] = {}
 
     def begin(self, flow: SharedTransfer) -> None:
-        """Let a transmission take its share from now on."""
+        """Add a transmission."""
         flow.since = self._calendar.now
         for shared, _ in flow.uses:
             shared.flows[flow] = None
             self.touch(shared)
 
     def stop(self, flow: SharedTransfer) -> float:
-        """End a transmission before its time; return the bits that have not left."""
+        """Stop a transmission early; return the unsent bits."""
         self._forget(flow)
         return max(0.0, flow.bits - flow.rate * (self._calendar.now - flow.since))
 
@@ -88,7 +89,7 @@ class Sharing:
         self.touch(shared)
 
     def touch(self, shared: Shared) -> None:
-        """Compute the rates around something again, once all that happens at this instant has happened."""
+        """Schedule recomputation of affected rates after all events of this instant."""
         if not self._touched:
             self._calendar.at(self._calendar.now, self._settle, None)
         self._touched[shared] = None
@@ -111,7 +112,7 @@ class Sharing:
                 self._calendar.at(flow.ends, self._end, flow)
 
     def _concerned(self) -> list[SharedTransfer]:
-        """Return all transmissions that share something, directly or not, with what was touched."""
+        """Return all transmissions connected to the touched rates, directly or indirectly."""
         shareds = list(self._touched)
         self._touched.clear()
         seen = dict.fromkeys(shareds)
@@ -153,7 +154,8 @@ def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[Shar
 
 
 def _raise(rising: Iterable[SharedTransfer], left: Mapping[Shared, float]) -> tuple[float, set[Shared]]:
-    """Return the highest common rate of some transmissions, and what is full at it; nothing where a link limits it."""
+    """Return the highest common rate of the rising transmissions and the media filled by this rate; none if a link is
+    the limit."""
     weights: dict[Shared, float] = {}
     for flow in rising:
         for shared, share in flow.uses:

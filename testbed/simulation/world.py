@@ -28,7 +28,7 @@ from testbed.trace.events import TESTBED, Event, link_fields
 from testbed.trace.outcome import without_lead
 
 BOOT_SECONDS = 2.0
-"""From the restart of a device to the start of its program: kernel or container, Python, torch."""
+"""Seconds from the restart of a device to the start of its program: kernel or container, Python, torch."""
 DEVICES_NAMED = 16
 """Devices named in the report of a deadlock."""
 
@@ -36,15 +36,15 @@ Program = Callable[[SimulatedDevice], Coroutine[Any, Any, None]]
 
 
 class LeadGoneError(Exception):
-    """The lead is off, and nothing that is still to come starts it again."""
+    """Raised when the lead is off and no pending operation restarts the device."""
 
 
 class ProgramError(Exception):
-    """A program raised; the cause is what it raised."""
+    """Raised with the cause when a program fails."""
 
 
 class _Cell:
-    """A radio cell: its channel as casts see it, one after the other, and as all others share what those leave."""
+    """A radio cell: a medium for broadcasts, one at a time, and a shared rate for all other traffic."""
 
     def __init__(self, cell: Cell, sharing: Sharing) -> None:
         self.cell = cell
@@ -53,7 +53,7 @@ class _Cell:
 
 
 class World:
-    """Hosts, the channels between them, and the log of what happens.
+    """Hosts, the channels between them, and the event log.
 
     It takes an experiment's parts one by one, so that a test or a benchmark can make a world without a scenario.
     """
@@ -78,7 +78,7 @@ class World:
         self.loop.set_exception_handler(self._lost_error)
         self.hosts = {spec.name: Host(spec.name, spec, number) for number, spec in enumerate(devices)}
         self.shown = SystemState.of((host.spec for host in self.hosts.values()), links, radio)
-        """The links and speeds in force; the states of the devices are those of the hosts."""
+        """Links and speeds in force; device states are those of the hosts."""
         self.recorder = recorder or Recorder()
         self.events = self.recorder.events
         self._program = program
@@ -103,7 +103,7 @@ class World:
         self.recorder.write(Event(self.calendar.now, TESTBED, event, fields))
 
     def channel(self, source: str, target: str) -> Channel:
-        """Return the way between two devices; raise ValueError where there is no link."""
+        """Return the channel between two devices. Raises ValueError without a link."""
         known = self._channels.get((source, target))
         if known is not None:
             return known
@@ -127,7 +127,7 @@ class World:
         return SharedChannel(*between, self.sharing, shareds, cell)
 
     def cast_media(self, name: str) -> list[Medium]:
-        """Return what a cast of a device occupies: the channels of its cells, or else its own transmitter."""
+        """Return the media occupied by a device's broadcast: its cells' channels, or its own transmitter."""
         if name not in self._cast_media:
             self._cast_media[name] = [each.medium for each in self._cells if name in each.cell.devices] or [Medium()]
         return self._cast_media[name]
@@ -155,7 +155,7 @@ class World:
             self.loop.run_until_complete(self._end)
 
     def close(self) -> None:
-        """Stop the programs that still run; no fault strikes any more."""
+        """Stop all running programs and the injection of faults."""
         self.recorder.observe(None)
         for host in self.hosts.values():
             device = host.device
@@ -175,7 +175,7 @@ class World:
         self.events.close()
 
     def kill(self, name: str) -> None:
-        """Switch a device off at once: its program, its inbox and what it was sending are gone."""
+        """Switch off a device: program, inbox and unsent messages are lost."""
         host = self.hosts[name]
         host.booting = None
         host.paused = False
@@ -190,7 +190,7 @@ class World:
                 self._channels[source, target].refresh()
 
     def restart(self, name: str) -> None:
-        """Switch a device on; `BOOT_SECONDS` later its program starts, empty. Nothing happens when it is on."""
+        """Switch on a device; its program starts from scratch after `BOOT_SECONDS`. No effect on a running device."""
         host = self.hosts[name]
         if host.device is None and host.booting is None:
             host.boots += 1
@@ -198,7 +198,7 @@ class World:
             self.calendar.at(self.calendar.now + BOOT_SECONDS, self._boot, (host, host.boots))
 
     def retire(self, name: str) -> None:
-        """Tell a device to leave: it is switched off as its program returns. Nothing happens to one that is off."""
+        """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
         device = self.hosts[name].device
         if device is not None:
             device.leaving = True
@@ -206,7 +206,7 @@ class World:
                 self.kill(name)
 
     def pause(self, name: str) -> None:
-        """Stop a device's clock: program, processor and what it was sending stand still."""
+        """Stop a device's clock: program, processor and transmissions freeze."""
         host = self.hosts[name]
         if host.state() != "up":
             return
@@ -216,7 +216,7 @@ class World:
             self._refresh_from(name)
 
     def resume(self, name: str) -> None:
-        """Let a paused device go on; messages that arrived meanwhile are there at once."""
+        """Resume a paused device; messages received meanwhile are available at once."""
         host = self.hosts[name]
         if not host.paused:
             return
@@ -242,7 +242,7 @@ class World:
         return nullcontext()
 
     def show(self, now: SystemState, changed: StateDiff) -> None:
-        """Change links and speeds at once, also for what is under way, and log those that change."""
+        """Apply changed links and speeds at once, including to ongoing transfers and work, and log them."""
         self.shown = now
         self._cast_rates.clear()
         for (source, target), link in changed.links.items():
@@ -257,19 +257,19 @@ class World:
                 host.device.change_speed(factor / before)
 
     def why_ended(self) -> str | None:
-        """Say that the lead is off, if it is: all others only wait for it."""
+        """Describe the end of the run if the lead is off, because all others wait for the lead."""
         if self.hosts[self._lead].state() != "down":
             return None
         return without_lead(self._lead)
 
     def end_without_lead(self, may_start: Callable[[str], bool]) -> None:
-        """End the run if the lead is off for good: if it is off, and ``may_start`` says that nothing starts it."""
+        """End the run if the lead is off and ``may_start`` knows no operation that restarts the device."""
         why = self.why_ended()
         if why and not may_start(self._lead) and not self._end.done():
             self._end.set_exception(LeadGoneError(why))
 
     def why_still(self) -> str:
-        """Say what each device waits for."""
+        """Describe the awaited event of each device."""
         conditions = [f"{host.name} {host.condition()}" for host in self.hosts.values()]
         rest = f"; and {len(conditions) - DEVICES_NAMED} more" if len(conditions) > DEVICES_NAMED else ""
         return f"at {self.calendar.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
@@ -321,7 +321,7 @@ class World:
         device.write("state", {"state": "failed", "error": f"{type(error).__name__}: {error}"})
 
     def _lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Fail the run when a task that nobody awaits has raised."""
+        """Fail the run for an error in an unawaited task."""
         task, error = context.get("future"), context.get("exception")
         if isinstance(task, _OwnedTask) and task.owner.alive and error is not None:
             self._fail(task.owner, error)
@@ -333,13 +333,13 @@ _WORLDS: WeakSet[World] = WeakSet()
 
 
 def drop_finished() -> None:
-    """Free the simulations that are over, if there are any: each is a circle of devices and tasks, with its events."""
+    """Free finished simulations, which are reference cycles of devices, tasks and events."""
     if _WORLDS:
         gc.collect()
 
 
 class _OwnedTask(asyncio.Task[Any]):
-    """A task that knows the device whose code has started it.
+    """A task with the device whose code started the task.
 
     Its hash is made of its number on that device and no address: `asyncio.TaskGroup` and `asyncio.wait` keep tasks in
     sets, whose order is thus the same in each run. The device's own number keeps those of thousands of devices apart
@@ -361,7 +361,7 @@ class _OwnedTask(asyncio.Task[Any]):
 
 
 def _make_owned(loop: VirtualLoop, program: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
-    """Make a task of the device whose code starts it."""
+    """Create a task owned by the device whose code starts the task."""
     owner = OWNER.get()
     if isinstance(owner, SimulatedDevice):
         return _OwnedTask(owner, program, loop=loop, **options)

@@ -1,4 +1,4 @@
-"""How the run went as a whole, and whether it can be trusted."""
+"""Metrics of the run as a whole, and its verdict."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What the host added to steps and requests: the lateness that lies on their critical paths.
+"""Host overhead on the critical paths of steps and requests.
 
-A device that is late delays a step only if the step waits for it. So each step (or request) is walked back from its
-end: whatever ended last on a device before it went on is what it waited for, work or a message, and a message leads on
-to its sender. What the host was late by along this path, the step was late by. Everything is read off the events.
+A late device delays a step only if the step waits for the device. Each step (or request) is therefore walked back from
+its end: the activity that ended last on a device before it continued is the awaited one, either work or a message, and
+a message leads to its sender. Lateness of the host along this path delays the step. Everything is computed from the
+events.
 
-Of a message on a link that only delays and limits, lateness is what it took beyond the link's own time. Where a link
-also loses, reorders or varies, or shares its rate with others, that would be no lateness of the host; then what can be
-told from it is counted: that the message left too late, and how late packets are let go on the average.
+For a message on a link with only delay and rate, the lateness is the time beyond the link's own. For a link that also
+loses, reorders or varies, or shares its rate, this difference would not be the host's; only a late departure and the
+mean lateness of packets are counted.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from testbed.trace.log import EventLog
 from testbed.wire.framing import WINDOW, wire_bytes
 
 _SAME = 1e-6
-"""Seconds within which two instants are one: they went through a text of nine digits."""
+"""Seconds within which two times are equal, because times are rounded to nine digits in the log."""
 _LONGEST = 10_000
-"""Pieces of one path; a longer one is not followed to its beginning."""
+"""Maximum number of segments of one path."""
 
 
 @dataclass(frozen=True)
 class PathTime:
-    """Seconds of critical paths, or those that the host added to them."""
+    """Seconds spent on critical paths, or added by the host."""
 
     computing: float = 0.0
-    """Where it is the host's: work begun, done or handed over too late."""
+    """Seconds of computation; for the host: work started, finished or handed over late."""
     messaging: float = 0.0
-    """From the call that sends a message to its arrival; the host's: beyond what its link takes."""
+    """Seconds from the send call to the arrival; for the host: time beyond the link's own."""
 
     def __add__(self, other: PathTime) -> PathTime:
         return PathTime(self.computing + other.computing, self.messaging + other.messaging)
 
 
 class _Pieces:
-    """What a device may have waited for, in the order of the ends; all but senders in seconds of the run."""
+    """Activities that a device may have waited for, ordered by end time, in seconds of the run."""
 
     def __init__(self) -> None:
         self.ends, self.starts, self.late = array("d"), array("d"), array("d")
@@ -73,7 +74,7 @@ class CriticalPaths:
     """The pieces of a run's devices, in the order of their ends."""
 
     def __init__(self, events: Sequence[Event], experiment: Experiment, packet_lateness: float = 0.0) -> None:
-        """``packet_lateness`` is by how many seconds packets were let go too late, on the average."""
+        """Build the paths; ``packet_lateness`` is the mean lateness of packets in seconds."""
         log = EventLog.made_of(events)
         pieces: dict[str, _Pieces] = defaultdict(_Pieces)
         links = _LinksInForce(log, experiment)
@@ -101,11 +102,11 @@ class CriticalPaths:
             own.sort()
 
     def lateness(self, device: str, window: Interval) -> PathTime:
-        """Return what the host added to the path that ends on a device at the end of a window, within the window."""
+        """Return the host's additions to the path that ends on a device at the end of a window."""
         return self._sum(device, window, lambda own, index: own.late[index])
 
     def spent(self, device: str, window: Interval) -> PathTime:
-        """Return what the path that ends on a device at the end of a window consists of; the rest was neither."""
+        """Return computation and messaging time of the path that ends on a device at the end of a window."""
         return self._sum(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
 
     def _sum(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
@@ -116,7 +117,7 @@ class CriticalPaths:
         return found
 
     def _path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
-        """Yield the pieces of the path that ends on a device at the end of a window, the last one first."""
+        """Yield the segments of the path that ends on a device at the end of a window, backwards."""
         begun, instant = window
         # Each piece once: several that take no time would lead to one another for ever.
         passed: dict[str, int] = {}
@@ -134,7 +135,7 @@ class CriticalPaths:
 
 
 class _LinksInForce:
-    """The links as they were at each moment: as the scenario has them, and as faults and traces left them."""
+    """The links over time: the scenario's, as changed by faults and traces."""
 
     def __init__(self, log: EventLog, experiment: Experiment) -> None:
         limited = {each.name for each in experiment.devices if each.uplink is not None or each.downlink is not None}
@@ -152,17 +153,17 @@ class _LinksInForce:
             self._begun.setdefault(pair, []).append(event.time)
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds a message takes on a link that is its own, None where that is not known."""
+        """Return the seconds for a message on an unshared deterministic link; None for other links."""
         link = self._own(pair, instant)
         return None if link is None else link.delay + link.transmission_time(wire_bytes(content))
 
     def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
-        """Return the seconds for which a message occupies such a link."""
+        """Return the seconds that a message occupies an unshared deterministic link."""
         link = self._own(pair, instant)
         return None if link is None else link.transmission_time(wire_bytes(content))
 
     def _own(self, pair: Pair, instant: float) -> Link | None:
-        """Return the link between two devices if it only limits and delays, and is shared with nothing."""
+        """Return the link between two devices if it is deterministic and unshared."""
         if pair not in self._links or self._crowded & set(pair):
             return None
         link = self._links[pair][bisect_right(self._begun.get(pair, []), instant)]
@@ -178,29 +179,29 @@ class _Departure(NamedTuple):
     queued: float
     """Seconds behind earlier messages to the same device: until the link was free and the window had room."""
     late: float
-    """Seconds after it could have left."""
+    """Seconds of avoidable delay before departure."""
     begun: float
     acknowledged: float = math.inf
-    """When its sender knew that it had arrived; never for a cast."""
+    """Time when the sender received the acknowledgement; infinite for a broadcast."""
     broadcast: float | bool = False
     """Sent at the rate of the slowest of several links."""
 
 
 class _Departures:
-    """The messages of one kind from one device to another, in the order in which they left."""
+    """Messages of one kind between two devices in the order of departure."""
 
     def __init__(self) -> None:
         self._columns = tuple(array("d") for _ in _Departure._fields)
         self._next = 0
-        """The first that has not arrived."""
+        """Index of the first message still in transit."""
 
     def add(self, departure: _Departure) -> None:
-        """Note one that left later than those before it."""
+        """Add a message that left after all previous ones."""
         for column, value in zip(self._columns, departure, strict=True):
             column.append(value)
 
     def take(self, instant: float) -> _Departure | None:
-        """Return the one that arrives at an instant; instants only rise.
+        """Return the message that arrives at a time; times never decrease.
 
         Messages arrive in their order, before they are acknowledged. One that a restarted receiver gets again, or a
         cast, of which others may be lost, is the last to have left by then.
@@ -221,7 +222,7 @@ class _Departures:
 
 
 class _Outlet:
-    """One device's way to another, as far as its own messages occupy it."""
+    """Occupation of a link by one device's own messages."""
 
     def __init__(self) -> None:
         self._free = -math.inf
@@ -239,7 +240,7 @@ class _Outlet:
         return could
 
     def occupy(self, until: float, acknowledged: float, size: float) -> None:
-        """Note a message that has left by an instant."""
+        """Record a message that has left by a given time."""
         self._free = until
         while self._unacknowledged and self._unacknowledged[0][0] <= until:
             self._unacknowledged.popleft()

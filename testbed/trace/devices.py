@@ -1,8 +1,8 @@
-"""What each device spent its time on.
+"""Metrics of each device: time by activity, bytes, memory and energy.
 
 ``compute``, ``send`` and ``receive`` are each a union of intervals and may overlap one another; ``communicate`` is
-sending or receiving while not computing; ``idle`` is what none of them and no outage covers, so compute + communicate +
-down + idle is the duration.
+sending or receiving while not computing; ``idle`` is the rest without outages, so compute + communicate + down + idle
+is the duration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.trace.record import RunView
 _SPENT = ("compute", "send", "receive", "communicate", "down", "idle")
 _COUNTED = ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "flops", "busy", "deficit")
 _TOGETHER = 1 << 17
-"""Bars of devices that are looked at together, about: those of all devices of a long run would fill memory."""
+"""Approximate number of bars processed together: those of all devices of a long run would fill memory."""
 KINDS: tuple[BarKind, ...] = ("compute", "send", "receive", "down")
 OF_DEVICES: dict[str, MetricKind] = {
     **dict.fromkeys([*_SPENT, "busy", "deficit"], "seconds"),
@@ -115,7 +115,7 @@ def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
 
 
 def _work(log: EventLog) -> dict[str, dict[str, Any]]:
-    """Return by device what it sent, received and computed, and the most memory that it reported, in bytes."""
+    """Return, by device, sent and received bytes, computations, and peak memory in bytes."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
     for event, (devices, sizes) in log.of("send", "cast", "receive").columns("device", "bytes"):
         way = "received" if event == "receive" else "sent"

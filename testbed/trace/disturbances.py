@@ -14,7 +14,7 @@ from testbed.trace.log import EventLog
 
 @dataclass(frozen=True)
 class Strike:
-    """One fault that struck; all instants are times of the run, in seconds."""
+    """An injected fault; all times are seconds of the run."""
 
     action: str
     target: str
@@ -22,50 +22,51 @@ class Strike:
     struck: float
     undone: float | None = None
     recovered: float | None = None
-    """When the method resumed after it."""
+    """Time when the method resumed afterwards."""
 
     @property
     def mends(self) -> bool:
-        """Whether this repairs something instead of breaking it."""
+        """Whether the action is a repair."""
         return mending(self.action, self.target) is not None
 
     @property
     def end(self) -> float | None:
-        """When it no longer disturbed: mended and, where the method had to recover, recovered. None is never."""
+        """Time when the disturbance ended: fault undone and, if detected by the method, recovered from. None
+        if never."""
         known = [moment for moment in (self.undone, self.recovered) if moment is not None]
         return max(known) if known else None
 
     def window(self, run_end: float) -> tuple[float, float]:
-        """Return when the run was disturbed by it."""
+        """Return the time span disturbed by the fault."""
         return (self.struck, run_end if self.end is None else self.end)
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """A fault that the method noticed, and outlived unless ``resumed`` is None."""
+    """A fault detected by the method, and recovered from unless ``resumed`` is None."""
 
     detected: float
     struck: float | None = None
-    """When the fault behind it struck; None where no recorded fault explains it."""
+    """Time of the underlying fault; None for a detection without a recorded fault."""
     resumed: float | None = None
     step: int | None = None
     missing: tuple[str, ...] = field(default=())
     phases: Mapping[str, Event] = field(default_factory=dict)
-    """Events of further phases that the method reports, by their names, each the last time: on the way to the
-    resumption, and after it."""
+    """Times of further phases reported by the method, by name (the last time of each): before and after the resumption.
+    """
     causes: tuple[Strike, ...] = ()
-    """The fault behind it, and others of its kind or of its instant on devices that were missing."""
+    """The underlying fault, and others of the same kind or time on missing devices."""
 
     @property
     def duration(self) -> float | None:
-        """Seconds from the strike (the detection where no strike is known) until training went on."""
+        """Seconds from the fault (or its detection for an unknown fault) to the resumption of training."""
         if self.resumed is None:
             return None
         return self.resumed - (self.detected if self.struck is None else self.struck)
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Return device names from an event field that holds one, several or none."""
+    """Return the device names in an event field with one, several or no names."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -94,7 +95,7 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
 
 
 def _cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
-    """Return the fault that best explains a detection: one on a missing device, else the first since ``since``."""
+    """Return the most likely fault behind a detection: one on a missing device, else the first since ``since``."""
     known = [strike for strike in strikes if not strike.mends and strike.struck <= detected]
     # A fault whose effect the method has already outlived explains nothing new, unless it lasts.
     recent = [strike for strike in known if strike.struck >= since]
@@ -108,7 +109,7 @@ def _cause(strikes: Collection[Strike], detected: float, since: float, missing: 
 def _causes(
     strikes: Collection[Strike], cause: Strike | None, since: float, until: float, missing: Collection[str]
 ) -> tuple[Strike, ...]:
-    """Return the fault behind a recovery with the others that it went on after; ``since`` and ``until`` bound them."""
+    """Return all faults behind a recovery between ``since`` and ``until``."""
     return tuple(
         strike
         for strike in strikes
@@ -165,7 +166,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
 
 
 def strikes(events: Sequence[Event]) -> list[Strike]:
-    """Return every fault that struck, in order, with when it was undone and when the method had outlived it."""
+    """Return all injected faults in order, with the times of their reversal and of the method's recovery."""
     outlived = recoveries(events)
     return [
         replace(strike, recovered=next((item.resumed for item in outlived if strike in item.causes), None))

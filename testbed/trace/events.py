@@ -1,4 +1,4 @@
-"""The events of a run: what both runtimes and every method write, and everything later is computed from.
+"""The events of a run, written by both runtimes and by methods, and the basis of all metrics.
 
 One event is one line of ``events.jsonl``: ``time`` (seconds since the workload started, one clock for the whole
 run), ``device`` (or "testbed" for what the testbed itself did), ``event`` and further fields.
@@ -25,22 +25,22 @@ from typing import Any, NamedTuple
 from testbed.network.link import Link
 
 TESTBED = "testbed"
-"""The ``device`` of events that no device wrote."""
+"""The ``device`` of events written by the testbed itself."""
 
 
 @dataclass(frozen=True)
 class EventType:
-    """An event that runs have."""
+    """A type of event."""
 
     name: str
     meaning: str
     keys: tuple[str, ...] | None = ()
-    """Those of ``batch`` and ``micro`` that a fault's ``when`` can match, an event's ``step`` or ``request`` being its
-    batch; None: no fault can wait for it."""
+    """Keys among ``batch`` and ``micro`` that a fault's ``when`` can match (``step`` and ``request`` count as batch);
+    None for events that no fault can wait for."""
     fields: tuple[str, ...] = ()
-    """Those that it may have."""
+    """Optional fields."""
     pause: bool = False
-    """Whether work stood still for the event's ``seconds`` until then: such steps are not steady."""
+    """Whether work paused for the last ``seconds`` of the event; affected steps are not steady."""
 
 
 EVENTS = (
@@ -102,11 +102,11 @@ EVENTS = (
     EventType("speed", "a device has another speed", None, ("target", "factor", "speed")),
     EventType("trace", "a trace changed something", None, ("what", "value", "intended")),
 )
-"""Events with a meaning whatever the method. The last ones are the testbed's own."""
+"""Event types with a meaning independent of the method. The last ones are the testbed's own."""
 
 
 def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
-    """Return the fields of a ``link`` event: those that any link has, and what else there is to say of this one."""
+    """Return the fields of a ``link`` event: the common properties, and others that differ from their defaults."""
     plain = {"rate": link.rate, "delay": link.delay, "loss": link.loss, "up": link.up}
     others = {name: value for name, value in link.to_json().items() if value != getattr(Link, name)}
     return {"source": source, "destination": destination, **plain, **others}
@@ -115,11 +115,11 @@ def link_fields(source: str, destination: str, link: Link) -> dict[str, Any]:
 DIGITS = 9
 """Decimal places of an event's seconds in a file."""
 LEADING = ("time", "device", "event")
-"""Keys that every line of a file begins with."""
+"""Leading keys of every line in a file."""
 
 
 def finite(value: Any) -> Any:
-    """Return the same value with None for numbers that JSON does not know: a diverged loss is no number."""
+    """Return a value with non-finite numbers replaced by None, because JSON has no representation for them."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -130,13 +130,13 @@ def finite(value: Any) -> Any:
 
 
 def restore_loss(fields: dict[str, Any]) -> None:
-    """Make the loss of a line that was read NaN where it is null: the line could not hold it."""
+    """Restore a NaN loss that was written as null."""
     if fields.get("loss", 0.0) is None:
         fields["loss"] = math.nan
 
 
 class _LineEncoder(json.JSONEncoder):
-    """Writes null for numbers that are not finite: every line is valid JSON."""
+    """JSON encoder that writes null for non-finite numbers, so that every line is valid."""
 
     def encode(self, o: Any) -> str:
         try:
@@ -146,7 +146,7 @@ class _LineEncoder(json.JSONEncoder):
 
 
 LINES = _LineEncoder(check_circular=False, allow_nan=False)
-"""Writes what stands in a line."""
+"""Encoder of event lines."""
 _NONE: Mapping[str, Any] = {}
 
 
@@ -159,20 +159,20 @@ class Event(NamedTuple):  # of which a long run has millions: made faster than a
     fields: Mapping[str, Any] = _NONE
 
     def to_json(self) -> str:
-        """Return the line, without its end."""
+        """Return the event as a line without a line end."""
         written = {"time": round(self.time, DIGITS), "device": self.device, "event": self.event, **self.fields}
         return LINES.encode(written)
 
     @staticmethod
     def from_json(line: str) -> Event:
-        """Read a line that `to_json` wrote."""
+        """Parse a line written by `to_json`."""
         return Event.from_fields(json.loads(line))
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> Event:
-        """Return the event of a line that was read; ``fields`` are left without what is not the event's own.
+        """Build an event from the fields of a line; ``fields`` keep only the event's own.
 
-        Raises KeyError, TypeError or AttributeError for what is no event.
+        Raises KeyError, TypeError or AttributeError for invalid fields.
         """
         restore_loss(fields)
         return Event(fields.pop("time"), fields.pop("device"), fields.pop("event"), fields)

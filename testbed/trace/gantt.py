@@ -1,4 +1,4 @@
-"""What every device was doing when: the bars of a Gantt chart, read from the events of a run."""
+"""The bars of a Gantt chart, computed from the events of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed.trace.log import EventLog
 BarKind = Literal["compute", "send", "receive", "down"]
 _KINDS: dict[str, BarKind] = {"compute": "compute", "send": "send", "receive": "receive", "cast": "send"}
 CHARTED = tuple(_KINDS)
-"""Events that each are a bar."""
+"""Events drawn as bars."""
 Moments: TypeAlias = "npt.NDArray[np.float64]"
 """Seconds of the run, (events,)."""
 _Work = tuple[str, str | None, int | None, int | None]
@@ -39,7 +39,7 @@ class Bar(NamedTuple):  # of which a long run has millions: made faster than a d
     size: int | None = None
     """Bytes of the message."""
     interrupted: bool = False
-    """Began, but a fault kept it from ending."""
+    """Whether a fault interrupted the activity."""
 
 
 def run_end(events: Sequence[Event], lead: str) -> float:
@@ -53,7 +53,7 @@ def run_end(events: Sequence[Event], lead: str) -> float:
 
 
 def outages(events: Sequence[Event], end: float) -> list[Bar]:
-    """Return when which device was dead or frozen by a fault; a killed device is down until its program runs again."""
+    """Return the outages by device; a killed device is down until its program runs again."""
     bars = []
     came: defaultdict[str, list[float]] = defaultdict(list)
     for device, time, state in EventLog.made_of(events).of("state").rows("device", "time", "state"):
@@ -70,7 +70,7 @@ def outages(events: Sequence[Event], end: float) -> list[Bar]:
 
 
 def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = None) -> Iterator[Bar]:
-    """Yield all bars, or those that overlap one of some intervals; ``end`` closes what was never closed.
+    """Yield all bars, or those that overlap given intervals; ``end`` closes unfinished ones.
 
     They come in no order that holds throughout, those of some thousand events after those of the thousands before.
     """
@@ -94,7 +94,7 @@ def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = 
 
 
 def _charted(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
-    """Yield of events that are alike their name, when their bars begin and end, each (events,), and these fields."""
+    """Yield, for groups of similar events, their name, start and end times, ``(events,)``, and the requested fields."""
     for name, columns in log.of(*CHARTED).columns("start", "duration", "queued", *fields):
         start, duration, queued, *others = columns
         starts = np.fromiter(start, float)
@@ -106,7 +106,7 @@ def _charted(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moment
 
 
 def _unrecorded(log: EventLog, end: float) -> Iterator[Bar]:
-    """Yield the bars whose end is not recorded with them: outages, and work that was interrupted."""
+    """Yield bars without a recorded end: outages and interrupted work."""
     down = outages(log, end)
     yield from down
     if waiting := _begun_more_often_than_done(log):
@@ -121,7 +121,7 @@ def _unrecorded(log: EventLog, end: float) -> Iterator[Bar]:
 
 
 def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
-    """Return such work, none of whose times are known yet; only what is under way is in memory."""
+    """Return candidates for interrupted work by counting, to keep only unfinished work in memory."""
     left: dict[_Work, int] = {}
     if log.of("begin"):
         for name, columns in log.of("begin", "compute").columns("device", "span", "batch", "micro"):
@@ -133,7 +133,7 @@ def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
 
 
 def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float) -> Iterator[Bar]:
-    """Yield work that began and was never done: until its device died, or a processor was needed for other work."""
+    """Yield unfinished work, until the device died or its processor started other work."""
     done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
     for device, start, duration in log.of("compute").rows("device", "start", "duration"):
         if device in done:

@@ -1,4 +1,4 @@
-"""What the host added to the scenario's own times."""
+"""Time added by the host to the scenario's own times."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from testbed.trace.record import RunView
 
 @dataclass(frozen=True)
 class HostTime:
-    """What the host added to the undisturbed steps or requests; all in seconds."""
+    """Time added by the host to undisturbed steps or requests, in seconds."""
 
     seconds: float
-    """Seconds that they took together."""
+    """Total duration of the steps or requests."""
     computing: float
     messaging: float
 
@@ -31,7 +31,7 @@ class HostTime:
 
 
 def added(record: RunView) -> HostTime:
-    """Return what the host added to the steps that are undisturbed, or to the requests."""
+    """Return the time added by the host to undisturbed steps, or to requests."""
     windows = [(step.device, step.window) for step in record.steady]
     windows += [(record.plan.lead, window) for window in record.served]
     seconds = sum(end - start for _, (start, end) in windows)
@@ -44,10 +44,10 @@ def added(record: RunView) -> HostTime:
 
 
 def processor_time(record: RunView) -> dict[str, float] | None:
-    """Return the seconds of processor time by what took them; None for a run in which nobody counted them.
+    """Return processor time in seconds by consumer; None for a run without such measurements.
 
-    ``computing`` is the devices' own work, the others what the emulation takes beside it: ``agents``, ``shaper`` and
-    ``controller``. What the kernel does for packets, the engine, and programs of a user's own are in none of them.
+    ``computing`` is the devices' own work, and ``agents``, ``shaper`` and ``controller`` are overhead of the emulation.
+    Kernel packet processing, the engine, and user programs are not included.
     """
     shaper = record.outcome.fidelity.get("processor_seconds")
     controller = record.outcome.fidelity.get("controller_seconds")
@@ -98,12 +98,13 @@ ROWS = (
 
 
 def lateness(late: float | None, deficit: float | None) -> float:
-    """Return by how much the host made a computation late; older logs say only what it needed too much."""
+    """Return the delay of a computation caused by the host; older logs contain only its time deficit."""
     return float(late if late is not None else deficit or 0.0)
 
 
 def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
-    """Return the seconds that threads of each device waited for the host within a phase, evenly over each interval."""
+    """Return the seconds that each device's threads waited for a processor in a phase, spread evenly over each
+    interval."""
     found: dict[str, float] = defaultdict(float)
     for device, time, waited, span in log.of("host").rows("device", "time", "waited", "interval"):
         if span > 0:
@@ -113,7 +114,7 @@ def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
 
 
 def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
-    """Return by how many seconds the host made each device's computations late that ended within a phase.
+    """Return the seconds of delay caused by the host for each device's computations that ended in a phase.
 
     The intervals of the phase are in order and disjoint.
     """

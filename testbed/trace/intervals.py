@@ -1,4 +1,4 @@
-"""Arithmetic on sets of half-open time intervals, so that overlapping activity is never counted twice.
+"""Arithmetic on sets of half-open time intervals, so that overlapping activity is counted once.
 
 A set is an array of shape (n, 2), in seconds: starts and ends. Empty intervals are no part of what is returned.
 """
@@ -28,7 +28,7 @@ def in_order(found: Intervals) -> Intervals:
 
 
 def union(found: Intervals | Iterable[Interval]) -> Intervals:
-    """Return the same points as disjoint intervals in order, those that touch being joined."""
+    """Return the same points as disjoint ordered intervals; adjacent ones are joined."""
     made = _filled(intervals(found))
     if not len(made):
         return made
@@ -39,7 +39,7 @@ def union(found: Intervals | Iterable[Interval]) -> Intervals:
 
 
 def joined(found: Intervals, apart: Sequence[Interval], gap: float) -> Intervals:
-    """Join intervals, in the order of their starts, that are at most ``gap`` apart where none of some lies between."""
+    """Join ordered intervals at most ``gap`` apart, unless an interval of ``apart`` lies between them."""
     if not len(found):
         return found
     reached = np.maximum.accumulate(found[:, 1])
@@ -50,13 +50,13 @@ def joined(found: Intervals, apart: Sequence[Interval], gap: float) -> Intervals
 
 
 def clip(found: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
-    """Return what lies between ``start`` and ``end``."""
+    """Restrict intervals to the range from ``start`` to ``end``."""
     made = intervals(found)
     return _filled(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
 
 
 def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
-    """Return the points of the first that are in none of the holes, as disjoint intervals in order."""
+    """Return the points outside all holes, as disjoint ordered intervals."""
     made, gaps = union(found), union(holes)
     # Between the holes, and before and after them.
     starts, ends = np.concatenate(([-np.inf], gaps[:, 1])), np.concatenate((gaps[:, 0], [np.inf]))
@@ -74,18 +74,18 @@ def total(found: Intervals | Iterable[Interval]) -> float:
 
 
 def length(found: Intervals) -> float:
-    """Return the sum of the intervals' lengths in seconds, whether or not they overlap."""
+    """Return the total length in seconds, counting overlaps repeatedly."""
     return float(sum((found[:, 1] - found[:, 0]).tolist()))  # in order: numpy's own sum adds up in another
 
 
 def within(found: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-    """Return of each moment, (moments,), whether it is in one of disjoint ordered intervals: after start, until end."""
+    """Return, for each time, whether a disjoint ordered interval contains the time (start excluded, end included)."""
     place = np.searchsorted(found[:, 0], moments, side="left") - 1
     return (place >= 0) & (moments <= np.append(found[:, 1], -np.inf)[place])
 
 
 def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
-    """Say whether an interval shares any point with one of the others."""
+    """Return whether an interval shares a point with any other."""
     return any(interval[0] < end and start < interval[1] for start, end in others)
 
 

@@ -26,7 +26,7 @@ def _diverged(record: RunView) -> bool | None:
 
 
 def _divergence(record: RunView) -> str | None:
-    """Return where and when a diverged run first had numbers that are not finite."""
+    """Return device and time of the first non-finite numbers in a diverged run."""
     if not _diverged(record):
         return None
     lost = list(record.of("diverged").rows("time", "target", "step"))

@@ -1,7 +1,7 @@
-"""The events of a run, kept outside of memory: a long run has ten million of them.
+"""Event log of a run, kept on disk: a long run has ten million events.
 
-What is asked of them is asked in passes: over all, over those of some names (`EventLog.of`), of some stretch of time
-(`EventLog.within`), or over a few fields of each (`EventLog.rows`), which is fastest.
+Queries are passes: over all events, over events of some names (`EventLog.of`) or of a time span (`EventLog.within`), or
+over selected fields (`EventLog.rows`), which is fastest.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from testbed.trace.events import DIGITS, LEADING, LINES, Event
 
 Item = TypeVar("Item")
 Form = tuple[str, tuple[str, ...]]
-"""Name of an event, and the names of its fields."""
+"""Name of an event with the names of its fields."""
 Columns = Sequence[Sequence[Any]]
 """Events of one form: their places in a chunk, times, devices, and the values of each field."""
 Row = tuple[Any, ...]
 """One event of a form: time, device, and the value of each field."""
 _Packed = tuple[str, Any]
-"""A column in few bytes, and in what way."""
+"""A compressed column and its encoding."""
 Items = Callable[[Form, Columns], Iterable[Item]]
-"""What is made of the events of one form."""
+"""A function that converts events of one form to values."""
 CHUNK = 1024
-"""Events that are written together; the latest ones, fewer than that, are in memory."""
+"""Events per chunk on disk; the latest events, fewer than one chunk, stay in memory."""
 _PLAIN = {int, float, str, bool, type(None)}
 _DECODED = 16
-"""Parts of chunks that stay decoded, for what reads the same ones again."""
+"""Number of decoded chunk columns kept in memory for repeated reads."""
 
 
 class _Chunk(NamedTuple):
-    """Events one after the other: their earliest and latest time, how many there are of each form, and where."""
+    """Consecutive events on disk: time range, counts by form, and offsets."""
 
     earliest: float
     latest: float
@@ -49,7 +49,7 @@ class _Chunk(NamedTuple):
 
 
 class _Store:
-    """What a log and the views of it have in common."""
+    """State shared by a log and its views."""
 
     def __init__(self) -> None:
         self.chunks: list[_Chunk] = []
@@ -64,7 +64,7 @@ class _Store:
         self._size = 0
         self.decode = lru_cache(_DECODED)(self._decode)
         self.complete: Callable[[_Chunk], None] = lambda _: None
-        """Takes each chunk before it is written, and at last the recent events."""
+        """Callback for each chunk before its write, and finally for the recent events."""
 
     def add(self, form: Form, row: Row) -> None:
         self._forms.append(form)
@@ -115,7 +115,7 @@ class _Store:
         return self._last[1]
 
     def rounded(self) -> _Store:
-        """Return the same events with the times that a file has."""
+        """Return the same events with times as in a file."""
         store = _Store()
         for chunk in self.all():
             parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
@@ -143,7 +143,7 @@ class _Store:
 
 
 def _packed(column: Sequence[Any]) -> _Packed:
-    """Return a column in few bytes, quickly, and in what way: compressing it would take longer than all else."""
+    """Compress a column quickly; stronger compression would dominate the run time."""
     kinds = set(map(type, column))
     if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
         return "list", json.loads(json.dumps(column))
@@ -163,10 +163,10 @@ def _unpacked(way: str, content: Any) -> Sequence[Any]:
 
 
 class EventLog(Sequence[Event]):
-    """Events in the order in which they were appended; or some of another log's, see `of` and `within`."""
+    """Events in the order of their appending, or a view of another log (see `of` and `within`)."""
 
     add: Callable[[Form, Row], None]
-    """Add an event by its form, which is quicker than `append`: nothing is made of it until it is asked for."""
+    """Add an event by its form, faster than `append`: no `Event` object is created until requested."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self._store = _Store()
@@ -177,43 +177,43 @@ class EventLog(Sequence[Event]):
             self.append(event)
 
     def append(self, event: Event) -> None:
-        """Add an event; those that were appended last are in memory, the others in a temporary file."""
+        """Add an event; the latest ones stay in memory, the others are in a temporary file."""
         time, device, name, fields = event
         self.add((name, tuple(fields)), (time, device, *fields.values()))
 
     def follow(self, write: Callable[[str], None]) -> None:
-        """Let ``write`` have the lines of all events of a file, each with its end: many at a time, the last at `close`.
+        """Pass the lines of all events to ``write``, many at a time; the last ones follow at `close`.
 
         It is called once for `CHUNK` events, and may raise what it likes.
         """
         self._store.complete = lambda chunk: write("".join(self._of_chunk(chunk, _lines)))
 
     def close(self) -> None:
-        """Let who follows have the lines of the latest events; there are no more."""
+        """Pass the latest lines to followers; no more events may follow."""
         self._store.finish()
 
     def rounded(self) -> EventLog:
-        """Return the whole log with the times that a file has."""
+        """Return the whole log with times as in a file."""
         log = EventLog()
         log._store = self._store.rounded()
         log.add = log._store.add
         return log
 
     def lines(self) -> Iterator[str]:
-        """Yield the line of each event in a file, with its end."""
+        """Yield the line of each event, including the line end."""
         return self._each(_lines)
 
     @staticmethod
     def made_of(events: Iterable[Event]) -> EventLog:
-        """Return events as a log; a log is returned as it is."""
+        """Return events as a log; logs are returned unchanged."""
         return events if isinstance(events, EventLog) else EventLog(events)
 
     def of(self, *names: str) -> EventLog:
-        """Return those of some names."""
+        """Return a view of the events of some names."""
         return self._view(frozenset(names), self._after, self._until)
 
     def within(self, after: float, until: float) -> EventLog:
-        """Return those after a time of the run, in seconds, until another."""
+        """Return a view of the events in a time span in seconds."""
         return self._view(self._names, max(after, self._after), min(until, self._until))
 
     def _view(self, names: frozenset[str] | None, after: float, until: float) -> EventLog:
@@ -223,7 +223,7 @@ class EventLog(Sequence[Event]):
 
     @property
     def devices(self) -> set[str]:
-        """The devices of all events of the log, whichever of them this is a view of."""
+        """The devices of all events in the underlying log, also for a view."""
         return self._store.devices()
 
     @property
@@ -232,11 +232,11 @@ class EventLog(Sequence[Event]):
         return max((chunk.latest for chunk in self._store.all()), default=0.0)
 
     def rows(self, *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Yield these fields of each event, None for one that it lacks; ``time``, ``device`` and ``event`` are some."""
+        """Yield the given fields of each event (None if missing), including ``time``, ``device`` and ``event``."""
         return self._each(_rows(fields))
 
     def columns(self, *fields: str) -> Iterator[tuple[str, Sequence[Iterable[Any]]]]:
-        """Yield the name of some events that are alike, and these fields of all of them, one column after the other.
+        """Yield, for each group of similar events, the name and the given fields as columns.
 
         A field that they lack repeats None without end.
         """
@@ -253,11 +253,11 @@ class EventLog(Sequence[Event]):
                     yield name, [named.get(field, repeat(None)) for field in fields]
 
     def _outside(self, chunk: _Chunk) -> bool:
-        """Say whether no event of a chunk is of the log's times."""
+        """Return whether a chunk has no event in the log's time span."""
         return chunk.latest <= self._after or chunk.earliest > self._until
 
     def _holds(self, chunk: _Chunk) -> bool:
-        """Say whether all events of a chunk are of the log's times."""
+        """Return whether all events of a chunk are in the log's time span."""
         return self._after < chunk.earliest and chunk.latest <= self._until
 
     def _columns(self, content: Columns | tuple[int, int]) -> Columns:
@@ -302,7 +302,7 @@ class EventLog(Sequence[Event]):
     @overload
     def __getitem__(self, index: slice) -> list[Event]: ...
     def __getitem__(self, index: int | slice) -> Event | list[Event]:
-        """Return one event, or some; each looks for it anew, so this is not how to go through many."""
+        """Return one event or a slice. Each access searches the log, so iteration is better for many events."""
         if isinstance(index, slice):
             return list(self)[index]
         number = range(len(self))[index]
@@ -318,21 +318,21 @@ class EventLog(Sequence[Event]):
     __hash__ = None  # type: ignore[assignment]
 
     def ordered(self) -> EventLog:
-        """Return the whole log in the order of time, itself where that is its order."""
+        """Return the whole log in the order of time; the log itself if already ordered."""
         times = np.fromiter((time for (time,) in self.rows("time")), float)
         if bool((times[1:] >= times[:-1]).all()):
             return self
         return EventLog(self._picked(np.argsort(times, kind="stable"), _events))
 
     def sorted_by(self, key: Callable[[tuple[Any, ...]], float], *fields: str) -> Iterator[tuple[Any, ...]]:
-        """Yield `rows` in the order of a key; quickly where that is nearly the order of the log."""
+        """Yield `rows` sorted by a key; fast for an almost sorted log."""
         keys = np.fromiter((key(row) for row in self.rows(*fields)), float)
         return self._picked(np.argsort(keys, kind="stable"), _rows(fields))
 
     def _picked(
         self, places: npt.NDArray[np.int64], items: Callable[[Form, Columns], Iterable[Item]]
     ) -> Iterator[Item]:
-        """Yield what is made of events by their places in this log."""
+        """Yield the converted events at some positions of the log."""
         chunks = list(self._store.all())
         ends = np.cumsum([self._count(chunk) for chunk in chunks])
         chosen = np.searchsorted(ends, places, side="right")

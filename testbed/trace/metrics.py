@@ -1,4 +1,4 @@
-"""The figures of a run, computed from its events and nothing else."""
+"""Computation of all metrics of a run from its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed.trace.registry import figures_of
 from testbed.trace.verdict import verdict
 
 MOST_ROWS = 100_000
-"""Steps, evaluations or requests that are listed; of more, every second or third or so is. Figures count all."""
+"""Maximum number of listed steps, evaluations or requests; longer lists are thinned, while metrics use all."""
 Row = TypeVar("Row")
 
 
@@ -79,7 +79,7 @@ def _series(record: RunView) -> dict[str, list[dict[str, Any]]]:
 
 
 def _thinned(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield all of these, or every n-th where there are more than `MOST_ROWS`."""
+    """Yield all rows, or every n-th of more than `MOST_ROWS`."""
     return islice(rows, 0, None, -(-len(rows) // MOST_ROWS) or 1)
 
 

@@ -1,4 +1,4 @@
-"""What can be said of a run: figures by name, and the rows, tables and curves that show them.
+"""Definitions of metrics, and of the rows, tables and charts that display them.
 
 The figures that every run may have are declared in this room, those of one method in its own folder. ``expect``,
 ``compare``, ``metrics.json``, the terminal, the report and the documentation all read these declarations.
@@ -15,47 +15,51 @@ from testbed.trace.events import EVENTS, EventType
 from testbed.trace.record import RunView, Tell
 
 Metrics = Mapping[str, Any]
-"""What ``metrics.json`` holds: figures and lists by name."""
+"""Contents of ``metrics.json``: metrics and lists by name."""
 Item = Mapping[str, Any]
-"""One of such a list."""
+"""An entry of a list in the metrics."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One value of a run, by the name that ``metrics.json`` and ``expect`` give it.
+    """A named value of a run, as in ``metrics.json`` and ``expect``.
 
-    A name such as ``layers.<layer>.dropped`` is that of one value for each layer, or whatever stands in brackets:
-    ``layers.2.dropped`` is one of them.
+    A name such as ``layers.<layer>.dropped`` defines one value per layer (or other bracketed item), such as
+    ``layers.2.dropped``.
+
+    >>> from testbed.trace.metrics_spec import Metric
+    >>> Metric("tokens_lost", "number", "tokens without a return", lambda run: len(run.of("lost"))).name
+    'tokens_lost'
     """
 
     name: str
     kind: MetricKind
     meaning: str
-    """Half a sentence for the table of figures; what it is of, not how it is written."""
+    """Meaning in half a sentence, for the reference of metrics."""
     compute: Callable[[RunView], float | int | str | bool | Mapping[str, float] | None]
-    """From the record of a finished run; None where the run gives no ground for it: the figure is absent then.
+    """Function of a finished run; None for a run without the required events, in which case the metric is omitted.
 
-    Of one for each layer, the values by layer.
+    For a metric by layer, the function returns a mapping of layers to values.
     """
     brief: bool = False
-    """Whether it stands in the one line that a run of a sweep gets."""
+    """Whether the one-line summary of a sweep's run includes the metric."""
     compared: bool = False
-    """Whether `testbed compare` puts it side by side."""
+    """Whether `testbed compare` includes the metric."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line among the figures at the head of a report; absent where a figure that it names is absent.
+    """A line of the report's summary; omitted if a referenced metric is missing.
 
-    ``text`` and ``note`` are templates: ``{step_time}`` stands for that figure, written as its kind asks for. Either
-    may be a function of the metrics that returns the template.
+    ``text`` and ``note`` are templates: ``{step_time}`` is replaced by the metric, formatted by its kind. Either may be
+    a function of the metrics that returns the template.
     """
 
     label: str
     text: str | Callable[[Metrics], str]
     note: str | Callable[[Metrics], str] = ""
     when: Callable[[Metrics], object] | None = None
-    """Whether there is anything to say; default: always."""
+    """Condition for the row; default: always."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,12 @@ class Column:
     kind: MetricKind | Literal["moment"]
     """``moment`` is an instant of the run, in seconds."""
     value: str | Callable[[Item], Any]
-    """Key of the listed item, or a function of it."""
+    """Key of the item, or a function of the item."""
     wide: bool = False
-    """Whether it is left out where there is little room."""
+    """Whether narrow layouts omit the column."""
 
     def of(self, item: Item) -> Any:
-        """Return what the column has of a listed item."""
+        """Return the value of the column for an item."""
         return item.get(self.value) if isinstance(self.value, str) else self.value(item)
 
 
@@ -99,32 +103,32 @@ class TimeSeries:
     items: str
     """Name of a list in the metrics; each item has a ``time``."""
     value: str
-    """Key of what is drawn."""
+    """Key of the plotted value."""
     kind: MetricKind
     by: str | None = None
-    """Key that says which line an item belongs to; None: there is one line."""
+    """Key that assigns items to lines; None for a single line."""
     stacked: bool = False
-    """Whether values hold until the next, and those of all lines are drawn on top of each other."""
+    """Whether lines are step functions stacked on top of each other."""
     marks: str | None = None
     """Name of a list at whose times a stacked chart has a vertical line."""
 
 
 @dataclass(frozen=True)
 class MetricsSpec:
-    """What a method says of its runs beside what can be said of every run. Empty is a good beginning."""
+    """The metrics, events and report sections defined by a method or workload. Empty by default."""
 
     figures: tuple[Metric, ...] = ()
     lists: Mapping[str, Callable[[RunView], list[dict[str, Any]]]] | None = None
-    """Lists of JSON values that ``metrics.json`` holds under these names; one that is empty is left out."""
+    """Functions for lists of JSON values in ``metrics.json`` by name; empty lists are omitted."""
     recovery: Tell | None = None
-    """What it adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
+    """Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
     events: tuple[EventType, ...] = ()
     rows: tuple[Row, ...] = ()
     tables: tuple[Table, ...] = ()
     curves: tuple[TimeSeries, ...] = ()
 
     def joined(self, other: MetricsSpec) -> MetricsSpec:
-        """Return these declarations and others after them; of recoveries only one of both may tell."""
+        """Return both definitions combined, these first; at most one may define ``recovery``."""
         if NOTHING in (self, other):
             return other if self == NOTHING else self
         return MetricsSpec(
@@ -142,7 +146,7 @@ NOTHING = MetricsSpec()
 
 
 def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
-    """Return the events that a fault may wait for in such a run, each with the keys that can be matched."""
+    """Return the event names that a fault can wait for, each with its matchable keys."""
     return {each.name: each.keys for each in (*EVENTS, *declared.events) if each.keys is not None}
 
 

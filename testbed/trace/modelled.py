@@ -1,4 +1,4 @@
-"""The properties of a scenario's links that the virtual clock does not model, or not as closely as the others."""
+"""Link properties that the virtual clock does not model, or models less exactly."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from testbed.network.parts import LinkPart
 MOST_LOSS = 0.05
 """Share of lost packets up to which messages take as long as in containers, within 15 % (docs/fidelity.md)."""
 LEAST_DELAY = 0.01
-"""Seconds of one-way delay from which that holds: below, one time-out takes as long as a hundred round trips."""
+"""Minimum one-way delay in seconds for exact results: below, a time-out lasts a hundred round trips."""
 MOST_JITTER = 0.3
 """Jitter, as a share of the delay, up to which the same holds; beyond, TCP takes overtaken packets for lost."""
 
 
 def left_out(experiment: Experiment) -> list[str]:
-    """Return a text for each property of the links that the virtual clock does not model."""
+    """Return a text for each link property that the virtual clock does not model."""
     # By identity: a mesh of a thousand devices has a million links, but few values.
     links = [*{id(link): link for link in experiment.links.values()}.values()]
     actions = [fault.action for fault in experiment.faults]

@@ -1,4 +1,4 @@
-"""How fast training steps went, before and after what disturbed them, and what kept the busiest busy."""
+"""Speed of training before and after disturbances, and utilisation of the bottleneck."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testbed.wire.framing import wire_bytes
 
 
 def _once(record: RunView) -> list[Step]:
-    """Return each step as it was done last."""
+    """Return each step in its last execution."""
     return list({(step.device, step.step): step for step in record.steps}.values())
 
 
@@ -49,7 +49,7 @@ def _during(record: RunView) -> float | None:
 
 
 def busiest_share(record: RunView) -> float | None:
-    """Return the largest share of the time since the last change that a device's processors compute or a link carries.
+    """Return the highest utilisation of any processor or link since the last change.
 
     Of the time of `after`'s steps; None without any.
     """
@@ -74,7 +74,7 @@ def busiest_share(record: RunView) -> float | None:
 
 
 def _of_steps(compute: Callable[[RunView], float]) -> Callable[[RunView], float | None]:
-    """Return what computes a figure where there is a step; None elsewhere."""
+    """Wrap a metric to return None without steps."""
     return lambda record: compute(record) if record.steps else None
 
 

@@ -16,7 +16,7 @@ from testbed.trace.record import RunView, Step
 BEFORE, BETWEEN, AFTER = "before", "between", "after"
 """Phases without a disturbance: up to the first one, between two, after the last one."""
 MOST_NAMED = 8
-"""Disturbances of a phase that its row names; of more the first."""
+"""Maximum number of disturbances named in a row."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Phase:
     latencies: list[float] = field(default_factory=list)
 
     def _steps(self) -> list[float]:
-        """Return the seconds of steps of one size: the usual one, or where there is none that of most of these."""
+        """Return the durations of steps of one size: the usual size, or else the most frequent one."""
         usual = [step.seconds for step in self.whole if step.usual]
         if usual or not self.whole:
             return usual
@@ -50,12 +50,12 @@ class _Phase:
 
 
 def phases(record: RunView) -> list[dict[str, Any]]:
-    """Return ``phase_list``, in the order of their first beginnings; empty for a run that nothing disturbed.
+    """Return ``phase_list`` in the order of the phases' first start; empty for an undisturbed run.
 
-    The run is cut where a disturbance (a fault until it is undone and outlived, a recovery, a pause) begins or ends. A
-    phase is all pieces with the same disturbances. A step or a request counts for the piece that holds all of it, a
-    device's first step for none, and one of an unusual number of samples only where a phase has no others, as rounds do
-    that a device is missing from; ``step_time`` and ``latency`` are medians.
+    The run is cut at the start and end of each disturbance (a fault until undone and recovered from, a recovery, a
+    pause). A phase is the set of all pieces with the same disturbances. A step or request belongs to the piece that
+    contains it entirely. First steps of devices are excluded, and steps of an unusual number of samples count only in
+    phases without others, such as rounds without a device. ``step_time`` and ``latency`` are medians.
     """
     cuts = sorted({0.0, record.end, *(moment for _, (a, b) in record.disturbances for moment in (a, b))})
     cuts = [cut for cut in cuts if 0.0 <= cut <= record.end]
@@ -76,7 +76,7 @@ def phases(record: RunView) -> list[dict[str, Any]]:
 
 
 def _names(record: RunView, cuts: Sequence[float]) -> list[str]:
-    """Return what goes on in each piece between two cuts."""
+    """Return the disturbances of each piece between two cuts."""
     active: dict[int, list[str]] = defaultdict(list)
     for name, (start, end) in record.disturbances:
         first, last = bisect_right(cuts, start) - 1, bisect_right(cuts, end) - 1
@@ -95,7 +95,7 @@ def _names(record: RunView, cuts: Sequence[float]) -> list[str]:
 
 
 def _piece(window: Interval, cuts: Sequence[float]) -> int | None:
-    """Return the number of the piece that holds a window whole; None where a cut lies in it."""
+    """Return the index of the piece that contains a window; None for a window across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
     return piece if 0 <= piece < len(cuts) - 1 and window[1] <= cuts[piece + 1] else None
 

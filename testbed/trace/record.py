@@ -1,4 +1,4 @@
-"""A finished run as figures are computed from it: its events, and what several figures need, each computed once."""
+"""View of a finished run for computing metrics, with cached intermediate results."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from testbed.trace.outcome import Outcome
 
 Computed = TypeVar("Computed")
 Tell = Callable[[Recovery, "RunView"], dict[str, Any]]
-"""What a method adds to an item of ``recovery_list``, from the phases that its ``recovery`` events name."""
+"""Function that extends an entry of ``recovery_list`` from the phases of ``recovery`` events."""
 
 
 @dataclass(frozen=True, slots=True)  # of which a long run has a million
 class Step:
-    """A training step as one device reported it."""
+    """A training step as reported by one device."""
 
     device: str
     step: int
     time: float
-    """When it was done."""
+    """End time of the step."""
     seconds: float
-    """Since the step before it of the same device, or the start of the workload."""
+    """Duration since the device's previous step or the start of the workload."""
     loss: float | None
     samples: int | None
     comparable: bool
-    """Whether it is not the device's first and has no evaluation in its time, unless there is one in that of most."""
+    """Whether the step is not the device's first, and contains an evaluation only if most steps do."""
     usual: bool
-    """Whether it is comparable and has as many samples as most."""
+    """Whether the step is comparable and has the most frequent number of samples."""
     steady: bool
-    """Whether it is usual and nothing disturbed it: no fault, no recovery and no pause in its time."""
+    """Whether the step is usual and undisturbed by faults, recoveries or pauses."""
 
     @property
     def window(self) -> Interval:
-        """When it was done."""
+        """Return start and end of the step."""
         return (self.time - self.seconds, self.time)
 
 
@@ -55,19 +55,19 @@ class Standstill:
     """A stretch in which work stood still without a fault."""
 
     name: str
-    """Name of the event that ended it."""
+    """Name of the event at its end."""
     start: float
     end: float
 
 
 def pauses(events: Sequence[Event], kinds: Collection[EventType]) -> list[Standstill]:
-    """Return the pauses that a method's events report, in the order of their ends."""
+    """Return the pauses reported by a method's events, in the order of their ends."""
     stood = EventLog.made_of(events).of(*(kind.name for kind in kinds if kind.pause))
     return [Standstill(event.event, event.time - event.fields["seconds"], event.time) for event in stood]
 
 
 class RunView:
-    """What a run left."""
+    """Access to the events and facts of a finished run."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class RunView:
         events: Collection[EventType] = (),
         recovery: Tell | None = None,
     ) -> None:
-        """Take what was left; ``events`` and ``recovery`` are what the run's method declares (`MetricsSpec`)."""
+        """Wrap an outcome; ``events`` and ``recovery`` come from the method's `MetricsSpec`."""
         self.outcome = outcome
         self.log = EventLog.made_of(outcome.events)
         self.experiment = experiment
@@ -87,7 +87,7 @@ class RunView:
         self._made: dict[Callable[[RunView], object], object] = {}
 
     def cached(self, compute: Callable[[RunView], Computed]) -> Computed:
-        """Return what a function makes of this record, computed when it is first asked for."""
+        """Return the result of a function of this view, computed once."""
         if compute not in self._made:
             self._made[compute] = compute(self)
         return self._made[compute]  # type: ignore[return-value]
@@ -99,7 +99,7 @@ class RunView:
 
     @cached_property
     def events(self) -> EventLog:
-        """Those up to the end, in the order of time; ``log`` has the later ones as well."""
+        """Events until the end in the order of time; ``log`` also has later ones."""
         return self.log.within(-math.inf, self.end)
 
     def of(self, name: str) -> EventLog:
@@ -120,12 +120,12 @@ class RunView:
 
     @cached_property
     def strikes(self) -> list[Strike]:
-        """Every fault that struck."""
+        """All injected faults."""
         return strikes(self.events)
 
     @cached_property
     def recoveries(self) -> list[Recovery]:
-        """Every fault that the method noticed."""
+        """All faults detected by the method."""
         return recoveries(self.events)
 
     @cached_property
@@ -141,7 +141,7 @@ class RunView:
 
     @cached_property
     def disturbances(self) -> list[tuple[str, Interval]]:
-        """What disturbed the run, and when: faults that did not mend, recoveries, pauses."""
+        """Time spans of disturbances: faults except repairs, recoveries, pauses."""
         faults = [(f"{each.action} {each.target}", each.window(self.end)) for each in self.strikes if not each.mends]
         recovering = [
             ("recovery", (each.detected, self.end if each.resumed is None else each.resumed))
@@ -152,7 +152,7 @@ class RunView:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Every training step that was reported, in the order of time; those done again after a fault stand twice."""
+        """All reported training steps in the order of time; repeated steps appear twice."""
         done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
         windows = _windows([(device, time) for device, time, *_ in done])
         # The last batch of an epoch may be smaller: its step takes less time than the others.
@@ -181,7 +181,7 @@ class RunView:
         return steps
 
     def _comparable(self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]) -> list[bool]:
-        """Return of each step, by one of these devices, whether it is `Step.comparable`."""
+        """Return, for each step of the given devices, the value of `Step.comparable`."""
         # The first step of a device has its start in it: weights are sent, caches are cold.
         met: set[str] = set()
         later = []
@@ -209,20 +209,20 @@ class RunView:
 
     @cached_property
     def phase(self) -> Intervals:
-        """The stretches that step times and latencies are taken from; the whole run where there are none."""
+        """Time spans used for step times and latencies; the whole run by default."""
         steady = [step.window for step in self.steps if step.steady]
         found = union(steady or self.served)
         return found if len(found) else intervals([(0.0, self.end)])
 
 
 def after(steps: Sequence[Step], moment: float) -> list[Step]:
-    """Return the undisturbed steps that began after a moment; all but the first where a fault outlasts the run."""
+    """Return the undisturbed steps started after a time; all except the first for a permanent fault."""
     rows = [step for step in steps if step.window[0] >= moment]
     return [step for step in rows if step.steady] or rows[1:]
 
 
 def _windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:
-    """Return the time of each step, from the end of the device's step before it, or from 0, to its own end."""
+    """Return the window of each step, from the end of the device's previous step (or 0) to its own end."""
     before: dict[str, float] = {}
     windows = []
     for device, time in ends:

@@ -1,4 +1,4 @@
-"""Which faults struck, and how the method outlived them."""
+"""Metrics of faults and recoveries."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ FIGURES = (
 
 
 def faults(record: RunView) -> list[dict[str, Any]]:
-    """Return ``fault_list``: every fault that struck."""
+    """Return ``fault_list``: every injected fault."""
     return [{**asdict(each), "late": each.struck - each.intended, "mends": each.mends} for each in record.strikes]
 
 
 def recovery_list(record: RunView) -> list[dict[str, Any]]:
-    """Return every fault that the method noticed, with what the method itself reports of its recovery.
+    """Return every detected fault, with the method's own report of the recovery.
 
     ``deficit`` is by how many seconds the host made one device's computations late meanwhile, on the mean of its
     processors, the worst device's.

@@ -1,4 +1,4 @@
-"""All figures of a run: of every run, declared in this room, of its method, and of installed packages."""
+"""The registry of metrics: common ones, the method's own, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMON: Mapping[str, Metric] = by_name(
         *host.FIGURES,
     ]
 )
-"""The figures that every run may have."""
+"""Metrics of every run."""
 
 _LOG = logging.getLogger(__name__)
 GROUP = "testbed.metrics"
@@ -39,7 +39,7 @@ OF_DEVICES: Mapping[str, MetricKind] = devices.OF_DEVICES
 
 
 def figures_of(declared: MetricsSpec) -> dict[str, Metric]:
-    """Return the figures of runs whose method declares that; raises ValueError where two have one name.
+    """Return the metrics of a run with the given definitions. Raises ValueError for a duplicate name.
 
     Figures of packages come last, without those whose name the testbed or the method uses.
     """
@@ -63,7 +63,7 @@ def _packaged() -> Mapping[str, Metric]:
 
 
 def _compute(figure: Metric, record: RunView) -> Any:
-    """Compute a package's figure; None where this fails, since the run has not chosen the package."""
+    """Compute a package's metric; None on failure, because the run did not choose the package."""
     try:
         return figure.compute(record)
     except Exception as error:  # noqa: BLE001 - a package may raise anything
@@ -79,18 +79,18 @@ def _figures(declared: Any) -> tuple[Metric, ...]:
 
 
 def rows_of(declared: MetricsSpec) -> tuple[Row, ...]:
-    """Return the lines at the head of the report of such a run."""
+    """Return the summary rows of the report."""
     common = (*learning.ROWS, *pace.ROWS, *requests.ROWS, *recovery.ROWS)
     return (*common, *declared.rows, *recovery.LAST_ROWS, *course.ROWS, *host.ROWS)
 
 
 def tables_of(declared: MetricsSpec) -> tuple[Table, ...]:
-    """Return the tables of the report of such a run."""
+    """Return the tables of the report."""
     return (phases.TABLE, *declared.tables)
 
 
 def kind_of(name: str, figures: Mapping[str, Metric]) -> MetricKind:
-    """Return what a figure is measured in, of a run, a device or a layer; KeyError where there is none."""
+    """Return the kind of a metric of a run, device or layer. Raises KeyError for an unknown name."""
     one = re.fullmatch(r"(\w+)s\.[^.<]+(\.\w+)?", name)
     declared = f"{one[1]}s.<{one[1]}>{one[2] or ''}" if one else name
     if one and one[1] == "device" and declared not in figures:

@@ -1,4 +1,4 @@
-"""How long inferences took, and what of."""
+"""Latency of inference requests and its composition."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _whole(record: RunView) -> Interval | None:
 
 
 def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[RunView], float | None]:
-    """Return what computes a figure from all latencies; None where nothing was answered."""
+    """Wrap a metric of all latencies to return None without answers."""
 
     def figure(record: RunView) -> float | None:
         latencies = record.cached(_latencies)
@@ -96,7 +96,7 @@ def _spent(record: RunView) -> list[PathTime]:
 
 
 def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -> float:
-    """Return the seconds for which the busiest processor or link had to work on what was done within a window.
+    """Return the busy seconds of the busiest processor or link for the work of a window.
 
     A link, and a device's access to the network, carries bytes / rate, at the rates of the scenario; what arrived
     within the window counts. Channels that several devices share are left out.
@@ -189,7 +189,7 @@ FIGURES = (
 
 
 def _has_model(metrics: Metrics) -> bool:
-    """Say whether requests were answered by a model: some device holds units of one."""
+    """Return whether some device holds units of a model."""
     # The first unit of each piece and the one after its last: those of a program are the same.
     return "requests" in metrics and any(len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values())
 

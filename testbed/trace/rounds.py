@@ -1,4 +1,4 @@
-"""Rounds of work: the event that ends one, and how long rounds take."""
+"""Rounds of federated work: end events and durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testbed.trace.record import RunView
 
 
 def rounds_of(record: RunView) -> Sequence[Event]:
-    """Return the events of the rounds that are over."""
+    """Return the end events of all completed rounds."""
     return record.of("round")
 
 

@@ -1,4 +1,4 @@
-"""What went over the network, in all and link by link."""
+"""Network traffic, in total and by link."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FIGURES = (
 
 @dataclass(slots=True)
 class LinkUse:
-    """Everything that a directed link was given to carry."""
+    """Traffic on a directed link."""
 
     messages: int = 0
     bytes: int = 0
@@ -92,7 +92,7 @@ class LinkUse:
 
 
 def _uses(record: RunView) -> dict[Pair, LinkUse]:
-    """Return the use of each directed link that was used, in the order of first use."""
+    """Return the traffic of each used directed link, in the order of first use."""
     # A run sends millions of messages and few kinds of them: equal ones are counted first.
     alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
     sent = record.events.of("send", "cast")
@@ -107,7 +107,7 @@ def _uses(record: RunView) -> dict[Pair, LinkUse]:
 
 
 def links(record: RunView) -> list[dict[str, Any]]:
-    """Return one row per directed link that was used or measured, in the order of the experiment."""
+    """Return one row per used or measured directed link, in the order of the experiment."""
     uses, heard = _uses(record), record.cached(_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}

@@ -24,43 +24,42 @@ from testbed.trace.record import RunView
 from testbed.trace.recovery import recovery_list
 
 HOST_SHARE = 0.03
-"""Share of the undisturbed steps' (requests') time that the host may add: beyond, the host and not the scenario set the
-pace.
+"""Maximum share of the time of undisturbed steps (or requests) added by the host; above, the host sets the pace.
 
-What counts is the damage: lateness of computations and messages that lies on the steps' critical paths
-(``testbed.trace.critical``). That the host was busy is no damage: paced devices leave it little to do most of the
-time, work that is done before it is due is not late, a device that others wait for is not delayed by what happens to
-the others, and the pacing hides a little lateness for good (``testbed_agent.pacing``:
-``LEAD_SECONDS``, ``CATCH_UP_SECONDS``). The host's load only explains.
+Only damage counts: lateness of computations and messages on the steps' critical paths (``testbed.trace.critical``). A
+busy host is harmless by itself: paced devices leave the host idle most of the time, work finished before its due time
+is not late, lateness of devices off the critical path has no effect, and pacing hides small lateness
+(``testbed_agent.pacing``: ``LEAD_SECONDS``, ``CATCH_UP_SECONDS``). The host's load serves as an explanation only.
 """
 RECOVERY_DEFICIT_SHARE = 0.1
-"""The same for what the devices compute between the strike of a fault and the resumption."""
+"""Maximum share of the time between fault and resumption added by the host to computations."""
 STOLEN_SHARE = 0.03
-"""Share of the processors' time that a hypervisor may take from the host: nothing here can show whom it hit."""
+"""Maximum share of processor time taken by a hypervisor, whose effect on single devices is unknown."""
 FAULT_LATENESS = 0.5
-"""Seconds after its intended instant within which a fault must strike, and be undone."""
+"""Maximum seconds between the intended and the actual time of a fault or its reversal."""
 CHANGE_LATENESS = 0.05
-"""The same of what is to happen at every one of many instants: changes of a trace, links that flap."""
+"""Maximum lateness in seconds of frequent changes: trace entries and flapping links."""
 FLAP_LATENESS_SHARE = 0.5
-"""Share of the shorter phase of a flap, where that is less: beyond, an outage might as well not have been."""
+"""Maximum lateness of a flap as a share of its shorter phase, if lower: above, outages would be unrecognisable."""
 QUEUE_OVERFLOWS = 0
-"""Packets that the emulation itself may drop. What overflows the queue before a rate is lost by the link, as asked."""
+"""Maximum number of packets dropped by the emulation itself. Overflow of the queue before a rate limit counts as
+requested loss."""
 DELAY_LATENESS = 1e-3
 DELAY_LATENESS_SHARE = 0.5
-"""A delay line may let one packet in a hundred go later than due by the larger of a millisecond and this share of the
-shortest delay in the scenario. Single late packets do little to a step, and what they do counts above; but a tail
-beyond this is no link of the kind that was asked for, whatever it carries."""
+"""Limit of the 99th percentile of delay-line lateness: the larger of one millisecond and this share of the scenario's
+shortest delay. Single late packets barely affect a step and are counted above, but a longer tail invalidates the
+requested link."""
 CLOCKS = 1e-3
 """Seconds by which clocks of several hosts may be off."""
 NAMED = 5
-"""Missing steps, or devices without events, that are named, at most."""
+"""Maximum number of missing steps, or of devices without events, named in a check."""
 LOST_EVENTS = 0.01
-"""Share of the messages sent whose reception may be missing from the log without a fault to explain it."""
+"""Maximum share of sent messages without a recorded reception not explained by a fault."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: ``ok`` is None where there was nothing to look at."""
+    """Result of one check; ``ok`` is None for an inapplicable check."""
 
     name: str
     ok: bool | None
@@ -116,7 +115,7 @@ def verdict(record: RunView) -> dict[str, Any]:
 
 
 def _clocks(fidelity: Mapping[str, Any]) -> list[Check]:
-    """Judge by how much the clocks of several hosts may differ: every time between two devices may be off by that."""
+    """Check the clock offsets between hosts, which affect all times between two devices."""
     clocks: Mapping[str, float] = fidelity.get("clocks", {})
     if not clocks:
         return []
@@ -126,7 +125,7 @@ def _clocks(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _limits(fidelity: Mapping[str, Any]) -> list[Check]:
-    """Judge whether the kernel enforced the limits of devices; the number of processes is none of the scenario's."""
+    """Check the enforcement of device limits by the kernel; the process limit is not part of the scenario."""
     unlimited: Sequence[str] = fidelity.get("unlimited", ())
     if not unlimited:
         return []
@@ -135,12 +134,12 @@ def _limits(fidelity: Mapping[str, Any]) -> list[Check]:
 
 
 def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> Check:
-    """Return a check that holds up to a bound, which its detail names where it does not."""
+    """Return a check of a value against a bound, which is named in the detail on failure."""
     return Check(name, value <= most, detail if value <= most else f"{detail} (at most {limit})")
 
 
 def _left_out(experiment: Experiment) -> list[Check]:
-    """Name what the scenario asks of its links and the simulation does not model (see `testbed.trace.modelled`)."""
+    """Name the requested link properties not modelled by the simulation (see `testbed.trace.modelled`)."""
     found = left_out(experiment)
     return [Check("model", None, f"not in the model: {' and '.join(found)}")] if found else []
 
@@ -154,7 +153,7 @@ def _course(outcome: Outcome) -> Check:
 
 
 def _gaps(log: EventLog, wanted: str) -> list[str]:
-    """Name the steps (requests) that nobody recorded, though later ones were."""
+    """Name steps (or requests) missing from the log before later ones."""
     ended = [wanted, "failed"] if wanted == "request" else [wanted]
     found = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
     if not found or len(found) == max(found) - min(found) + 1:
@@ -165,7 +164,7 @@ def _gaps(log: EventLog, wanted: str) -> list[str]:
 
 
 def _record(record: RunView) -> Check:
-    """Look for what must be in the log and is not."""
+    """Check the log for missing mandatory events."""
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
     if silent:
@@ -187,7 +186,7 @@ def _record(record: RunView) -> Check:
 
 
 def _missed_updates(record: RunView) -> list[Check]:
-    """Judge rounds that ended without devices though no fault struck; a scenario's `round_deadline` asks for that."""
+    """Check for rounds that ended without a device although no fault occurred; `round_deadline` requires this."""
     experiment, log = record.experiment, record.log
     if not log.of("round") or experiment.faults or experiment.changes or log.of("fault"):
         return []
@@ -281,7 +280,7 @@ def _host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
 
 
 def _load(fidelity: Mapping[str, Any]) -> str:
-    """Say how busy the host was, which explains damage but is none."""
+    """Describe the host's load, which explains damage but is harmless by itself."""
     load, saturated = fidelity.get("host_load"), fidelity.get("host_saturated")
     if load is None or saturated is None:
         return ""

@@ -36,21 +36,21 @@ from testbed.trace.rounds import ROUND, ROUND_TIME
 PORT = 29500
 """Where torch.distributed meets by default."""
 _LAST_LINES = 5
-"""Lines of what a failed program printed that its error repeats."""
+"""Number of output lines quoted in the error of a failed program."""
 LONGEST = 1 << 20
 """Bytes of a line; a longer one is recorded as several."""
 PIECE = 1 << 16
 _COLLECT_SECONDS = 1.0
-"""Between two looks for orphans that have ended."""
+"""Seconds between two searches for exited orphans."""
 _NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "step": (("step",), ("loss", "samples")),
     "evaluate": (("step",), ("accuracy", "loss")),
     "request": (("request", "latency"), ()),
     "round": (("round",), ("start", "duration")),
 }
-"""Events of a program of which figures are made: the fields that they need, and that they may have."""
+"""Required and optional numeric fields of the events that metrics are computed from."""
 _KEPT = ("TESTBED_TOKEN",)
-"""Variables of the agent's environment that programs do not see."""
+"""Environment variables of the agent hidden from programs."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ended(Typed, kind="ended", key=("sender",)):
 
 
 class Program(Method[Options]):
-    """Runs the commands of `workload.programs`; the run is over when all have ended that do not stay in the background.
+    """Run the commands of `workload.programs` until all except those in the background have ended.
 
     A command that ends with another status than 0 fails the run. On a device that restarts it begins again.
     """
@@ -81,7 +81,7 @@ class Program(Method[Options]):
     )
 
     def plan(self, problem: Problem[Options]) -> Plan:
-        """Divide nothing; the lead is notified of each end, so all that end have links with it: in a star, the hub.
+        """Plan without dividing any work. Every device with a program has a link to the lead, which collects the exits.
 
         Raises `InputError` where such a link is missing, or nothing would end.
         """
@@ -105,7 +105,7 @@ class Program(Method[Options]):
         return replace(own, files={name: own.files[name] for name in (program.files if program else ())}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
-        """Run this device's command, if it has one; on the lead, wait for the others' too."""
+        """Run the device's command, if any; the lead then waits for all others."""
         programs = _programs(job.problem)
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
             part = programs.get(device.name)
@@ -133,7 +133,7 @@ def _is_linked(problem: Problem[Options], device: str, others: Sequence[str]) ->
 
 
 def environment(problem: Problem[Options], device: str, names: list[str]) -> dict[str, str]:
-    """Return what a program finds in its environment, beside what the scenario gives it.
+    """Return the environment variables of a program besides those in the scenario.
 
     ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are what `torch.distributed` asks for; ranks are in
     the order of the devices that have programs.
@@ -150,7 +150,7 @@ def environment(problem: Problem[Options], device: str, names: list[str]) -> dic
 
 
 async def execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
-    """Run the command of a device to its end, and end all that it started; raises `TestbedError` where it fails."""
+    """Run the command of a device, then end all its processes. Raises `TestbedError` for a failed command."""
     assert isinstance(problem, ProgramsProblem)
     part = _programs(problem)[device.name]
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
@@ -193,7 +193,7 @@ def _place(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 async def _followed(device: Device, process: Process, tree: ProcessTree) -> tuple[int, str]:
-    """Record what a program writes until it ends; return its status and the last lines of its errors.
+    """Record a program's output until its end; return its exit status and the last lines of its errors.
 
     Its descendants are killed as it ends, or as this is cancelled: they may keep its pipes open and ports occupied.
     """
@@ -254,7 +254,7 @@ class LineSplitter:
         self._begun = b""
 
     def split(self, piece: bytes) -> Iterator[str]:
-        """Yield the lines that a further piece of output completes; a line of more than `LONGEST` bytes in parts."""
+        """Yield the lines completed by more output; a line longer than `LONGEST` bytes is split."""
         *lines, begun = (self._begun + piece).split(b"\n")
         yield from map(_text, lines)
         # Carriage returns at the end may belong to a line's end.
@@ -264,7 +264,7 @@ class LineSplitter:
             yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """Yield the line that has begun, if there is one."""
+        """Yield the incomplete last line, if any."""
         begun, self._begun = self._begun, b""
         if begun:
             yield _text(begun)
@@ -275,10 +275,10 @@ def _text(line: bytes) -> str:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the fields of a line that is an event, ``{"event": "step", "step": 3, "loss": 0.2}``; None: it is none.
+    """Parse a line as an event such as ``{"event": "step", "step": 3, "loss": 0.2}``; None for other text.
 
-    Figures are made of those in ``_NUMBERS``, so these are events only with numbers; what the testbed itself writes
-    down is none of a program's.
+    Events in ``_NUMBERS`` feed metrics and require numbers. Names reserved for the testbed are not accepted from
+    programs.
     """
     try:
         found = json.loads(line)

@@ -1,4 +1,4 @@
-"""The processes of a program: all of them end with it, and a kill for want of memory is recognised."""
+"""The process tree of a program: clean termination, and detection of out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_SECONDS = 2.0
-"""How long processes may take to vanish once they are killed."""
+"""Seconds allowed for killed processes to vanish."""
 _OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-"""Where the kernel counts the processes of a container that it killed for want of memory, by version of cgroups."""
+"""Files with the kernel's count of out-of-memory kills, by version of cgroups."""
 
 
 class ProcessTree:
-    """Every process that this one starts from now on, and all that those start.
+    """All processes started by this process from now on, with their descendants.
 
     A process may leave its group and session, but not its ancestors: orphans come to this process, which collects them.
     """
@@ -28,7 +28,7 @@ class ProcessTree:
         self._earlier = set(_descendants())
 
     def collect_orphans(self, program: int) -> None:
-        """Remove orphans that have ended from the kernel's table; the ``program`` itself has somebody who waits."""
+        """Reap exited orphans; the ``program`` itself is awaited elsewhere."""
         own = os.getpid()
         for pid, (state, parent) in _processes().items():
             if state == "Z" and parent == own and pid != program and pid not in self._earlier:
@@ -36,7 +36,7 @@ class ProcessTree:
                     os.waitpid(pid, os.WNOHANG)
 
     def kill(self, program: int) -> None:
-        """Kill a ``program`` and all processes that it started, also those that are started meanwhile.
+        """Kill a ``program`` and all its descendants, including those started meanwhile.
 
         Takes milliseconds, and `_END_SECONDS` at most.
         """
@@ -55,7 +55,7 @@ class ProcessTree:
 
 
 def _processes() -> dict[int, tuple[str, int]]:
-    """Return state and parent of every process that can be seen, by number."""
+    """Return state and parent of every visible process by number."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -68,7 +68,7 @@ def _processes() -> dict[int, tuple[str, int]]:
 
 
 def _descendants() -> dict[int, str]:
-    """Return the state of each descendant of this process, by number."""
+    """Return the state of each descendant of this process by number."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in processes.items():
@@ -83,7 +83,7 @@ def _descendants() -> dict[int, str]:
 
 
 def killed_for_memory() -> int:
-    """Return how many processes of this container the kernel killed for want of memory; 0 where it is not counted."""
+    """Return the number of out-of-memory kills in this container; 0 if unknown."""
     for name in _OOM_COUNTERS:
         with contextlib.suppress(OSError):
             for line in Path(name).read_text(encoding="ascii").splitlines():

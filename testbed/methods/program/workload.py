@@ -1,4 +1,4 @@
-"""The work of the user's own programs: their keys in the scenario, and the files that devices are given."""
+"""The `program` workload: the user's own programs, with scenario keys and files for devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario
 
 MOST_BYTES = 20_000_000
-"""Bytes of the files of all programs together: they travel with the deployment, and lie in the device's memory."""
+"""Maximum total size of program files, which are part of the deployment and kept in the device's memory."""
 _METHOD = "program"
 
 
@@ -60,7 +60,7 @@ def programs_of(workload: WorkloadPart, names: Sequence[str]) -> dict[str, Progr
 
 
 def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[str, ProgramPart]:
-    """Return each device's program, in the order of the devices; raises `InputError` for a name that is none's."""
+    """Return each device's program in the order of the devices. Raises `InputError` for an unknown name."""
     roles = {name: name.rstrip("0123456789") for name in names}
     for wanted in written:
         if wanted not in names and wanted not in roles.values():
@@ -108,7 +108,7 @@ class ProgramsPart(WorkloadPart):
         return value
 
     def title(self) -> str:
-        """Return what reports call the work."""
+        """Return the title of the work in reports."""
         return "programs of one's own"
 
     def labels(self) -> Iterator[str]:
@@ -122,11 +122,11 @@ class ProgramsProblem(Problem[Options]):
 
     workload: ProgramsPart
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """What the programs find in their folder, by the name in the scenario."""
+    """Files in the program's folder by their names in the scenario."""
 
 
 class Programs(Workload):
-    """Runs commands of the user's; a device is given the files of its own."""
+    """Workload of user commands; each device receives its own files."""
 
     name = "program"
     Part = ProgramsPart
@@ -142,7 +142,7 @@ class Programs(Workload):
         return {"files": found}
 
     def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
-        """Return the problem on a device with the files of its program."""
+        """Rebuild the problem of a device with the files of its program."""
         return _with_files(given, TypeAdapter(dict[str, Base64Bytes]).validate_python(facts["files"]))
 
 
@@ -152,7 +152,7 @@ def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
 
 
 def _files(scenario: Scenario) -> dict[str, bytes]:
-    """Return what the programs find in their folders, by name. Raises `InputError`."""
+    """Return the files of all programs by name. Raises `InputError`."""
     assert isinstance(scenario.workload, ProgramsPart)
     found: dict[str, bytes] = {}
     for device, part in scenario.workload.programs.items():

@@ -1,4 +1,5 @@
-"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout is independent of splitting."""
+"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout is independent of
+splitting."""
 
 from __future__ import annotations
 
