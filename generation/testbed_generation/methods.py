@@ -129,9 +129,9 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                             raise
                         names.append(spares.pop(0))
 
-            def sent_weights(assign: Any) -> Mapping[str, Any]:
-                placed = any(piece.first == assign.first and piece.last == assign.last for piece in job.plan.pieces)
-                if job.weights is None or placed:
+            def sent_weights(name: str, assign: Any) -> Mapping[str, Any]:
+                placed = [(piece.first, piece.last) for piece in job.plan.of(name)]
+                if job.weights is None or name == lead or (assign.first, assign.last) in placed:
                     return {}
                 return assigned_weights(job.weights, model.architecture, assign)
 

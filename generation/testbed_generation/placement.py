@@ -25,6 +25,7 @@ from testbed_generation.sharding import apportion
 Layers = tuple[tuple[str, int], ...]
 """Devices in the order of the row, each with its number of layers."""
 
+REMEDY = "add memory or devices, shorten the sequences, or store the weights in fewer bits"
 MOST_DEVICES = 16
 """Devices among which an exact choice is made; time and memory double with each one."""
 
@@ -87,7 +88,7 @@ def _given_row(row: Row, shares: Sequence[float]) -> Layers:
     layers = tuple(zip(row.devices, counts, strict=True))
     for name, count in layers:
         if count > row.capacity[name]:
-            raise InputError(f"{name} has room for {row.capacity[name]} layers of {count}: give it more memory")
+            raise InputError(f"{name} has room for {row.capacity[name]} of {count} layers: {REMEDY}")
     return layers
 
 
@@ -132,7 +133,7 @@ def _does_not_fit(row: Row) -> InputError:
     rooms = ", ".join(f"{name} {row.capacity[name]}" for name in row.devices)
     return InputError(
         f"{row.layers} layers do not fit into the memory of the devices with links between them (room for layers: "
-        f"{rooms}): add memory or devices, shorten the sequences, or store the weights in fewer bits"
+        f"{rooms}): {REMEDY}"
     )
 
 

@@ -99,11 +99,11 @@ class Row:
         plan: Planner,
         room: Callable[[str], int],
         options: RowOptions,
-        weights: Callable[[Assign], Mapping[str, Tensor]],
+        weights: Callable[[str, Assign], Mapping[str, Tensor]],
     ) -> None:
         """``devices`` may hold layers, the source first; ``room`` returns for how many layers one has memory.
 
-        ``weights`` are sent with an assignment; empty: the device has them.
+        ``weights`` are sent to a device with an assignment; empty: it has them.
         """
         self.stages: list[Stage] = []
         self.losses = 0
@@ -163,7 +163,7 @@ class Row:
             self._watch.renew(stage.device)
             final = stage.last == row[-1].last
             assign = Assign(stage.assignment, stage.first, stage.last, final, self._replica(stage, row))
-            self._mailbox.post(stage.device, replace(assign, weights=self._weights(assign)))
+            self._mailbox.post(stage.device, replace(assign, weights=self._weights(stage.device, assign)))
             waiting[stage.assignment] = stage
         self.stages = row
         while waiting:

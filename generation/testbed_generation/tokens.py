@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from testbed.common.errors import InputError
-from testbed_generation.weights import Gguf
+from testbed_generation.weights import Gguf, open_weights
 
+KEY = ("workload", "model", "weights")
 UNKNOWN = "\ufffd".encode()
 """What a token without text is shown as."""
 
@@ -90,7 +91,7 @@ def _tokenizers(path: Path) -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError(f"{path}: its tokenizer needs a package: pip install tokenizers") from None
+        raise InputError(f"{path}: its tokenizer needs a package: pip install tokenizers", KEY) from None
     return tokenizers
 
 
@@ -104,7 +105,7 @@ def open_tokens(path: Path | None) -> Tokens:
 def _from_checkpoint(path: Path) -> Tokens:
     file = (path if path.is_dir() else path.parent) / "tokenizer.json"
     if not file.is_file():
-        raise InputError(f"{file}: no such file: put the model's tokenizer.json beside its weights")
+        raise InputError(f"{file}: no such file: put the model's tokenizer.json beside its weights", KEY)
     tokenizer = _tokenizers(path).Tokenizer.from_file(str(file))
     ends = [tokenizer.token_to_id(text) for text in ("</s>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>")]
     return Vocabulary(tokenizer, next((end for end in ends if end is not None), None))
@@ -113,9 +114,10 @@ def _from_checkpoint(path: Path) -> Tokens:
 def _from_gguf(path: Path) -> Tokens:
     """Return the byte-pair tokenizer whose vocabulary and merges a GGUF file contains."""
     tokenizers = _tokenizers(path)
-    file = Gguf(path)
+    file = open_weights(path)
+    assert isinstance(file, Gguf)
     if file.text("tokenizer.ggml.model") != "gpt2":
-        raise InputError(f"{path}: only byte-pair tokenizers are read from GGUF: name a folder with tokenizer.json")
+        raise InputError(f"{path}: only byte-pair tokenizers are read: name a folder with tokenizer.json", KEY)
     texts = file.strings("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in file.strings("tokenizer.ggml.merges")]
     model = tokenizers.models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=merges)

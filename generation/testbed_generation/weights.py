@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -104,16 +105,32 @@ class Checkpoint:
         elif path.is_dir():
             self._path = path / "model.safetensors"
         if not self._index and not self._path.is_file():
-            raise InputError(f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with one")
+            raise InputError(
+                f"{self._path}: no such file: name a .safetensors or .gguf file, or a folder with one",
+                ("workload", "model", "weights"),
+            )
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        with self._open(name) as checkpoint:
+            return tuple(checkpoint.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Return a weight in float32."""
+        with self._open(name) as checkpoint:
+            weight: Tensor = checkpoint.get_tensor(name)
+            return weight.float()
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        """Open the file with a weight."""
         file = self._path / self._index[name] if name in self._index else self._path
         with safe_open(file, framework="pt") as checkpoint:
             if name not in checkpoint.keys():  # noqa: SIM118 - a safetensors file is no mapping
-                raise InputError(f"{file}: has no weight {name}: is it in the Llama layout?")
-            weight: Tensor = checkpoint.get_tensor(name)
-            return weight.float()
+                raise InputError(
+                    f"{file}: has no weight {name}: name a file in the Llama layout", ("workload", "model", "weights")
+                )
+            yield checkpoint
 
 
 _GGUF_NAMES = {
@@ -138,9 +155,12 @@ class Gguf:
         try:
             import gguf
         except ImportError:
-            raise InputError(f"{path}: install the package that reads GGUF files: pip install gguf") from None
+            raise InputError(
+                f"{path}: install the package that reads GGUF files: pip install gguf",
+                ("workload", "model", "weights"),
+            ) from None
         if not path.is_file():
-            raise InputError(f"{path}: no such file")
+            raise InputError(f"{path}: no such file: name a .gguf file", ("workload", "model", "weights"))
         self._dequantise = gguf.quants.dequantize
         self._reader = gguf.GGUFReader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
@@ -184,12 +204,22 @@ class Gguf:
             tied="output.weight" not in self._tensors,
         )
 
-    def read(self, name: str) -> Tensor:
-        """Return a weight in float32 by its name in Hugging Face's layout."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight; the file has the axes in the opposite order."""
+        return tuple(int(size) for size in reversed(self._tensor(name).shape))
+
+    def _tensor(self, name: str) -> Any:
         inner = _gguf_name(name)
         if inner not in self._tensors:
-            raise InputError(f"the GGUF file has no weight {inner}: only models of the Llama family are read")
-        tensor = self._tensors[inner]
+            raise InputError(
+                f"the GGUF file has no weight {inner}: name one of a model of the Llama family",
+                ("workload", "model", "weights"),
+            )
+        return self._tensors[inner]
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in float32 by its name in Hugging Face's layout."""
+        tensor, inner = self._tensor(name), _gguf_name(name)
         weight = torch.tensor(self._dequantise(tensor.data, tensor.tensor_type), dtype=torch.float32)
         if inner.endswith(("attn_q.weight", "attn_k.weight")):
             return _unpermute(weight, self.architecture, inner)
@@ -216,7 +246,28 @@ def _unpermute(weight: Tensor, architecture: Architecture, name: str) -> Tensor:
 
 def open_weights(path: Path) -> Checkpoint | Gguf:
     """Return the weights of a file or folder; raises `InputError`."""
-    return Gguf(path) if path.suffix == ".gguf" else Checkpoint(path)
+    if path.suffix != ".gguf":
+        return Checkpoint(path)
+    return _open_gguf(path, path.stat().st_mtime if path.is_file() else 0.0)
+
+
+@lru_cache(maxsize=1)
+def _open_gguf(path: Path, changed: float) -> Gguf:
+    """Open a file that is as it was ``changed`` last, once for its shape, its tokens and its weights."""
+    return Gguf(path)
+
+
+def check_shapes(source: Checkpoint | Gguf, architecture: Architecture) -> None:
+    """Raise `InputError` for a weight that is missing or has another shape than the network's."""
+    for name, shape in shapes(architecture).items():
+        found = source.shape(name)
+        if found != shape:
+            sizes = " x ".join(str(size) for size in found)
+            needed = " x ".join(str(size) for size in shape)
+            raise InputError(
+                f"{name} has the shape {sizes}, the model needs {needed}: choose the preset of these weights",
+                ("workload", "model", "weights"),
+            )
 
 
 def read_layer(source: Source, architecture: Architecture, layer: int, shard: Shard | None = None) -> dict[str, Tensor]:
@@ -245,17 +296,8 @@ class Given:
 
 
 def read_all(source: Source, architecture: Architecture) -> dict[str, Tensor]:
-    """Return all weights of a network by their names; raises `InputError` for one of another shape."""
-    weights = {}
-    for name, shape in shapes(architecture).items():
-        weight = source.read(name)
-        if tuple(weight.shape) != shape:
-            raise InputError(
-                f"weights: {name} has the shape {tuple(weight.shape)}, the model needs {shape}: choose its preset",
-                ("workload", "model", "weights"),
-            )
-        weights[name] = weight.contiguous()
-    return weights
+    """Return all weights of a network by their names."""
+    return {name: source.read(name).contiguous() for name in shapes(architecture)}
 
 
 def names_of_layers(architecture: Architecture, first: int, last: int) -> list[str]:

@@ -200,6 +200,10 @@ class Generate(Workload):
         part = _part(scenario)
         weights = None if part.model.weights is None else _path(scenario, part.model.weights)
         architecture = _architecture(part, weights)
+        if weights is not None:
+            from testbed_generation.weights import check_shapes, open_weights
+
+            check_shapes(open_weights(weights), architecture)
         if architecture.experts and part.is_computed:
             raise InputError(
                 f"{part.model.preset} is a mixture of experts, of which only times are known: add numerics: none",
@@ -243,7 +247,9 @@ class Generate(Workload):
         from testbed_generation.weights import open_weights, read_all
 
         path = _path(prepared.scenario, part.model.weights)
-        return Loaded(tokens_of(path).pieces, read_all(open_weights(path), problem.model.architecture))
+        is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
+        tokens = tokens_of(None if is_random else path)
+        return Loaded(tokens.pieces, read_all(open_weights(path), problem.model.architecture))
 
     def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
         """Return the weights by device: all on the source, elsewhere those of the device's pieces."""
@@ -372,9 +378,11 @@ def _posed(given: Problem, model: CostModel, requests: tuple[Request, ...], end:
 def _architecture(part: GeneratePart, weights: Path | None) -> Architecture:
     """Return the shape that the scenario gives, or that of a GGUF file."""
     if weights is not None and weights.suffix == ".gguf" and part.model.preset is None and part.model.layers is None:
-        from testbed_generation.weights import Gguf
+        from testbed_generation.weights import Gguf, open_weights
 
-        return Gguf(weights).architecture
+        file = open_weights(weights)
+        assert isinstance(file, Gguf)
+        return file.architecture
     return part.model.architecture()
 
 

@@ -73,7 +73,7 @@ def serve(
                     await holder.serve()
                 mailbox.start(holder.serve())
                 options = RowOptions(recovery, heartbeat=0.2, patience=0.3)  # type: ignore[arg-type]
-                row = Row(mailbox, "abcd", row_over, lambda name: 4, options, lambda assign: {})
+                row = Row(mailbox, "abcd", row_over, lambda name: 4, options, lambda name, assign: {})
                 await row.begin()
                 table = None if seeded is None else seeded.read(EMBEDDING)
                 way = ThroughSource if recovery == "replay" else AlongRow

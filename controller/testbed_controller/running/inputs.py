@@ -36,7 +36,8 @@ class InitialWeights:
         from testbed.ml.method import Problem
         from testbed.ml.preparation import pretraining_of, weights_file
 
-        assert isinstance(prepared.problem, Problem)
+        if not isinstance(prepared.problem, Problem):
+            return None  # other kinds of work read their weights in `Workload.load`
         file, model = weights_file(prepared.scenario), prepared.problem.model
         assert file is not None
         if self._last is None or self._last[:2] != (file, model):
