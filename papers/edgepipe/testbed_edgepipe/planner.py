@@ -32,10 +32,13 @@ class EdgePipeOptions(SlotOptions):
     """More than one: GPipe, for the vertical division; `devices`: as many as there are of these. All parts of a batch
     go forward, then all back, one a slot."""
     learns: Learns = "what_arrived"
-    """When layers learn. Of what has arrived: "the corresponding information is treated as null, and the process is
-    continued" (Section V-B). With all results: the output layer of a batch whose results are all there, since "the
-    gradient computation would likely fail upon any single transmission loss" (Section VI). With all transmissions, by
-    the same sentence: each layer also of a batch whose outputs before it were all there."""
+    """When layers learn. `what_arrived`: a missing input counts as zero, and a layer computes gradients "only if it
+    receives all of the losses from its next layer" (Section V-B). `with_all_results`: the output layer learns only of a
+    batch whose results have all arrived, too. `with_all_transmissions`: each layer also only of a batch whose outputs
+    before it have all arrived."""
+    masks: bool = True
+    """Whether an output that counted as zero gets no losses, as the gradient of a constant is zero. The paper does not
+    say; otherwise losses of outputs that nobody received let weights grow without bound."""
     informs: bool = False
     """Whether the device that coordinates sends each other what it is to hold before the first timeslot, as Algorithm 1
     has it, and nobody begins before. Else each knows it by itself."""

@@ -35,15 +35,14 @@ class Arranged(Typed, kind=INFORMING[1]):
 class TreatedAsNull:
     """A missing part counts as zero in the forward pass; a hidden layer learns of the losses of all behind it.
 
-    What counted as zero gets no losses. The paper leaves that open; with losses for outputs that nobody had, which
-    lower no loss, the layer before grows without bound (Vertical, 7,500 batches of MNIST).
+    What counted as zero gets no losses, unless ``masks`` is false.
     """
 
     announces = False
-    masks = True
 
-    def __init__(self, learns: Learns = "what_arrived", micro_batches: int = 1) -> None:
+    def __init__(self, learns: Learns = "what_arrived", micro_batches: int = 1, *, masks: bool = True) -> None:
         """Update after each last of so many micro-batches, with the gradients of those that came."""
+        self.masks = masks
         self._learns = learns
         self._micro_batches = micro_batches
         self._incomplete: set[tuple[int, int]] = set()
@@ -114,5 +113,6 @@ async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
         arranged = await informed(mailbox, job)
         neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
         held = Fixed(arranged, neurons, device.name)
-        null = TreatedAsNull(job.problem.options.learns, job.plan.details.micro_batches)
+        options = job.problem.options
+        null = TreatedAsNull(options.learns, job.plan.details.micro_batches, masks=options.masks)
         await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()

@@ -34,13 +34,14 @@ class VersatileOptions(SlotOptions):
         "naive-zeros": {"thres_fw": 0, "backward": "neuron", "reuse": False, "rearrangement": False},
         "naive-blocked": {"thres_fw": "100%", "backward": "neuron", "reuse": False, "rearrangement": False},
     }
-    """The paper's Naive "does not have any maintenance scheme against failures", which leaves open whether a batch with
-    anything missing is dropped, or zeros are computed with and a layer learns where all its losses have arrived; or
-    dropped in training alone, which "is totally blocked only with single device malfunctioning"."""
+    """The paper's Naive "does not have any maintenance scheme against failures". `naive` drops a batch with anything
+    missing: "there is no perfect data delivery until the output layer in horizontal allocation at all, which means it
+    failed to converge" (Section VI-A). The others compute with zeros, and a layer learns where all its losses have
+    arrived, or drop such batches in training alone."""
     naive_after: int | None = Field(None, ge=1)
     """Steps after which nothing is maintained any more: "applying Naive to the VersatileFL-based trained or recovered
     model after each network variation outbreak" (Figure 11), as the baseline `naive`."""
-    naive: Literal["naive", "naive-zeros", "naive-blocked"] = "naive-zeros"
+    naive: Literal["naive", "naive-zeros", "naive-blocked"] = "naive"
     """Which baseline that is."""
     allocation: Literal["vertical", "hybrid", "horizontal", "random"] = "hybrid"
     """As EdgePipe's; random: all layers in one group, each neuron on any of the devices."""

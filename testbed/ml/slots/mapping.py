@@ -1,4 +1,4 @@
-"""Which device takes which super neuron (Algorithm 2, chance, or the best of all orders), and which one coordinates."""
+"""Which device takes which super neuron (Algorithm 2, hill climbs, chance, or the best of all orders), and which one coordinates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Order = tuple[int, ...]
 MOST_EXHAUSTIVE = 9
 """Devices; ten have 3.6 million orders."""
 CLIMBS = 300
-"""Random orders from which `genetic` climbs.
+"""Random orders from which `climbing` climbs.
 
 In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to the best of all orders.
 """
@@ -63,26 +63,32 @@ def generations(devices: int) -> int:
 
 
 def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None) -> Order:
-    """Return what Algorithm 2 finds in ``count`` generations, those of the paper unless given, and by exchanges.
+    """Return what Algorithm 2 finds in ``count`` generations, those of the paper unless given.
 
-    A generation puts the best order so far beside a random one and beside the same turned by one place. That alone
-    misses the best of all orders now and then. So, for as many devices as `exhaustive` can hold it against, exchanges
-    of two devices follow, from the order found and from random ones; more devices have what the generations found.
+    A generation puts the best order so far beside a random one and beside the same turned by one place. As printed, an
+    order that is as good as the best one replaces it.
     """
     draws = random.Random(derive(seed, "mapping"))
     value = _scorer(wanted, ratios)
     best: Order = tuple(range(len(wanted)))
     reached = value(best)
     for _ in range(generations(len(wanted)) if count is None else count):
-        shuffled = tuple(draws.sample(best, len(best)))
-        turned = (*best[1:], *best[:1])
-        for each, found in [(shuffled, value(shuffled)), (turned, value(turned))]:
-            if found > reached:
-                best, reached = each, found
-    if len(best) > MOST_EXHAUSTIVE:
-        return best
-    starts = [best, *(tuple(draws.sample(best, len(best))) for _ in range(CLIMBS))]
-    return max((best, *(_climbed(start, value) for start in starts)), key=lambda order: round(value(order), 12))
+        shuffled, turned = tuple(draws.sample(best, len(best))), (*best[1:], *best[:1])
+        values = value(shuffled), value(turned)
+        if values[0] >= max(values[1], reached):
+            best, reached = shuffled, values[0]
+        elif values[1] >= reached:
+            best, reached = turned, values[1]
+    return best
+
+
+def climbing(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
+    """Return the best order that exchanges of two devices find, from Algorithm 2's order and from random ones."""
+    value = _scorer(wanted, ratios)
+    first = genetic(wanted, ratios, seed)
+    draws = random.Random(derive(seed, "mapping", "climbing"))
+    starts = [first, *(tuple(draws.sample(first, len(first))) for _ in range(CLIMBS))]
+    return max((_climbed(start, value) for start in starts), key=lambda order: round(value(order), 12))
 
 
 def _climbed(order: Order, value: Callable[[Order], float]) -> Order:

@@ -46,8 +46,9 @@ class SlotOptions(Options):
     """What the method is compared with, by its name: the options that this stands for."""
     layers: int | None = Field(None, ge=1)
     """M_layers, the most layers of a group, instead of what `allocation` says."""
-    mapping: Literal["genetic", "random", "upper"] = "genetic"
-    """Who takes which super neuron: Algorithm 2, by chance, or the best of all orders."""
+    mapping: Literal["genetic", "climbing", "random", "upper"] = "genetic"
+    """Who takes which super neuron: Algorithm 2 as printed, the same followed by exchanges of two devices from many
+    orders, by chance, or the best of all orders."""
     draw: int = Field(1, ge=1, le=1000)
     """Which of the random orders, all on the same network, the mapping `random` takes."""
     pipelined: bool = True
@@ -228,6 +229,8 @@ def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Ma
         order = mapping.exhaustive(wanted, ratios)
     elif problem.options.mapping == "random":
         order = mapping.by_chance(count, problem.seed, problem.options.draw)
+    elif problem.options.mapping == "climbing":
+        order = mapping.climbing(wanted, ratios, problem.seed)
     else:
         order = mapping.genetic(wanted, ratios, problem.seed)
     return order, mapping.score(wanted, ratios, order)
