@@ -532,3 +532,13 @@ def test_answers_are_waited_for_as_long_as_the_slowest_link_takes_also_one_that_
     answered = dict(zip(plan.details.devices, plan.details.answered, strict=True))
     # What worker2 casts goes at the rate of its slowest link, whoever hears it.
     assert answered["worker1"] > 8 * size_around(0) / 10e3
+
+
+def test_losses_of_outputs_that_nobody_received_are_masked_by_default():
+    network = {"link": {"rate": "20mbit", "delay": "2ms", "message_loss": "30%"}}
+    outcomes = [run(six({"allocation": "hybrid", **masks}, network=network)) for masks in ({}, {"masks": False})]
+    masked, unmasked = ([each["loss"] for each in of(outcome, "step")] for outcome in outcomes)
+    assert masked[0] == unmasked[0]
+    assert masked != unmasked
+    explicit = run(six({"allocation": "hybrid", "masks": True}, network=network))
+    assert [each["loss"] for each in of(explicit, "step")] == masked

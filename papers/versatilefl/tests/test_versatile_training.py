@@ -122,7 +122,7 @@ def test_a_killed_device_is_found_by_its_silence_and_its_neurons_start_anew_on_t
 
 
 def test_nothing_is_maintained_after_the_steps_of_naive_after():
-    method = {"allocation": "hybrid", "naive_after": 15}
+    method = {"allocation": "hybrid", "naive_after": 15, "naive": "naive-zeros"}
     planned = devices_of(six(method))
     victim = next(name for name in planned.details.devices if name != planned.lead)
     faults = [{"kill": victim, "at": f"{15 * 4 * planned.details.slot}s"}]
@@ -135,8 +135,8 @@ def test_nothing_is_maintained_after_the_steps_of_naive_after():
     assert "failure" not in {each["cause"] for each in of(naive, "rearrangement")}
     reused = [each["reused"] for each in of(naive, "maintenance") if "reused" in each and each["step"] > 36]
     assert not reused, "saved gradients are not used any more"
-    blocked = run(six({**method, "naive": "naive-blocked"}, **keys))
-    for outcome, learns in ((naive, True), (blocked, False)):
+    dropped, blocked = (run(six({**method, "naive": how}, **keys)) for how in ("naive", "naive-blocked"))
+    for outcome, learns in ((naive, True), (dropped, False), (blocked, False)):
         fresh = [each.get("fresh", 0) for each in of(outcome, "maintenance") if each["step"] > 36]
         assert any(fresh) == learns, "with a batch that is nowhere whole training is blocked"
 

@@ -1,4 +1,4 @@
-"""Which device takes which super neuron (Algorithm 2, hill climbs, chance, or the best of all orders), and which one coordinates."""
+"""Which device takes which super neuron (Algorithm 2, hill climbs, chance, the best order), and which coordinates."""
 
 from __future__ import annotations
 
