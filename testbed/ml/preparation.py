@@ -1,4 +1,4 @@
-"""What training and inference check, read and divide before a run; no device needs it."""
+"""Checks, data and divisions before a run of training or inference; devices do not need them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from testbed.workload import Prepared
 
 @dataclass(frozen=True)
 class Division:
-    """What is found out before a plan is made: who owns which samples, and how weights to begin with come about."""
+    """Decisions before planning: the owners of samples, and the origin of initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
     """Indices of the training samples of each device that owns data, (samples,); empty where all are the lead's."""
@@ -51,13 +51,13 @@ class Division:
 
 
 def part_of(scenario: Scenario) -> LearningPart:
-    """Return the keys of a scenario that trains or infers."""
+    """Return the workload keys of a scenario for training or inference."""
     assert isinstance(scenario.workload, LearningPart)
     return scenario.workload
 
 
 def data_folder(scenario: Scenario) -> Path:
-    """Return where the data's files lie: what the scenario names, or where `testbed data fetch` puts them."""
+    """Return the folder of the data files: the scenario's, or the target of `testbed data fetch`."""
     part = part_of(scenario).data
     if (named := part.file or part.path or part.folder) is not None:
         return scenario.source.folder / named
@@ -65,25 +65,25 @@ def data_folder(scenario: Scenario) -> Path:
 
 
 def weights_file(scenario: Scenario) -> Path | None:
-    """Return the file that the model's weights are read from; None: they are drawn from the seed."""
+    """Return the file of the model's initial weights; None if they are drawn from the seed."""
     named = part_of(scenario).model.weights
     return None if named is None else scenario.source.folder / named
 
 
 def pretraining_of(prepared: Prepared) -> Prepared | None:
-    """Return the run that leaves the weights to begin with; None where they do not come from a scenario."""
+    """Return the run producing the initial weights; None unless they come from a scenario."""
     return prepared.division.pretraining if isinstance(prepared.division, Division) else None
 
 
 def shares_of(prepared: Prepared) -> Mapping[str, Indices]:
-    """Return the indices of the training samples of each device that owns data; empty where all are the lead's."""
+    """Return the indices of the training samples of each device with data; empty if all are at the coordinator."""
     return prepared.division.shares if isinstance(prepared.division, Division) else {}
 
 
 def share(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
-    """Return what a device is given: the training samples that it owns, and the test samples if it is the lead.
+    """Return the samples of a device: its own training samples, and test samples on the coordinator.
 
-    All samples where the method has them everywhere. None where that is nothing.
+    A method may place all samples on all devices. None for a device without samples.
     """
     assert isinstance(prepared.method, Method)
     shares, lead = shares_of(prepared), device == prepared.plan.lead
@@ -104,9 +104,9 @@ def share(prepared: Prepared, dataset: Dataset, device: str) -> Dataset | None:
 
 
 def owned(prepared: Prepared) -> dict[str, dict[int, int]]:
-    """Return how many training samples of which classes each device owns; empty where all are the lead's.
+    """Return the number of training samples by device and class; empty if all are at the coordinator.
 
-    Labels that are no classes count as class 0. Raises `InputError` where the data cannot be read any more.
+    Labels other than classes count as class 0. Raises `InputError` for unreadable data.
     """
     shares = shares_of(prepared)
     if not shares:
@@ -116,7 +116,7 @@ def owned(prepared: Prepared) -> dict[str, dict[int, int]]:
 
 
 def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
-    """Return the file of the weights with its digest, or how they are drawn."""
+    """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
     assert isinstance(prepared.problem, Problem)
     file = weights_file(prepared.scenario)
     if file is not None:
@@ -126,7 +126,7 @@ def initial_weights(prepared: Prepared) -> Mapping[str, Any] | str:
 
 
 def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
-    """Return an outcome whose weights have the names of the user's own network, where there is one."""
+    """Return an outcome whose weights have the names of the user's own network, if there is one."""
     problem = prepared.problem
     assert isinstance(problem, Problem)
     if problem.model.builder is None:
@@ -142,7 +142,7 @@ def exported(prepared: Prepared, outcome: Outcome) -> Outcome:
 
 
 def load_data(prepared: Prepared) -> Dataset:
-    """Return the samples of an experiment; raises `InputError` where a batch is larger than all of them."""
+    """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
     scenario, workload = prepared.scenario, part_of(prepared.scenario)
     assert isinstance(prepared.problem, Problem)
     found = data.load(workload.data, data_folder(scenario), blank=workload.numerics == "none")
@@ -195,7 +195,7 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
 
 
 def _located(error: InputError) -> Diagnostic:
-    """Return what is wrong with a workload, whose keys an error names."""
+    """Return the problem of a workload, with its key."""
     return Diagnostic(("workload", *error.key), error.text)
 
 
@@ -232,7 +232,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def batch_problems(workload: LearningPart, there: int) -> Iterator[Diagnostic]:
-    """Yield what is wrong with a batch larger than all training samples, where the lead has them."""
+    """Yield the problem of a batch larger than all training samples, if the coordinator has them."""
     size = workload.batch_size
     if workload.task == "train" and workload.data.split == "lead" and size > there:
         text = f"a batch of {size} is more than the {there} training samples: use at most {there}"
@@ -240,7 +240,7 @@ def batch_problems(workload: LearningPart, there: int) -> Iterator[Diagnostic]:
 
 
 def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
-    """Look for the data's files. Not a part of `build_problem`: devices are sent their data and have no such folder."""
+    """Check the data files. `build_problem` omits this check: devices receive their data and lack the folder."""
     part = part_of(scenario).data
     with suppress(InputError):  # `_data_problems` reports unknown names and broken packages
         if data.is_own(part):
@@ -250,7 +250,7 @@ def _folder_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 
 
 def problems(scenario: Scenario, method: core.Method | None) -> Iterator[Diagnostic]:
-    """Yield what is wrong with numerics, model, data and folders."""
+    """Yield problems of numerics, model, data and folders."""
     workload = part_of(scenario)
     if isinstance(method, Method):
         yield from _numerics_problems(workload, method)
@@ -263,7 +263,9 @@ def problems(scenario: Scenario, method: core.Method | None) -> Iterator[Diagnos
 
 
 def divide(scenario: Scenario, method: Method, problem: Problem) -> tuple[Problem, Division]:
-    """Share the samples among the devices that own data, and check what does not depend on a plan."""
+    """Divide the samples among the devices with data, and check everything independent of a plan; raises
+    `InputError`.
+    """
     _check_training(method, problem)
     _check_precision(method, problem)
     shares = _shares(scenario, method, problem)
@@ -277,17 +279,17 @@ def divide(scenario: Scenario, method: Method, problem: Problem) -> tuple[Proble
 
 
 def codes_of(scenario: Scenario, options: core.Options) -> dict[str, Code]:
-    """Return the text of the files that the training and the options of the method name. Raises `InputError`."""
+    """Return the texts of files named by the training and by method options. Raises `InputError`."""
     return training_codes(scenario) | _option_codes(scenario, options)
 
 
 def described_data(scenario: Scenario) -> data.DataSource:
-    """Return what the data are, without reading more than that needs. Raises `InputError`."""
+    """Describe the data with a minimum of reading. Raises `InputError`."""
     return data.describe_part(part_of(scenario).data, data_folder(scenario))
 
 
 def total(scenario: Scenario) -> int | None:
-    """Return the steps or requests; None where only the data's files can tell, or who owns how many."""
+    """Return the number of steps or requests; None if the number depends on the data files or on the split."""
     workload = part_of(scenario)
     if workload.task != "train" or workload.steps is not None:
         return workload.total
@@ -324,7 +326,9 @@ def _check_training(method: Method, problem: Problem) -> None:
 
 
 def check_tied(method: Method, problem: Problem, plan: Plan) -> None:
-    """Refuse a plan that divides units which share a trained weight, unless the method trains its copies as one."""
+    """Reject a plan separating units with a shared trained weight, unless the method ties copies; raises
+    `InputError`.
+    """
     if problem.workload.task != "train" or "tied_weights" in method.supports:
         return
     for tied in problem.model.tied:
@@ -362,7 +366,7 @@ def _check_normalisation(method: Method, problem: Problem) -> None:
 
 
 def _check_last_batch(method: Method, problem: Problem) -> None:
-    """Raise `InputError` where a method has batches of one size, or the last one is too small for the model."""
+    """Raise `InputError` for an incomplete last batch if the method or the model does not support its size."""
     workload, key = problem.workload, ("drop_last",)
     if workload.drop_last or workload.task != "train":
         return
@@ -380,7 +384,7 @@ def _check_last_batch(method: Method, problem: Problem) -> None:
 
 
 def model_code(scenario: Scenario) -> Code | None:
-    """Return the text of the model's file or package; None for a model of the catalogue. Raises `InputError`."""
+    """Return the text of the model's file or package; None for a catalogue model. Raises `InputError`."""
     part = part_of(scenario).model
     if part.file is None:
         return models.code_of(part.name)
@@ -388,13 +392,13 @@ def model_code(scenario: Scenario) -> Code | None:
 
 
 def training_codes(scenario: Scenario) -> dict[str, Code]:
-    """Return the text of the files that the training names, by what each is called. Raises `InputError`."""
+    """Return the texts of files named by the training, by title. Raises `InputError`."""
     named = [(("training", key, "file"), part) for key, part in part_of(scenario).training.parts()]
     return {part.title: _code(scenario, part, key) for key, part in named if part.file is not None}
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
-    """Return the same of what the method's options name. Raises `InputError`, also for a file without such a name."""
+    """Return the texts of files named by the method's options. Raises `InputError`, also for a missing definition."""
     found = {}
     for key, part in named_in(options, ("method",)):
         if part.file is not None:
@@ -408,9 +412,9 @@ def _code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
 
 
 def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
-    """Return who owns which training samples; empty where all are the lead's. Raises `InputError`.
+    """Return the owners of training samples; empty if all are at the coordinator. Raises `InputError`.
 
-    Reads the labels, of data that are split alone. Not a part of `build_problem`: devices are sent their samples.
+    Labels are read for split data only. `build_problem` omits this step: devices receive their samples.
     """
     part, key = problem.workload.data, ("data", "split")
     owners = method.data_owners(problem)
@@ -428,9 +432,9 @@ def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, I
 
 
 def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
-    """Check the file of the weights, and return what it takes to train them where it is a scenario.
+    """Check the weights file, and return the run to train the weights if the file is a scenario.
 
-    Not a part of `build_problem`: devices are sent their weights and have no such file. Raises `InputError`.
+    `build_problem` omits this step: devices receive their weights and lack the file. Raises `InputError`.
     """
     file = weights_file(scenario)
     if file is None:

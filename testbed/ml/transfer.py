@@ -1,4 +1,4 @@
-"""How tensors travel that need not arrive to the last bit: fewer bits for each value, or the largest values alone."""
+"""Lossy encoding of tensors in messages: fewer bits per value, or the largest values alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LargestPart(ConfigModel):
 
 
 class OwnPart(NamedPart):
-    """What a class of a file makes of each tensor; further keys are the arguments that it is made with."""
+    """The encoding by a class in a file; further keys are its constructor's arguments."""
 
     name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
     share: Fraction = Field(
@@ -60,14 +60,14 @@ Way = Precision | OwnPart
 
 
 class CrossingPart(ConfigModel):
-    """How travels what crosses from one part of the model to another, and back."""
+    """Encoding of activations and gradients between parts of the model."""
 
     activations: Way = Field("f32", description=HOW)
     gradients: Way = Field("f32", description=f"of activations: {HOW}")
 
 
 class RoundsPart(CrossingPart):
-    """How travels what devices and their server send each other."""
+    """Encoding of messages between devices and their server."""
 
     weights: Way = Field("f32", description=f"from the server: {HOW}")
     updates: Way | LargestPart = Field(
@@ -84,17 +84,17 @@ Parts = Mapping[str, "torch.Tensor"]
 
 
 class Codec(Protocol):
-    """Makes of a tensor what travels, and of that a tensor again."""
+    """Encodes a tensor for a message and decodes the result."""
 
     @property
     def share(self) -> float:
-        """Bytes of what travels for each byte of the tensor, about."""
+        """Approximate encoded bytes per byte of the tensor."""
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        """Return what stands for a tensor of float32, of any shape."""
+        """Encode a tensor of float32, of any shape."""
 
     def unpack(self, parts: Parts) -> torch.Tensor:
-        """Return a tensor of float32 of the shape that was packed."""
+        """Decode a tensor of float32 with its original shape."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,9 @@ class _Own:
 
 
 def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Codec | None:
-    """Return what carries tensors so; None for float32 as it is.
+    """Return the codec of an encoding; None for plain float32.
 
-    ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file that defines no such class.
+    ``codes`` has the text of files by `NamedPart.title`. Raises `InputError` for a file without such a class.
     """
     if isinstance(how, LargestPart):
         return _Largest(how.top_k)
@@ -184,7 +184,7 @@ def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Code
 
 
 def share(how: Way | LargestPart) -> float:
-    """Return the bytes that travel for each byte of float32, about."""
+    """Return the approximate encoded bytes per byte of float32."""
     if isinstance(how, OwnPart):
         return how.share
     found = codec(how)
@@ -193,27 +193,27 @@ def share(how: Way | LargestPart) -> float:
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """Carries the tensors of a message by a codec; a `testbed.messaging.mailbox.MessageCodec`."""
+    """Encodes the tensors of a message by a codec; a `testbed.messaging.mailbox.MessageCodec`."""
 
     by: Codec
 
     def pack(self, message: Message) -> Message:
-        """Return the message to send."""
+        """Return the encoded message."""
         return packed(message, self.by)
 
     def unpack(self, message: Message) -> Message:
-        """Return the message that was packed."""
+        """Return the decoded message."""
         return unpacked(message, self.by)
 
 
 def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, TensorCodec]:
-    """Return the codecs of messages by kind, without those of messages that travel as they are."""
+    """Return the codecs of messages by kind, omitting unencoded kinds."""
     found = {kind: codec(how, codes) for kind, how in kinds.items()}
     return {kind: TensorCodec(each) for kind, each in found.items() if each is not None}
 
 
 def packed(message: Message, by: Codec) -> Message:
-    """Return a message with what stands for its tensors of float32; others stay as they are."""
+    """Return a message with encoded tensors of float32; other values are unchanged."""
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in message.tensors.items():
         parts = by.pack(tensor) if tensor.dtype == torch.float32 else {"": tensor}
@@ -222,7 +222,7 @@ def packed(message: Message, by: Codec) -> Message:
 
 
 def unpacked(message: Message, by: Codec) -> Message:
-    """Return a message with the tensors that `packed` put other things in place of."""
+    """Return a message with decoded tensors."""
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in message.tensors.items():
         name, stroke, ending = key.partition("~")

@@ -1,4 +1,4 @@
-"""The keys of training and inference in a scenario: model, data, training, and how long."""
+"""The keys of training and inference in a scenario: model, data, training, and duration."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class ModelPart(ConfigModel):
 
     @property
     def title(self) -> str:
-        """What it is called where a run is shown."""
+        """The name shown for a run."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return what the model's own options have to validate."""
+        """Return the keys validated by the model's own options."""
         return dict(self.model_extra or {})
 
 
 class SplitPart(ConfigModel):
-    """How unevenly training samples are shared among the devices that own data."""
+    """The distribution of training samples among the devices with data."""
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
         None, min_length=1, description="samples of each device that owns data, in their order, drawn at random"
@@ -117,7 +117,7 @@ _SIZE = r"^[1-9][0-9]{0,3}x[1-9][0-9]{0,3}$"
 
 
 class AugmentPart(ConfigModel):
-    """How training samples are changed at random, anew in each epoch."""
+    """Random augmentation of training samples, drawn anew in each epoch."""
 
     transforms: tuple[dict[str, Any], ...] = Field(
         min_length=1,
@@ -178,7 +178,7 @@ class DataPart(ConfigModel):
 
     @property
     def title(self) -> str:
-        """What it is called where a run is shown."""
+        """The name shown for a run."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     @field_validator("size")
@@ -267,40 +267,40 @@ class LearningPart(WorkloadPart):
 
     @property
     def progress(self) -> str:  # type: ignore[override]  # of two tasks with the same keys
-        """The event by which the run progresses."""
+        """The event counting progress of the run."""
         return "step" if self.task == "train" else "request"
 
     @property
     def unit(self) -> str:  # type: ignore[override]
-        """What users call that."""
+        """The user-visible name of a progress unit."""
         return self.progress
 
     def on_containers(self) -> Self:
-        """Return the keys without stacked numerics: in a container no other device computes along."""
+        """Return the keys without stacked numerics: a container computes for one device only."""
         return self.model_copy(update={"numerics": "full"}) if self.numerics == "stacked" else self
 
     @property
     def is_computed(self) -> bool:
-        """Whether values are computed, not times alone."""
+        """Whether values are computed, in contrast to timing-only runs."""
         return self.numerics != "none"
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether the work asks for kernels that every processor has."""
+        """Whether the workload asks for processor-independent kernels."""
         return self.reproducible
 
     @property
     def initial_weights(self) -> str | None:
-        """The file that weights are read from."""
+        """The file of the initial weights."""
         return self.model.weights
 
     @property
     def total(self) -> int | None:
-        """The number of steps or requests that the scenario asks for."""
+        """The number of steps or requests the scenario asks for."""
         return self.steps if self.task == "train" else self.requests
 
     def paths(self) -> Iterator[tuple[str, str | None]]:
-        """Yield the keys that name data and weights beside the scenario."""
+        """Yield the keys naming data and weights beside the scenario."""
         yield from (("data.folder", self.data.folder), ("data.path", self.data.path))
         yield "model.weights", self.model.weights
 
@@ -309,15 +309,15 @@ class LearningPart(WorkloadPart):
         return {"method": self.method, "model": self.model, "data": self.data}
 
     def files(self) -> Iterator[str]:
-        """Yield the Python files that the training names."""
+        """Yield the Python files named by the training."""
         yield from (part.file for _, part in self.training.parts() if part.file is not None)
 
     def title(self) -> str:
-        """Return what reports call the work."""
+        """Return the name of the work in reports."""
         return f"{self._verb} of {self.model.title} on {self.data.title}"
 
     def labels(self) -> Iterator[str]:
-        """Yield the facts in the head of a report."""
+        """Yield the facts in a report's header."""
         yield self._verb
         yield f"{self.model.title} on {self.data.title}"
 

@@ -86,8 +86,7 @@ class DataSource:
 
 
 def _all_of(source: DataSource, *folders: Path) -> list[Path]:
-    """Return the files of a set, each from the first folder containing the file; raises `InputError` for
-    missing files."""
+    """Return the files of a set, each from the first folder containing it; raises `InputError` for missing files."""
     found = {name: [files.find(folder, name) for folder in folders] for name in source.files}
     paths = [path for places in found.values() for path in [*filter(None, places)][:1]]
     if len(paths) < len(found):
@@ -337,8 +336,7 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
-    """Return the index of each training sample's group in the split column, (samples,), or None; raises
-    `InputError`."""
+    """Return the group of each training sample by the split column, (samples,), or None; raises `InputError`."""
     return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
 
 

@@ -1,5 +1,4 @@
-"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout is independent of
-splitting."""
+"""Random numbers for some rows of a batch, equal to those of the whole batch, so dropout ignores splitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models a scenario can name, and their options."""
+"""The catalogue of models and their options."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _NAME: Key = ("model", "name")
 
 
 def code_of(name: str) -> Code | None:
-    """Return the text of a package's model; None for other names. Raises `InputError` for a broken package."""
+    """Return the source text of a package's model; None for other names. Raises `InputError` for a broken package."""
     function = None if name in CATALOG else plugins.find(GROUP, name, _NAME)
     if function is None:
         return None
@@ -122,10 +122,11 @@ def find(name: str) -> Entry:
 
 
 def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: int) -> Model:
-    """Make a model of the catalogue for images of ``input_shape``; 0 ``classes`` are data without labels.
+    """Create a catalogue model for images of ``input_shape``; 0 ``classes`` means data without labels.
 
-    Raises `InputError` for an unknown name and for data that do not fit, pydantic's error for options that it lacks:
-    those of a scenario have been checked.
+    Raises `InputError` for an unknown name and for unsuitable data, and pydantic's error for unknown options; the
+    options of
+    a scenario have been checked before.
     """
     entry = find(name)
     chosen = entry.Options.model_validate(dict(options))
@@ -142,9 +143,10 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Return a model's figures as plain values: totals, and one row for each unit; figures per sample.
+    """Return a model's size and cost as plain values: totals, and one row per unit; all per sample.
 
-    ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut behind it.
+    ``reads`` are the units whose outputs a unit reads, -1 the model's input; ``cut_bytes`` cross the cut after the
+    unit.
     """
     return {
         "name": model.name,

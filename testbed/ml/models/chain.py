@@ -1,8 +1,8 @@
-"""A neural network as units in a row: the grain at which models are cut.
+"""A neural network as a chain of units, the granularity of model cuts.
 
-A unit reads what the one before it made, or what the units it names made (a route); so a cut may be crossed by several
-tensors: `Model.crossing`. Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning
-never imports torch; only ``build`` does. All figures are per sample and float32 unless they say otherwise.
+A unit reads the output of the previous unit or of the units it names (a route), so several tensors may cross a cut:
+`Model.crossing`. Shapes, parameters and FLOPs are formulas over plain descriptions of layers, so planning never imports
+torch; only ``build`` does. All quantities are per sample and float32 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKWARD_OVER_FORWARD = 2.0
 
 @dataclass(frozen=True)
 class Unit:
-    """An indivisible run of layers with the shape that enters it."""
+    """An indivisible run of layers with its input shape."""
 
     name: str
     layers: tuple[Layer, ...]
@@ -47,12 +47,12 @@ class Unit:
 
     @cached_property
     def _entering(self) -> list[tuple[Layer, Shape]]:
-        """Every layer with the shape that enters it."""
+        """Each layer with its input shape."""
         return list(zip(self.layers, shapes(self.layers, self.input)[:-1], strict=True))
 
     @cached_property
     def output(self) -> Shape:
-        """Shape that leaves the unit."""
+        """Output shape of the unit."""
         return shapes(self.layers, self.input)[-1]
 
     @cached_property
@@ -62,12 +62,12 @@ class Unit:
 
     @cached_property
     def frozen(self) -> int:
-        """Number of values that are not trained."""
+        """Number of frozen values."""
         return sum(layer.frozen(shape) for layer, shape in self._entering)
 
     @cached_property
     def weights(self) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
         return sum(layer.weights(shape) for layer, shape in self._entering)
 
     @property
@@ -82,12 +82,12 @@ class Unit:
 
     @cached_property
     def cost(self) -> Cost:
-        """What forward is charged for one sample; `forward_of` and `backward_of` make a batch's of it."""
+        """Cost of the forward of one sample; `forward_of` and `backward_of` derive the costs of a batch."""
         return sum((layer.cost(shape) for layer, shape in self._entering), Cost())
 
     @property
     def least_samples(self) -> int:
-        """Samples that training needs at once, at least; two where a layer normalises over samples alone."""
+        """Minimum batch size in training; two if a layer normalises over samples alone."""
         return max((layer.least_samples(shape) for layer, shape in self._entering), default=1)
 
     @property
@@ -107,14 +107,14 @@ class Unit:
 
     @cached_property
     def activation_bytes(self) -> int:
-        """Bytes of every layer's output for one sample: what backward needs kept. Joining what is read makes a copy."""
+        """Bytes of all layer outputs for one sample, kept for backward. Joining several inputs makes a copy."""
         copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
         return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
 
 
 @dataclass(frozen=True)
 class Tied:
-    """A trained weight that several units use, each under a name and in a copy of its own."""
+    """A trained weight used by several units, with a name and a copy in each of them."""
 
     names: tuple[str, ...]
     """As `Model.build` names it, in the order of the units."""
@@ -122,32 +122,32 @@ class Tied:
 
     @cached_property
     def units(self) -> tuple[int, ...]:
-        """The units that use it."""
+        """The units using the weight."""
         return tuple(dict.fromkeys(int(name.partition(".")[0]) for name in self.names))
 
     @property
     def title(self) -> str:
-        """Its names in the network."""
+        """The names of the weight in the network."""
         return " and ".join(dict.fromkeys(name.partition(".")[2] for name in self.names))
 
     def holders(self, cuts: Sequence[int]) -> list[int]:
-        """Return the stages that use it, where stages begin and end at these units."""
+        """Return the stages using the weight, for stages with these cuts."""
         return sorted({bisect_right(cuts, unit) - 1 for unit in self.units})
 
 
 class Builder(Protocol):
-    """Makes the modules of a network that no layers describe."""
+    """Builds the modules of a network without layer descriptions."""
 
     def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
-        """Make units ``first`` up to but without ``last``, each a module of what it reads."""
+        """Build units ``first`` to ``last`` (exclusive), each as a module of the unit's inputs."""
 
     def network(self, seed: int) -> nn.Module:
-        """Make the whole network, whose names are those of the units without the index of the unit."""
+        """Build the whole network; its tensor names are those of the units without the unit index."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A whole network: what it makes of a sample is its last unit's output."""
+    """A whole network; the output of its last unit is the model's output."""
 
     name: str
     input: Shape
@@ -183,13 +183,13 @@ class Model:
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Why units of a network of one's own are no two, with the lines."""
+        """Reasons why units of a user's network cannot be cut further, with source lines."""
         reasons = (getattr(layer, "held", "") for unit in self.units for layer in unit.layers)
         return tuple(dict.fromkeys(filter(None, reasons)))
 
     @property
     def output(self) -> Shape:
-        """Shape that leaves the model."""
+        """Output shape of the model."""
         return self.made(len(self.units) - 1)
 
     def made(self, index: int) -> Shape:
@@ -197,28 +197,28 @@ class Model:
         return self.input if index == INPUT else self.units[index].output
 
     def reads(self, index: int) -> tuple[int, ...]:
-        """Return whose outputs a unit reads; the one before it, where it names none."""
+        """Return the units whose outputs a unit reads; the previous unit by default."""
         return self.units[index].reads or (index - 1,)
 
     def tied_across(self, cut: int) -> Tied | None:
-        """Return a trained weight that units on both sides of a cut use; None: there is none."""
+        """Return a trained weight used on both sides of a cut; None if no weight is shared across the cut."""
         return next((tied for tied in self.tied if tied.units[0] < cut <= tied.units[-1]), None)
 
     @property
     def untied_parts(self) -> int:
-        """Parts in a row, at most, of which no two share a trained weight."""
+        """Maximum number of contiguous parts without a shared trained weight."""
         return 1 + sum(self.tied_across(cut) is None for cut in range(1, len(self.units)))
 
     def crossing(self, cut: int) -> tuple[Made, ...]:
-        """Return what crosses the cut before unit ``cut``, in the order of the units that made it.
+        """Return the tensors crossing the cut before unit ``cut``, in the order of the producing units.
 
-        Before the first unit that is the model's input, behind the last its output.
+        Before the first unit that is the model's input, after the last its output.
         """
         return self._crossing[cut]
 
     @cached_property
     def _crossing(self) -> tuple[tuple[Made, ...], ...]:
-        """For each cut, what was made before it and is read behind it."""
+        """For each cut, the units before the cut whose outputs are read after the cut."""
         found: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
         later: set[int] = set()
         for index in reversed(range(len(self.units))):
@@ -231,25 +231,27 @@ class Model:
         return BYTES_PER_VALUE * sum(math.prod(shape) for _, shape in self.crossing(cut))
 
     def weight_bytes(self, units: range) -> int:
-        """Return the bytes of the trained values of units in a row."""
+        """Return the bytes of the trained values of consecutive units."""
         return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated(units)
 
     def _repeated(self, units: range) -> int:
-        """Return the values that units in a row count several times, since they share them."""
+        """Return the values counted several times in consecutive units because the units share them."""
         counts = ((tied.values, sum(unit in units for unit in tied.units)) for tied in self.tied)
         return sum(values * (count - 1) for values, count in counts if count)
 
     def frozen_bytes(self, units: range) -> int:
-        """Return the bytes of the values of units in a row that are not trained."""
+        """Return the bytes of the frozen values of consecutive units."""
         return BYTES_PER_VALUE * sum(unit.frozen for unit in self.units[units.start : units.stop])
 
     def activation_bytes(self, units: range) -> int:
-        """Return the bytes of what units in a row make of one sample."""
+        """Return the bytes of the activations of consecutive units for one sample."""
         return self._sums[1][units.stop] - self._sums[1][units.start]
 
     @cached_property
     def _sums(self) -> tuple[list[int], list[int]]:
-        """For each cut, the bytes of weights and of activations before it. Planners ask for many parts."""
+        """For each cut, the bytes of weights and of activations before the cut, cached because planners query many
+        parts.
+        """
         weights = accumulate((unit.weight_bytes for unit in self.units), initial=0)
         return [*weights], [*accumulate((unit.activation_bytes for unit in self.units), initial=0)]
 
@@ -260,7 +262,7 @@ class Model:
 
     @property
     def frozen(self) -> int:
-        """Number of values that are not trained."""
+        """Number of frozen values."""
         return sum(unit.frozen for unit in self.units)
 
     @property
@@ -279,19 +281,20 @@ class Model:
         return sum(unit.forward_flops for unit in self.units)
 
     def initialised(self, how: Initialisation) -> Model:
-        """Return the same network with the first weights of all layers drawn so."""
+        """Return the same network with another initialisation of all layers."""
         units = (replace(unit, layers=tuple(layer.initialised(how) for layer in unit.layers)) for unit in self.units)
         return replace(self, units=tuple(units))
 
     def build(self, first: int, last: int, seed: int) -> Segment:
-        """Make units ``first`` up to but without ``last`` as one module of one ``nn.Sequential`` each.
+        """Build units ``first`` to ``last`` (exclusive) as one module containing one ``nn.Sequential`` per unit.
 
-        It maps what crosses the cut before ``first`` to what crosses the one before ``last``. Several tensors
-        cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first + i`` and
-        is named by the unit's index in the whole model, so that state dictionaries of shards of one model can be
+        The module maps the tensors crossing the cut before ``first`` to those crossing the cut before ``last``. Several
+        tensors cross as one: flattened, and joined in the order of `crossing`. Child i of the result is unit ``first +
+        i`` and is named by the unit's index in the whole model, so state dictionaries of shards of one model can be
         merged. Each unit's weights depend on ``seed`` and its index only: shards of one seed equal the same units of
-        the whole model. No global state is touched, so devices that share a process may build at the same time; a
-        ``builder`` may use torch's global generator, and puts it back. Raises ValueError for units that there are not.
+        the whole model. No global state is changed, so devices sharing a process may build at the same time; a
+        ``builder`` may use torch's global generator and restores its state. Raises ValueError for unit indices outside
+        the model.
         """
         from testbed.ml.models.modules import Joined, Segment
 
@@ -315,7 +318,7 @@ class Model:
         return segment
 
     def whole(self, index: int) -> nn.Module:
-        """Make a unit that is not described by layers, of what it reads as flat values one after the other."""
+        """Build a unit without layer descriptions, as a module of its flattened and joined inputs."""
         from testbed.ml.models.modules import Apart
 
         assert self.builder is not None
@@ -324,25 +327,27 @@ class Model:
 
 
 def cost_of(units: Sequence[Unit]) -> Cost:
-    """Return what the forward of one sample through units is charged."""
+    """Return the forward cost of one sample through units."""
     return sum((unit.cost for unit in units), Cost())
 
 
 def forward_of(cost: Cost, samples: int) -> Cost:
-    """Return what a forward of a batch is charged, where ``cost`` is that of one sample: it reads the weights once."""
+    """Return the forward cost of a batch from ``cost``, the cost of one sample: a batch reads the weights once."""
     return cost.scaled(flops=samples, accessed=samples, weights=1)
 
 
 def backward_of(cost: Cost, samples: int) -> Cost:
-    """Return what a backward of a batch is charged, where ``cost`` is that of the forward of one sample.
+    """Return the backward cost of a batch from ``cost``, the forward cost of one sample.
 
-    It reads and writes a gradient for each value of forward, reads the weights and writes their gradients.
+    A backward reads and writes a gradient for each value of the forward, reads the weights and writes their gradients.
     """
     return cost.scaled(flops=BACKWARD_OVER_FORWARD * samples, accessed=samples, weights=2)
 
 
 def joined(parts: Sequence[Shape], whole: bool = True) -> Shape:
-    """Return the shape of tensors joined along the first axis, or along one axis; raises ValueError for odd ones."""
+    """Return the shape of tensors joined along the first axis, or flattened to one axis; raises ValueError if
+    impossible.
+    """
     if not whole and len(parts) > 1:
         return (sum(math.prod(part) for part in parts),)
     if len({part[1:] for part in parts}) > 1:
@@ -358,10 +363,10 @@ def chain(
     routes: Mapping[int, tuple[int, ...]] | None = None,
     detector: Detector | None = None,
 ) -> Model:
-    """Make a model of named runs of layers, the shapes worked out from the one that enters the first.
+    """Create a model from named runs of layers, deriving all shapes from the input shape.
 
-    ``routes`` names the units, by index, that do not read the one before them, with those that they read instead: their
-    outputs one after the other along the channels. Raises ValueError for routes to what is not made yet.
+    ``routes`` maps units, by index, to the units they read instead of the previous one; their outputs are joined along
+    the channels. Raises ValueError for routes to later units.
     """
     routes = routes or {}
     for index, wanted in routes.items():

@@ -1,4 +1,4 @@
-"""Networks that classify images, as chains of units; a block with a shortcut is one unit, so no cut falls within it."""
+"""Image classifiers as chains of units; a block with a shortcut is one unit, so cuts never fall within a block."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MlpOptions(ConfigModel):
 
 
 def mlp(options: MlpOptions, shape: Shape, classes: int) -> Model:
-    """Make a multilayer perceptron of fully connected layers with ReLU."""
+    """Create a multilayer perceptron of fully connected layers with ReLU."""
     units: Units = [(f"hidden{index}", [Linear(size), ReLU()]) for index, size in enumerate(options.hidden, 1)]
     units.append(("output", [Linear(classes)]))
     units[0][1].insert(0, Flatten())
@@ -64,7 +64,7 @@ class CnnOptions(ConfigModel):
 
 
 def cnn(options: CnnOptions, shape: Shape, classes: int) -> Model:
-    """Make convolutions, the last two with pooling, and fully connected layers."""
+    """Create convolutions, the last two with pooling, and fully connected layers."""
     units: Units = [
         (f"conv{index}", [Conv2d(channels, padding=1), ReLU()]) for index, channels in enumerate(options.channels, 1)
     ]
@@ -83,7 +83,7 @@ class BatchNormOptions(ConfigModel):
 
 
 def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
-    """Make VGG5 as in PipeLearn's Table II."""
+    """Create VGG5 as in PipeLearn's Table II."""
     units: Units = [
         (f"conv{index}", [*_convolution(channels, batch_norm=options.batch_norm), ReLU(), last])
         for index, (channels, last) in enumerate(((32, MaxPool2d()), (64, MaxPool2d()), (64, Flatten())), 1)
@@ -97,11 +97,11 @@ RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 
 
 def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
-    """Make ResNet18 for small images, as in PipeLearn's Table II; 11.2 million parameters for 10 classes, 3 channels.
+    """Create ResNet18 for small images, as in PipeLearn's Table II: 11.2 million parameters for 10 classes, 3 channels.
 
     Table II gives the stem as a 7x7 convolution to 64 channels and a max pooling, without strides. As in the original
-    (He et al., arXiv:1512.03385) both have stride 2, which makes 8x8 pixels of 32x32: what leaves the stem for 10,000
-    samples is then 1.3 Gbit. At 16x16 pixels it would be 5.2 Gbit, and the 10 Mbit/s of 4G could not carry that in the
+    (He et al., arXiv:1512.03385) both have stride 2, which reduces 32x32 pixels to 8x8: the stem's output for 10,000
+    samples is then 1.3 Gbit. At 16x16 pixels it would be 5.2 Gbit, which the 10 Mbit/s of 4G could not transmit in the
     203.6 s of the paper's Table IV.
     """
     norm = options.batch_norm
@@ -131,10 +131,10 @@ class ImagenetOptions(ConfigModel):
 
 
 def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
-    """Make AlexNet in the form for one processor (Krizhevsky, arXiv:1404.5997), without groups; images of 224x224.
+    """Create AlexNet for one processor (Krizhevsky, arXiv:1404.5997), without groups; images of 224x224.
 
-    Every convolution with its ReLU is a unit, and so is every pooling and every fully connected layer. Dropout, which
-    acts in training alone, is left out.
+    Every convolution with its ReLU is a unit, as are every pooling and every fully connected layer. Dropout is omitted,
+    because it acts in training only.
     """
     units: Units = [
         ("conv1", [Conv2d(64, 11, stride=4, padding=2), ReLU()]),
@@ -151,7 +151,7 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
 
 
 def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
-    """Make VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224."""
+    """Create VGG-16 (Simonyan and Zisserman, configuration D), with units as in `alexnet`; images of 224x224."""
     units: Units = []
     for block, (channels, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), 1):
         units += [(f"conv{block}-{index}", [Conv2d(channels, padding=1), ReLU()]) for index in range(1, count + 1)]
@@ -187,11 +187,11 @@ class MobileNetV2Options(ConfigModel):
 
 
 def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Model:
-    """Make MobileNetV2 (Sandler et al., arXiv:1801.04381, Table 2): a stem, 17 inverted residuals, a head.
+    """Create MobileNetV2 (Sandler et al., arXiv:1801.04381, Table 2): a stem, 17 inverted residuals, a head.
 
-    2.2 million parameters at width 1 for 10 classes. In the small stem, for images such as the 28 pixels of MNIST and
-    the 32 of CIFAR-10, the strides of the first convolution and of the second group are 1, so that 4x4 pixels reach the
-    head and not one. Raises ValueError for what is no image.
+    The model has 2.2 million parameters at width 1 for 10 classes. In the small stem, for images such as the 28 pixels
+    of MNIST and the 32 of CIFAR-10, the strides of the first convolution and of the second group are 1, so the head
+    receives 4x4 pixels instead of one. Raises ValueError for inputs other than images.
     """
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
@@ -213,14 +213,14 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
 
 
 def _scaled(channels: int, width: float) -> int:
-    """Return the multiple of 8 nearest to the product, at least 8 and never less than nine tenths of it."""
+    """Return the product rounded to a multiple of 8, at least 8 and at least nine tenths of the product."""
     exact = channels * width
     rounded = max(8, int(exact + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
 def _bottleneck(entering: int, leaving: int, stride: int, expansion: int) -> list[Layer]:
-    """Expand, filter each channel, project without an activation; with a shortcut where the shape stays."""
+    """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
     hidden = entering * expansion
     layers: list[Layer] = [*_convolution(hidden, 1), ReLU(6.0)] if expansion > 1 else []
     layers += [*_convolution(hidden, 3, stride, groups=hidden), ReLU(6.0), *_convolution(leaving, 1)]

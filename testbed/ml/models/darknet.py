@@ -1,11 +1,11 @@
-"""Trained weights as Darknet keeps them in a file: a header, then every convolution's values in the order of layers.
+"""Reader of Darknet's weight files: a header, then the values of every convolution in layer order.
 
-The header is three integers of four bytes, the version, and how many images the network was trained on: eight bytes
-since version 0.2, four before. Of a normalised convolution follow its biases, scales, running means and running
-variances, of another one its biases, then the kernels (output, input, row, column); all float32, little-endian.
+The header is three integers of four bytes, the version, and the number of training images: eight bytes since version
+0.2, four before. A normalised convolution stores biases, scales, running means and running variances, another one its
+biases; the kernels (output, input, row, column) follow. All values are float32, little-endian.
 
-Darknet normalises every convolution whose activation is leaky, which is all of YOLOv2's but the last. In inference
-that is a factor and an offset for each output channel, so it is folded into kernels and biases as they are read::
+Darknet normalises every convolution with a leaky activation, which is all of YOLOv2's but the last. In inference,
+normalisation is a factor and an offset for each output channel, so the reader folds them into kernels and biases::
 
     scale (w * x - mean) / (sqrt(variance) + e) + bias = (f w) * x + (bias - f mean),   f = scale / (sqrt(variance) + e)
 """
@@ -36,7 +36,7 @@ FileValues: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself."""
+    """The header of a weight file."""
 
     version: tuple[int, int, int]
     seen: int
@@ -47,7 +47,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution of a model, as the file has it."""
+    """One convolution of a model as stored in the file."""
 
     name: str
     """The name that `Model.build` gives it."""
@@ -57,12 +57,12 @@ class Convolution:
 
     @property
     def values(self) -> int:
-        """Numbers in the file."""
+        """Number of values in the file."""
         return int(np.prod(self.kernel)) + self.kernel[0] * (4 if self.normalised else 1)
 
 
 def convolutions(model: Model) -> Iterator[Convolution]:
-    """Yield a model's convolutions in order; raises `InputError` for models that Darknet would keep otherwise."""
+    """Yield a model's convolutions in order; raises `InputError` for models Darknet would store differently."""
     for index, unit in enumerate(model.units):
         shape = unit.input
         for place, layer in enumerate(unit.layers):
@@ -78,7 +78,7 @@ def convolutions(model: Model) -> Iterator[Convolution]:
 
 
 def check(path: Path, model: Model) -> Header:
-    """Return the header of a file that holds this model's weights, by its size to the byte; raises `InputError`."""
+    """Return the header of a file with exactly this model's size; raises `InputError` for other files."""
     try:
         with path.open("rb") as file:
             header = _header(path, file)
@@ -96,7 +96,7 @@ def check(path: Path, model: Model) -> Header:
 
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
-    """Return the weights by `Model.build`'s names, normalisation folded; raises `InputError` for other files."""
+    """Return the weights by the names of `Model.build`, normalisation folded; raises `InputError` for other files."""
     size = check(path, model).size
     state: dict[str, torch.Tensor] = {}
     with path.open("rb") as file:

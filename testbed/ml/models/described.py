@@ -1,7 +1,7 @@
-"""Units of a traced network as the layers of `testbed.ml.models.layers`, where they are a row of such and nothing else.
+"""Units of a traced network as layers of `testbed.ml.models.layers`, if they are a plain sequence of such layers.
 
-So methods that divide layers take them. What is anything else, such as a residual block or attention, is one layer that
-is computed as a whole. Imports torch at once.
+Methods dividing layers can then divide them. Any other unit, such as a residual block or attention, is one layer
+computed as a whole. This module imports torch at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _dropout(p: float = 0.5, training: object = True, inplace: bool = False) -> nn.Module:
-    """Return what drops values in training, nothing where it never does; raises TypeError where it always does."""
+    """Return the dropout layer of a module, or None if inactive; raises TypeError for one active in evaluation too."""
     if training is False:
         return nn.Identity()
     if not isinstance(training, fx.Node):  # by which the network is told the mode
@@ -60,13 +60,13 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
 def described(
     root: nn.Module, nodes: Sequence[fx.Node], read: Sequence[fx.Node], shape: Callable[[fx.Node], Shape], weights: int
 ) -> Described:
-    """Return the layers that a unit is; none where it is more than a row of them.
+    """Return the layers of a unit; empty if the unit is more than a sequence of layers.
 
     Args:
         root: the network.
-        nodes: of the unit, in order, the last of which makes its output.
-        read: those of other units, which it reads.
-        shape: what a node makes of a sample, without the axis of the samples.
+        nodes: nodes of the unit in order; the last one makes its output.
+        read: nodes of other units read by this unit.
+        shape: output shape of a node for a sample, without the axis of the samples.
         weights: trained values of the unit, which the layers must have as well.
     """
     tensors, before, row = {*read, *nodes}, read[0], list(nodes)
@@ -92,13 +92,13 @@ def described(
 
 
 def _joins(node: fx.Node) -> bool:
-    """Say whether a node puts what a unit reads one after the other along the channels."""
+    """Return whether a node concatenates a unit's inputs along the channels."""
     along = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     return node.target in (torch.cat, torch.concat) and along in (1,)
 
 
 def _layers(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, ...] | None:
-    """Return what a node is: one layer, or none if it does nothing; None: something else. ``made``: its output."""
+    """Return the layers of a node, empty for an identity; None for an unknown operation. ``made`` is its output."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return None if any(getattr(module, hooks) for hooks in _HOOKS) else _of_module(module)
@@ -167,6 +167,6 @@ _KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
 
 
 def _square(size: Any) -> int | None:
-    """Return the one size of both axes; None: there are two."""
+    """Return the size common to both axes; None if they differ."""
     sizes = {*size} if isinstance(size, tuple | list) else {size}
     return sizes.pop() if len(sizes) == 1 and all(isinstance(each, int) for each in sizes) else None

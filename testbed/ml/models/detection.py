@@ -1,4 +1,4 @@
-"""How YOLOv2's output is read: grid cells and anchors to boxes with labels.
+"""Decoding of YOLOv2's output: grid cells and anchors to labelled boxes.
 
 For each cell (x, y) of a grid of W x H and each anchor (a_w, a_h), in cells, the channels hold t_x, t_y, t_w, t_h, an
 objectness and one value for each class (Redmon and Farhadi, "YOLO9000: Better, Faster, Stronger", section 2)::
@@ -20,7 +20,7 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 
 @dataclass(frozen=True)
 class Box:
-    """One object found; positions are shares of the network's input, from its upper left corner."""
+    """One detected object; positions are fractions of the network's input, from its upper left corner."""
 
     label: str
     score: float
@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Detector:
-    """What it takes to read an output."""
+    """Parameters for decoding an output."""
 
     anchors: tuple[tuple[float, float], ...]
     """Width and height, in cells of the grid."""
@@ -47,15 +47,15 @@ class Detector:
     """Intersection over union: where two boxes of one class overlap by more, the better one stays."""
 
     def channels(self, classes: int) -> tuple[int]:
-        """Return how many channels the output has, as the begin of a shape."""
+        """Return the number of output channels, as the beginning of a shape."""
         return (len(self.anchors) * (5 + classes),)
 
     def boxes(self, output: Floats) -> list[Box]:
-        """Return the objects in one sample's output (channels, height, width), the best first."""
+        """Return the objects in one sample's output (channels, height, width), best first."""
         return suppress(self.decode(output), self.overlap)
 
     def decode(self, output: Floats) -> list[Box]:
-        """Return every box whose best class reaches the threshold, the best first."""
+        """Return every box whose best class reaches the threshold, best first."""
         _, height, width = output.shape
         values = output.astype(np.float64).reshape(len(self.anchors), -1, height, width)
         sizes = np.array(self.anchors)[:, :, None, None]
@@ -85,7 +85,7 @@ def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def overlap(one: Box, other: Box) -> float:
-    """Return the intersection over the union of two boxes."""
+    """Return the intersection over union of two boxes."""
     wide = min(one.right, other.right) - max(one.left, other.left)
     high = min(one.bottom, other.bottom) - max(one.top, other.top)
     shared = max(wide, 0.0) * max(high, 0.0)
@@ -94,7 +94,7 @@ def overlap(one: Box, other: Box) -> float:
 
 
 def suppress(boxes: Sequence[Box], limit: float) -> list[Box]:
-    """Drop what overlaps a better box of its class by more than ``limit``; ``boxes`` come the best first."""
+    """Drop boxes overlapping a better box of their class by more than ``limit``; ``boxes`` are sorted, best first."""
     kept: list[Box] = []
     for box in boxes:
         if all(box.label != better.label or overlap(box, better) <= limit for better in kept):

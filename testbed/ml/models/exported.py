@@ -1,7 +1,7 @@
-"""What a network does, step by step, as `torch.export` finds it: for those that torch.fx cannot trace.
+"""Tracing of a network by `torch.export`, for networks torch.fx cannot trace.
 
-It takes changes in place, `torch.no_grad`, branches on `self.training` and whatever else Python does between tensors,
-as the models of `transformers` do; it is slower, and looks into every module.
+The export supports in-place operations, `torch.no_grad`, branches on `self.training` and arbitrary Python between
+tensors, as in the models of `transformers`; tracing is slower and descends into every module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_no
 
 
 class Given(nn.Module):
-    """A network that is given samples as a model is, or each of its several inputs, and whose result is one tensor."""
+    """Wraps a network to accept samples like a model, or each of several inputs, and to return one tensor."""
 
     def __init__(self, network: nn.Module, fields: Fields) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Given(nn.Module):
         self._fields = fields
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Map (samples, ...) to what the network makes of it; raises `InputError` where that is no single tensor."""
+        """Map (samples, ...) to the network's output; raises `InputError` for outputs other than a single tensor."""
         ordered: list[Any] = list(inputs)
         named: dict[str, Any] = {}
         if self._fields:
@@ -58,7 +58,9 @@ class Given(nn.Module):
 
 
 def exported(maker: Maker, entering: Entering) -> Traced:
-    """Export and measure a network in training; raises `InputError` for what torch refuses, or evaluates otherwise."""
+    """Export and measure a network in training; raises `InputError` for unsupported code or other results in
+    evaluation.
+    """
     root = seeded(maker, 0).train()
     given = Given(root, entering.fields)
     batches = [samples_of(entering, size) for size in BATCHES]
@@ -89,7 +91,7 @@ def exported(maker: Maker, entering: Entering) -> Traced:
 
 
 def _constants(program: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that `forward` makes of nothing that enters."""
+    """Return the tensors `forward` creates independently of its inputs."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
     return {_constant(name): program.constants[name] for name in signature.values()}
 
@@ -99,7 +101,7 @@ def _constant(name: str) -> str:
 
 
 def _check(given: Given, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Refuse a graph that does not do what the network does, in training or in evaluation."""
+    """Reject a graph whose results differ from the network's, in training or in evaluation."""
     made = fx.GraphModule(given.network, graph)
     for training in (True, False):
         results = []
@@ -116,10 +118,12 @@ def _check(given: Given, graph: fx.Graph, samples: torch.Tensor, inputs: Sequenc
 
 
 class _Flat:
-    """Copies what was exported into one graph of the network's own weights, modules for what keeps statistics."""
+    """Flattens an exported program into one graph over the network's own weights, with modules for running
+    statistics.
+    """
 
     def __init__(self, program: Any, parts: Sequence[Any]) -> None:
-        """Copy; ``parts`` are what `entry` takes for each of several inputs, in their order."""
+        """Copy; ``parts`` are the arguments of `entry` for each of several inputs, in order."""
         self.graph = fx.Graph()
         self._parts = iter(parts)
         self._samples: fx.Node | None = None
@@ -134,7 +138,7 @@ class _Flat:
                 self.graph.erase_node(node)
 
     def _inline(self, graph: fx.Graph, given: Sequence[Any], inner: bool = False) -> Any:
-        """Copy a graph; return copies of its results. ``given`` are those of the placeholders of one within another."""
+        """Copy a graph and return copies of its results. ``given`` are the placeholders' values in a nested graph."""
         arguments = iter(given)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -185,7 +189,7 @@ class _Flat:
         return self.graph.call_function(target, self._following_mode(target, args), kwargs)
 
     def _following_mode(self, target: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return arguments with the mode of the unit for what is for training alone."""
+        """Return arguments in which training-only flags follow the unit's mode."""
         found = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
             if argument.name in ("train", "training", "use_input_stats") and found[place] is True:
@@ -195,7 +199,7 @@ class _Flat:
         return tuple(found)
 
     def _in_place(self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Return a new value for one that is changed, for all that read it later."""
+        """Return a new value for one modified in place, for all later readers."""
         changed = node.args[0]
         assert isinstance(changed, fx.Node)
         if changed.op == "placeholder" and changed.name.endswith("num_batches_tracked"):
@@ -212,7 +216,7 @@ class _Flat:
         return self._copies[changed]
 
     def _nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
-        """Copy what `with` statements hold."""
+        """Copy the contents of `with` statements."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
             found = self._inline(args[1].graph, args[2:], inner=True)
@@ -226,14 +230,14 @@ class _Flat:
 
 
 def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
-    """Return the modules that a node was made in, from the network down, without the network itself."""
+    """Return the modules a node was created in, outermost first, without the network itself."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     named = {key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind) for key, (path, kind) in stack.items()}
     return {key: (path.rstrip("."), kind) for key, (path, kind) in named.items() if path not in ("", ".", _NETWORK)}
 
 
 def _path(node: fx.Node) -> str:
-    """Return the path of the normalisation of torch.nn that a node is the work of; empty: of none."""
+    """Return the path of the torch.nn normalisation a node belongs to; empty for other nodes."""
     path, kind = next(reversed(_stack(node).values()), ("", ""))
     return path if "norm" in str(kind).lower() else ""
 
@@ -243,7 +247,7 @@ def _place(node: fx.Node) -> dict[str, Any]:
 
 
 def _line(node: fx.Node) -> str:
-    """Return the line that a node was made in, for an error."""
+    """Return the source line of a node, for an error."""
     lines = [each.strip() for each in (node.stack_trace or "").splitlines() if each.strip().startswith("File ")]
     file, _, rest = lines[-1].removeprefix('File "').partition('", line ') if lines else ("", "", "")
     return f"{file}:{rest.split(',')[0]}: " if lines else ""

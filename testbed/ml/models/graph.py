@@ -1,11 +1,10 @@
-"""A model as a graph of layers: what planners divide over devices by channels, neurons or pixels, and shards compute.
+"""A model as a graph of layers, divided by planners by channels, neurons or pixels and computed by shards.
 
-A layer here is what papers count as one: a convolution, fully connected layer or pooling with what follows it value by
-value, its normalisation and activation. How it divides and what it counts are the formulas of
-`testbed.ml.models.layers`; here they are put in relation to each other.
-The symbols are those of Stahl et al., "Fully Distributed Deep Learning
-Inference on Resource-Constrained Edge Devices": layer l has M input and K output elements, Q weights and R
-multiplications. All figures are of one sample. Needs no torch.
+A layer is counted as in papers: a convolution, fully connected layer or pooling with the element-wise operations after
+it, its normalisation and activation. `testbed.ml.models.layers` has the formulas of single layers; this module relates
+the layers to each other. The symbols are those of Stahl et al., "Fully Distributed Deep Learning Inference on
+Resource-Constrained Edge Devices": layer l has M input and K output elements, Q weights and R multiplications. All
+quantities are per sample. Torch is not required.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from testbed.ml.models.slices import Channels, Slice
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """One layer that computes, and those after it that work value by value."""
+    """One main layer and the element-wise layers after it."""
 
     name: str
     sequence: tuple[Layer, ...]
@@ -44,27 +43,27 @@ class GraphLayer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `Model.build` calls the layers."""
+        """Names of the layers in `Model.build`."""
         return tuple(f"{self.unit}.{name}" if name else str(self.unit) for name in self.modules)
 
     @cached_property
     def entering(self) -> Shape:
-        """Shape that the first layer takes."""
+        """Input shape of the first layer."""
         return (math.prod(self.input),) if self.flattens else self.input
 
     @cached_property
     def output(self) -> Shape:
-        """Shape that leaves."""
+        """Output shape of the last layer."""
         return shapes(self.sequence, self.entering)[-1]
 
     @cached_property
     def inputs(self) -> int:
-        """M: elements that enter."""
+        """M: number of input elements."""
         return math.prod(self.input)
 
     @cached_property
     def outputs(self) -> int:
-        """K: elements that leave."""
+        """K: number of output elements."""
         return math.prod(self.output)
 
     @cached_property
@@ -79,7 +78,7 @@ class GraphLayer:
 
     @cached_property
     def input_channels(self) -> int:
-        """What of the input one column of the weights is for: a channel of a convolution, an element of the others."""
+        """Number of weight columns: channels of a convolution's input, elements of other inputs."""
         return self._weight_shape[1] if self._weight_shape else self.input[0]
 
     @cached_property
@@ -88,32 +87,32 @@ class GraphLayer:
 
     @cached_property
     def division(self) -> Division:
-        """How several devices can share it."""
+        """How several devices can share the layer."""
         return self.sequence[0].division if self.sequence else "moves"
 
     @property
     def joins(self) -> bool:
-        """Whether it is a route."""
+        """Whether the layer is a route."""
         return not self.sequence
 
     @property
     def splits(self) -> bool:
-        """Whether its weights can be divided by output and by input channels."""
+        """Whether the weights can be divided by output and by input channels."""
         return self.division == "weights"
 
     @property
     def by_channel(self) -> bool:
-        """Whether it makes each output channel of one input channel."""
+        """Whether each output channel depends on one input channel only."""
         return self.division == "channels"
 
     @cached_property
     def window(self) -> PixelWindow | None:
-        """What a pixel that leaves sees of those that enter, for tiles; None where that is no window."""
+        """Window of input pixels read for one output pixel, for tiles; None for layers without a window."""
         return self.sequence[0].window if self.sequence else None
 
     @cached_property
     def weights(self) -> int:
-        """Q: without biases. Parameters that do not lie by channel all count as weights."""
+        """Q: weights without biases. Parameters without an entry per channel all count as weights."""
         if not self.sequence:
             return 0
         first = self.sequence[0]
@@ -121,45 +120,45 @@ class GraphLayer:
 
     @cached_property
     def multiplications(self) -> int:
-        """R: with the weights."""
+        """R: multiplications with the weights."""
         return int(self.sequence[0].flops(self.entering)) // 2 if self.sequence else 0
 
     @cached_property
     def channel_values(self) -> int:
-        """Values kept for each output channel beside the weights: a bias, a normalisation."""
+        """Values stored for each output channel beside the weights: a bias, a normalisation."""
         return sum(layer.channel_values for layer in self.sequence)
 
     @property
     def parameters(self) -> int:
-        """Everything that is stored: weights and what is kept for each channel."""
+        """All stored values: weights and values per channel."""
         return self.weights + self.channel_values * self.output[0]
 
     @cached_property
     def whole(self) -> Slice:
-        """The slice that is all of it."""
+        """The slice covering the whole layer."""
         return Slice(range(self.output_channels), range(self.input_channels), range(self.output_channels))
 
     @cached_property
     def summed(self) -> Shape:
-        """Shape that leaves the first layer, before what follows it."""
+        """Output shape of the first layer, before the element-wise layers."""
         return self.sequence[0].output(self.entering)
 
     def by_outputs(self, channels: Channels) -> Slice:
-        """Return the slice that makes some output channels from all of the input."""
+        """Return the slice computing some output channels from the complete input."""
         return Slice(channels, self.whole.columns, channels)
 
     def by_inputs(self, columns: Channels, channels: Channels | None = None) -> Slice:
-        """Return the slice of all channels' sums from some input channels, that finishes ``channels``; None: all."""
+        """Return the slice of partial sums from some input channels that finishes ``channels``; None finishes all."""
         return Slice(self.whole.rows, columns, self.whole.channels if channels is None else channels)
 
     def with_pool(self, pool: GraphLayer) -> GraphLayer:
-        """Return it with a pooling behind it, without parameters, which whoever finishes a channel does as well."""
+        """Return the layer followed by a parameterless pooling, computed by the device finishing a channel."""
         return replace(self, sequence=(*self.sequence, *pool.sequence))
 
     def product_cost(self, read: int, channels: int) -> Cost:
-        """Return what its first layer is charged for one sample: from ``read`` elements of the input to some channels.
+        """Return the cost of the first layer for one sample: from ``read`` input elements to some channels.
 
-        FLOPs and weights are divided as the matrix is; all that is read and made is counted.
+        FLOPs and weights are divided like the matrix; all values read and written are counted.
         """
         if not self.sequence:
             return Cost()
@@ -172,7 +171,7 @@ class GraphLayer:
         )
 
     def finish_cost(self, channels: int) -> Cost:
-        """Return what the layers after the first are charged for some channels of one sample."""
+        """Return the cost of the layers after the first for some channels of one sample."""
         found, shape = Cost(), self.summed if self.sequence else ()
         for layer in self.sequence[1:]:
             found += layer.cost(shape) * (channels / self.output_channels)
@@ -180,17 +179,17 @@ class GraphLayer:
         return found
 
     def cost(self, read: int, channels: int) -> Cost:
-        """Return what all of its layers are charged for some channels of one sample."""
+        """Return the cost of all layers for some channels of one sample."""
         return self.product_cost(read, channels) + self.finish_cost(channels)
 
     def share(self, values: int, part: Slice) -> int:
-        """Return how many of its ``values``, all weights or all multiplications, are in a slice."""
+        """Return the part of ``values``, all weights or all multiplications, in a slice."""
         return values * len(part.rows) * len(part.columns) // (self.output_channels * self.input_channels)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Layers in an order in which they can be computed; the last one's output is the result."""
+    """Layers in topological order; the output of the last one is the result."""
 
     name: str
     layers: tuple[GraphLayer, ...]
@@ -205,27 +204,29 @@ class Graph:
                 raise ValueError(f"layer {index} ({layer.name}) takes {layer.inputs} elements, but {arriving} arrive")
 
     def outputs_of(self, index: int) -> int:
-        """Return the elements that leave a layer, or that enter the model for `INPUT`."""
+        """Return the output elements of a layer, or the input elements of the model for `INPUT`."""
         return self.layers[0].inputs if index == INPUT else self.layers[index].outputs
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer, those that take its output."""
+        """For each layer, the layers reading its output."""
         return tuple(
             tuple(reader for reader, layer in enumerate(self.layers) if index in layer.sources)
             for index in range(len(self.layers))
         )
 
     def follows(self, index: int) -> bool:
-        """Whether a layer takes the output of the one before it in the list and nothing else.
+        """Whether a layer reads the previous layer in the list and nothing else.
 
-        Only then may what a device holds of that output be used again: pooling and routing in between happen at the
+        Only then can devices reuse their parts of the previous output: pooling and routing in between happen at the
         source (Stahl et al., Section 5: such layers are counted but not partitioned).
         """
         return index > 0 and self.layers[index].sources == (index - 1,)
 
     def fuses(self, index: int) -> bool:
-        """Whether it can be the first of a fused pair: both split, and nothing else needs what is between them."""
+        """Whether the layer can be the first of a fused pair: both split, and no other layer reads the value in
+        between.
+        """
         return (
             index + 1 < len(self.layers)
             and self.layers[index].splits
@@ -248,8 +249,8 @@ class Graph:
 def graph_of(model: Model) -> Graph:
     """Describe a model by its layers.
 
-    A unit that reads several others begins with a route, and one without layers is one. A unit of one's own network
-    that is no row of layers is one layer, which is computed as a whole.
+    A unit with several inputs begins with a route, and a unit without layers is one route. A unit of a user's network
+    that cannot be described by layers is one layer computed as a whole.
     """
     found: list[GraphLayer] = []
     made = {INPUT: INPUT}
@@ -267,7 +268,7 @@ def graph_of(model: Model) -> Graph:
 
 
 def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str, ...]]:
-    """Return a unit with its layers described, and the names of their modules in it."""
+    """Return a unit with its layers described, and the names of their modules."""
     counted = unit.layers[0] if unit.layers else None
     if not isinstance(counted, CountedUnit):
         return unit, tuple(map(str, range(len(unit.layers))))
@@ -281,7 +282,7 @@ def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str,
 def _described(
     index: int, unit: Unit, names: Sequence[str], sources: tuple[int, ...], first: int, shape: Shape
 ) -> Iterator[GraphLayer]:
-    """Yield a unit's layers; ``first`` is the index of the first of them in the graph, ``shape`` what enters it."""
+    """Yield a unit's layers; ``first`` is the graph index of the first one, ``shape`` its input shape."""
     entering = shapes(unit.layers, unit.input)
     for place, numbers in enumerate(_runs(unit, len(sources) > 1)):
         layer = GraphLayer(
@@ -298,7 +299,7 @@ def _described(
 
 
 def _runs(unit: Unit, joins: bool) -> list[list[int]]:
-    """Return the places of what each layer of a unit consists of; of a route nothing."""
+    """Return the positions of the main layer and its followers for each layer of a unit; routes have none."""
     runs: list[list[int]] = [[]] if joins or not unit.layers else []
     for number, layer in enumerate(unit.layers):
         if layer.division == "values" and runs and runs[-1]:

@@ -1,12 +1,12 @@
-"""Layers as frozen descriptions: shapes, parameters, FLOPs and how each divides; torch modules only when asked for.
+"""Layers as frozen descriptions: shapes, parameters, FLOPs and divisions; torch modules only on request.
 
-FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases left out: the convention
-of torch's FLOP counter and of the papers. Activations, pooling and normalisation have none: what they cost is what they
-read and write, `Layer.accesses`, on devices that have a rate for that.
+FLOPs are those of convolutions and matrix products, a multiply and an add being two, biases excluded: the convention of
+torch's FLOP counter and of the papers. Activations, pooling and normalisation have none: their cost is their memory
+traffic, `Layer.accesses`, on devices with a rate for it.
 
-First weights are drawn uniformly, as far from zero as the number of connections of a neuron allows. LeCun's bound is
-the default: torch's own shrinks the signal by 2.4 with every layer, and a chain of them then needs epochs to begin to
-learn; He's wider one made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
+Initial weights are uniform, bounded by the number of connections of a neuron. LeCun's bound is the default: torch's own
+shrinks the signal by 2.4 with every layer, and a chain of layers then needs epochs to begin to learn; He's wider one
+made some seeds of the small networks unstable at a learning rate of 0.05 with momentum 0.9.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from testbed.ml.workload import Initialisation
 
 
 def bound(how: Initialisation, weight: Shape) -> float:
-    """Return how far from zero the weights of a tensor (outputs, inputs, ...) may be.
+    """Return the bound on the absolute initial weights of a tensor (outputs, inputs, ...).
 
     With f inputs and g outputs of a neuron, each times the size of the kernel: LeCun et al. (1998) sqrt(3 / f), He et
     al. (2015) sqrt(6 / f), Glorot and Bengio (2010) sqrt(6 / (f + g)), torch's default for linear and convolutional
     layers sqrt(1 / f).
+
+    >>> bound("lecun", (10, 300))
+    0.1
     """
     outputs, *others = weight
     inputs = math.prod(others)
@@ -60,7 +63,7 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True)
 class PixelWindow:
-    """What a pixel that leaves a layer sees of those that enter: a square of ``kernel`` x ``kernel``."""
+    """The square window of input pixels, ``kernel`` x ``kernel``, read for one output pixel."""
 
     kernel: int
     stride: int
@@ -71,33 +74,33 @@ class PixelWindow:
 
 @dataclass(frozen=True)
 class Layer:
-    """A frozen description of one layer; what it does not say itself is that of one that works value by value."""
+    """A frozen description of one layer; the defaults describe an element-wise layer."""
 
     initialisation: Initialisation = field(default="lecun", kw_only=True, repr=False, compare=False)
     """How its first weights are drawn."""
 
     @property
     def kind(self) -> Kind:
-        """Whose rates a device has for it."""
+        """The kind selecting a device's rates."""
         return "activation"
 
     @property
     def division(self) -> Division:
-        """How several devices can share it."""
+        """How several devices can share the layer."""
         return "values"
 
     @property
     def window(self) -> PixelWindow | None:
-        """What a pixel sees, for layers that look at pixels near each other; None for the others."""
+        """Window of layers reading neighbouring pixels; None for the others."""
         return None
 
     @property
     def channel_values(self) -> int:
-        """Values that are stored for each output channel beside the weights: a bias, a normalisation."""
+        """Values stored for each output channel beside the weights: a bias, a normalisation."""
         return 0
 
     def output(self, shape: Shape) -> Shape:
-        """Shape after the layer; raises ValueError when the input does not fit."""
+        """Output shape of the layer; raises ValueError for an unsuitable input."""
         return shape
 
     def weight_shape(self, shape: Shape) -> Shape:
@@ -109,47 +112,49 @@ class Layer:
         return self.weights(shape) + self.channel_values * self.output(shape)[0]
 
     def weights(self, shape: Shape) -> int:
-        """Elements of weight matrices and kernels: the parameters without biases and what normalisation learns."""
+        """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
         weight = self.weight_shape(shape)
         return math.prod(weight) if weight else 0
 
     def frozen(self, shape: Shape) -> int:
-        """Number of values that are not trained: `requires_grad` is off."""
+        """Number of frozen values, with `requires_grad` off."""
         return 0
 
     def flops(self, shape: Shape) -> float:
-        """Forward FLOPs for one sample: each weight is used once for each pixel that leaves."""
+        """Forward FLOPs for one sample: each weight is used once for each output pixel."""
         return 2.0 * self.weights(shape) * math.prod(self.output(shape)[1:])
 
     def activations(self, shape: Shape) -> int:
-        """Values of all outputs made within the layer for one sample, its own output among them."""
+        """Values of all outputs within the layer for one sample, including its own output."""
         return math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
-        """Values that forward reads and writes for one sample: what enters and what leaves, without weights."""
+        """Values forward reads and writes for one sample: inputs and outputs, without weights."""
         return math.prod(shape) + math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
-        """Return what forward is charged for one sample."""
+        """Return the cost of forward for one sample."""
         accessed, weights = BYTES_PER_VALUE * self.accesses(shape), BYTES_PER_VALUE * self.weights(shape)
         return Cost(self.flops(shape), accessed, weights, self.kind)
 
     def least_samples(self, shape: Shape) -> int:
-        """Samples that training needs at once, at least: statistics of one value say nothing."""
+        """Minimum batch size in training: the statistics of a single value are undefined."""
         return 1
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module, weights drawn from ``generator`` alone; raises TypeError for what is no module."""
+        """Build the torch module with weights drawn from ``generator``; raises TypeError for layers without
+        a module.
+        """
         raise TypeError(f"{type(self).__name__} is not built by itself")
 
     def initialised(self, how: Initialisation) -> Self:
-        """Return the same layer with its first weights drawn so."""
+        """Return the same layer with another initialisation."""
         return replace(self, initialisation=how)
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
-        """Return the slice of what `build` would draw, by its names in the module; empty tensors are left out.
+        """Return a slice of the weights `build` would draw, by their names in the module; empty tensors are omitted.
 
-        The generator is left as `build` leaves it. A layer that cannot be divided is returned whole.
+        The generator advances as in `build`. An indivisible layer is returned whole.
         """
         weight = self.weight_shape(shape)
         if not weight:
@@ -164,16 +169,18 @@ class Layer:
         return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
-        """Return what the layer makes of some channels, without a bias; for the divisions ``weights`` and ``channels``.
+        """Return the layer's output for some channels, without bias; for the divisions ``weights`` and ``channels``.
 
-        ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of any of them.
-        Raises TypeError for other divisions.
+        ``inputs`` is (samples, input channels, ...), ``weight`` (output channels, input channels, ...) of the same
+        channels. Raises TypeError for other divisions.
         """
         raise TypeError(f"{type(self).__name__} is not computed channel by channel")
 
 
 def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
-    """Return the shape that enters the first layer, then the one that leaves each; raises ValueError as they do."""
+    """Return the input shape of the first layer, then the output shape of each; raises ValueError for unsuitable
+    layers.
+    """
     found = [shape]
     for layer in layers:
         found.append(layer.output(found[-1]))
@@ -181,7 +188,7 @@ def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
 
 
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:
-    """Build layers one after the other, their weights drawn in that order."""
+    """Build layers in a row, drawing their weights in this order."""
     entering = shapes(layers, shape)[:-1]
     return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
 
@@ -193,7 +200,7 @@ def _image(shape: Shape, layer: str) -> tuple[int, int, int]:
 
 
 def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> int:
-    """Positions of a window along one axis."""
+    """Return the number of window positions along one axis."""
     positions = (size + 2 * padding - kernel) // stride + 1
     if size + 2 * padding < kernel or positions < 1:
         raise ValueError(f"{layer} of kernel {kernel} does not fit into {size} pixels with padding {padding}")
@@ -201,7 +208,7 @@ def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> in
 
 
 def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
-    """Draw a weight tensor between ``-limit`` and ``limit``, a block of rows at a time; return the slice of it."""
+    """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor."""
     rows, *others = weight
     fan_in = math.prod(others)
     step = max(1, _BLOCK // fan_in)
@@ -216,7 +223,7 @@ def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) 
 
 
 def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Make a module of the meta device real.
+    """Allocate a module of the meta device.
 
     On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
     import sympy on the way: a second and 48 MB on every device.
@@ -239,7 +246,7 @@ class ReLU(Layer):
 
 @dataclass(frozen=True)
 class LeakyReLU(Layer):
-    """x where it is positive, ``slope`` x elsewhere."""
+    """x for positive values, ``slope`` x for others."""
 
     slope: float = 0.1
 
@@ -250,7 +257,7 @@ class LeakyReLU(Layer):
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """Another activation of `torch.nn`, by the name of its module, with the defaults of that."""
+    """Another activation of `torch.nn` by module name, with its default arguments."""
 
     name: str
 
@@ -269,7 +276,9 @@ class Reorganise(Layer):
     division = "moves"
 
     def output(self, shape: Shape) -> Shape:
-        """(channels stride^2, height / stride, width / stride); raises ValueError where the stride divides them not."""
+        """(channels stride^2, height / stride, width / stride); raises ValueError if the stride does not divide the
+        sides.
+        """
         channels, height, width = _image(shape, "Reorganise")
         if channels % self.stride**2 or height % self.stride or width % self.stride:
             raise ValueError(
@@ -287,10 +296,10 @@ class Reorganise(Layer):
 
 @dataclass(frozen=True)
 class Dropout(Layer):
-    """Zeroes values at random in training.
+    """Sets random values to zero in training.
 
-    Draws from torch's global generator: what trains seeds that for each unit and batch (`testbed.ml.layers.shard`),
-    so that the masks depend neither on where the model is cut nor on what else runs.
+    Masks come from torch's global generator, seeded by the trainer for each unit and batch (`testbed.ml.layers.shard`),
+    so they are independent of the cuts and of other devices in the process.
     """
 
     probability: float = 0.5
@@ -311,7 +320,7 @@ class Flatten(Layer):
         return (math.prod(shape),)
 
     def accesses(self, shape: Shape) -> int:
-        """None: torch looks at the same values in another way."""
+        """Zero: torch returns a view of the same values."""
         return 0
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
@@ -333,7 +342,7 @@ class MaxPool2d(Layer):
 
     @property
     def window(self) -> PixelWindow:
-        """What a pixel sees; padding is never the largest."""
+        """The pooling window; padding is never the largest value."""
         return PixelWindow(self.kernel, self.stride or self.kernel, self.padding, -math.inf)
 
     def output(self, shape: Shape) -> Shape:
@@ -377,22 +386,22 @@ class GlobalAveragePool2d(Layer):
 
 @dataclass(frozen=True)
 class BatchNorm2d(Layer):
-    """Normalisation by the statistics of the (micro-)batch in training, by running ones in evaluation.
+    """Normalisation by batch statistics in training and by running statistics in evaluation.
 
-    Micro-batches are normalised each by itself, so a split batch does not give the gradients of the whole one. The
-    running statistics are the unit's state, with its weights: they travel and are replicated with them. They have no
-    versions, since training never reads them; each forward adds to them, in the order of the batches.
+    Each micro-batch is normalised by its own statistics, so a split batch does not give the gradients of the whole one.
+    Running statistics belong to the unit's state, with its weights: they are transmitted and replicated together. They
+    have no versions, since training never reads them; each forward adds to them, in the order of the batches.
     """
 
     kind = "normalisation"
     channel_values = 4  # scale, shift, running mean and variance
 
     def output(self, shape: Shape) -> Shape:
-        """Keep the shape."""
+        """Return the input shape."""
         return _image(shape, "BatchNorm2d")
 
     def least_samples(self, shape: Shape) -> int:
-        """Two where an image is but one pixel."""
+        """Two for images of a single pixel, otherwise one."""
         return 2 if math.prod(shape[1:]) == 1 else 1
 
     def parameters(self, shape: Shape) -> int:
@@ -400,7 +409,7 @@ class BatchNorm2d(Layer):
         return 2 * shape[0]
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
-        """Return what changes nothing but the statistics; nothing is drawn."""
+        """Return the identity normalisation with fresh statistics; nothing is random."""
         if not len(part.channels):
             return {}
         values = {"running_mean": 0.0, "running_var": 1.0, "weight": 1.0, "bias": 0.0}
@@ -413,7 +422,7 @@ class BatchNorm2d(Layer):
 
 @dataclass(frozen=True)
 class Conv2d(Layer):
-    """Square convolution; ``groups`` equal to the channels that enter is a depthwise one."""
+    """Square convolution; ``groups`` equal to the input channels makes it depthwise."""
 
     channels: int
     kernel: int = 3
@@ -424,19 +433,19 @@ class Conv2d(Layer):
 
     @property
     def kind(self) -> Kind:
-        """Whose rates a device has for it."""
+        """The kind selecting a device's rates."""
         if self.groups > 1:
             return "depthwise"
         return "pointwise" if self.kernel == 1 else "convolution"
 
     @property
     def division(self) -> Division:
-        """By output and input channels; with groups not, since no device has use for all of the input."""
+        """By output and input channels; indivisible with groups, since no device would need the complete input."""
         return "weights" if self.groups == 1 else "no"
 
     @property
     def window(self) -> PixelWindow:
-        """What a pixel sees."""
+        """The kernel's window."""
         return PixelWindow(self.kernel, self.stride, self.padding)
 
     @property
@@ -453,7 +462,7 @@ class Conv2d(Layer):
         return (self.channels, height, width)
 
     def weight_shape(self, shape: Shape) -> Shape:
-        """(channels, entering channels of a group, kernel, kernel)."""
+        """(output channels, input channels of a group, kernel, kernel)."""
         return (self.channels, shape[0] // self.groups, self.kernel, self.kernel)
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
@@ -485,13 +494,13 @@ class Linear(Layer):
         return int(self.bias)
 
     def output(self, shape: Shape) -> Shape:
-        """(features,); raises ValueError where a feature map enters."""
+        """(features,); raises ValueError for a feature map as input."""
         if len(shape) != 1:
             raise ValueError(f"Linear needs (features,), not {shape}: put a Flatten before it")
         return (self.features,)
 
     def weight_shape(self, shape: Shape) -> Shape:
-        """(features, entering features)."""
+        """(output features, input features)."""
         return (self.features, shape[0])
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
@@ -511,7 +520,7 @@ def _all_of(weight: Shape) -> Slice:
 
 @dataclass(frozen=True)
 class Residual(Layer):
-    """A block whose output is added to its input, brought to the same shape by ``shortcut`` where that differs."""
+    """A block added to its input, with a ``shortcut`` layer if the shapes differ."""
 
     block: tuple[Layer, ...]
     shortcut: tuple[Layer, ...] = ()
@@ -519,19 +528,19 @@ class Residual(Layer):
     division = "no"  # what is within is not described
 
     def initialised(self, how: Initialisation) -> Self:
-        """Return the same block with the first weights of all layers within drawn so."""
+        """Return the same block with another initialisation of all inner layers."""
         paths = (tuple(layer.initialised(how) for layer in path) for path in (self.block, self.shortcut))
         return replace(self, block=next(paths), shortcut=next(paths))
 
     def output(self, shape: Shape) -> Shape:
-        """Shape of the sum; raises ValueError where block and shortcut differ."""
+        """Shape of the sum; raises ValueError for different shapes of block and shortcut."""
         ends = {shapes(self.block, shape)[-1], shapes(self.shortcut, shape)[-1]}
         if len(ends) != 1:
             raise ValueError(f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits")
         return ends.pop()
 
     def _all(self, shape: Shape) -> list[tuple[Layer, Shape]]:
-        """Every layer within, with the shape that enters it."""
+        """Each inner layer with its input shape."""
         return [
             pair for path in (self.block, self.shortcut) for pair in zip(path, shapes(path, shape)[:-1], strict=True)
         ]
@@ -553,7 +562,7 @@ class Residual(Layer):
         return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
 
     def accesses(self, shape: Shape) -> int:
-        """Return those of block and shortcut, and of the sum, which reads two values for each that it writes."""
+        """Return the accesses of block, shortcut and sum; the sum reads two values for each value written."""
         return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + self._summed(shape)
 
     def _summed(self, shape: Shape) -> int:
@@ -561,16 +570,16 @@ class Residual(Layer):
         return 3 * math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
-        """Return that of block and shortcut, and of the sum, which counts as an activation."""
+        """Return the cost of block, shortcut and sum; the sum counts as an activation."""
         within = (layer.cost(entering) for layer, entering in self._all(shape))
         return sum(within, Cost(accessed=BYTES_PER_VALUE * self._summed(shape), kind="activation"))
 
     def least_samples(self, shape: Shape) -> int:
-        """As many as any layer of block and shortcut needs."""
+        """The largest minimum of the layers of block and shortcut."""
         return max((layer.least_samples(entering) for layer, entering in self._all(shape)), default=1)
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
-        """Return all first weights, whatever the slice."""
+        """Return all initial weights, for any slice."""
         state = self.build(shape, generator).state_dict()
         return {name: tensor for name, tensor in state.items() if part.rows or part.channels}
 

@@ -50,7 +50,7 @@ class AdaptedLinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_down, a=math.sqrt(5))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the layer's output plus that of its adapter."""
+        """Return the layer's output plus its adapter's, (..., outputs), for inputs (..., inputs)."""
         adapted = functional.linear(functional.linear(values, self.lora_down), self.lora_up)
         return functional.linear(values, self.weight, self.bias) + self.scale * adapted
 
@@ -89,7 +89,7 @@ def is_adapter(name: str) -> bool:
 
 
 def first_values(name: str, empty: Tensor) -> Tensor:
-    """Return the values that an adapter begins with where a file has the network's weights alone."""
+    """Return the initial values of an adapter missing in a weights file, with the shape of ``empty``."""
     values = torch.zeros(empty.shape, dtype=empty.dtype)
     if name.endswith(DOWN):
         bound = 1 / math.sqrt(empty.shape[1])

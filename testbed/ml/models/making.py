@@ -1,4 +1,4 @@
-"""What makes a network of the user's, and what a unit of it came to as torch ran it."""
+"""Construction of a user's network, and the measured sizes of its units."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = ("model", "file")
 
 @dataclass(frozen=True)
 class Maker:
-    """What makes the network: the user's function with its arguments."""
+    """Constructs the network by calling the user's function with its arguments."""
 
     code: Code = field(hash=False)  # holds a dictionary; the arguments distinguish enough
     arguments: str
@@ -30,7 +30,7 @@ class Maker:
     """Adapters of its linear layers."""
 
     def __call__(self) -> nn.Module:
-        """Make the network; raises `InputError` naming the line where that fails."""
+        """Construct the network; raises `InputError` naming the failing line."""
         made = usercode.call(self.code, KEY, **json.loads(self.arguments))
         if not isinstance(made, nn.Module):
             text = f"{self.code.name} returned {type(made).__name__}, not a torch.nn.Module"
@@ -44,7 +44,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class CountedUnit(Layer):
-    """A unit of a traced network as one layer: its figures were counted as torch ran it."""
+    """A unit of a traced network as one layer, with sizes measured by torch."""
 
     shape: Shape
     """Shape of its output."""
@@ -69,11 +69,11 @@ class CountedUnit(Layer):
     division = "no"  # what is within is not described
 
     def output(self, shape: Shape) -> Shape:
-        """Shape that leaves."""
+        """Output shape of the unit."""
         return self.shape
 
     def least_samples(self, shape: Shape) -> int:
-        """Samples that training needs at once, at least."""
+        """Minimum batch size in training."""
         return self.least
 
     def parameters(self, shape: Shape) -> int:
@@ -85,7 +85,7 @@ class CountedUnit(Layer):
         return self.untrained
 
     def weights(self, shape: Shape) -> int:
-        """Trained values in tensors of two and more axes."""
+        """Trained values in tensors of two or more axes."""
         return self.matrices
 
     def flops(self, shape: Shape) -> float:
@@ -93,7 +93,7 @@ class CountedUnit(Layer):
         return self.charged.of().flops
 
     def activations(self, shape: Shape) -> int:
-        """Values of all outputs made within it for one sample."""
+        """Values of all intermediate outputs for one sample."""
         return self.kept
 
     def accesses(self, shape: Shape) -> int:
@@ -101,9 +101,9 @@ class CountedUnit(Layer):
         return int(self.charged.of().accessed) // BYTES_PER_VALUE
 
     def cost(self, shape: Shape) -> Cost:
-        """Return what forward is charged for one sample."""
+        """Return the cost of forward for one sample."""
         return self.charged
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
-        """Make the torch module; raises TypeError where only the whole model can."""
+        """Build the torch module; raises TypeError for units only the whole model can build."""
         return super().build(shape, generator) if self.make is None else self.make()

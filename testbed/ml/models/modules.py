@@ -1,4 +1,4 @@
-"""The torch side of the layers; the one module here that imports torch at once."""
+"""Torch modules of the layers; the only module of this package with an immediate torch import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from testbed.ml.models.shapes import Made, Shape
 
 
 class Sum(nn.Sequential):
-    """Feeds each child the same input and adds what they return."""
+    """Applies all children to the same input and adds their results."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Sequential
-        """Add the children's outputs, which are of one shape, in their order."""
+        """Add the children's outputs, which have one shape, in their order."""
         first, *others = (child(input) for child in self)
         total = cast(torch.Tensor, first)
         for other in others:
@@ -28,9 +28,9 @@ class Sum(nn.Sequential):
 class DarknetReorganise(nn.Module):
     """Darknet's reorganisation: (C, H, W) to (C s^2, H/s, W/s).
 
-    Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of those, and
-    writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many channels. So it is
-    no plain space-to-depth, and weights trained with it need the same.
+    Darknet reads the C channels as C/s^2 images of s times the height and width, takes every s-th pixel of these
+    images, and writes s^2 C/s^2 = C channels of the old height and width, which are then read with s^2 as many
+    channels. The result differs from a plain space-to-depth, and weights trained with Darknet depend on it.
     """
 
     def __init__(self, stride: int) -> None:
@@ -46,10 +46,10 @@ class DarknetReorganise(nn.Module):
 
 
 class Joined(nn.Sequential):
-    """Runs its children on several tensors one after the other along their first axis."""
+    """Applies its children to the concatenation of several tensors along their first axis."""
 
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        """Join what enters, (samples, channels, ...) each, along the channels, and run."""
+        """Join the inputs, (samples, channels, ...) each, along the channels, and run the children."""
         joined = torch.cat(parts, dim=1)
         del parts
         output: torch.Tensor = super().forward(joined)  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class Joined(nn.Sequential):
 
 
 class Apart(nn.Module):
-    """A unit that reads several tensors, of which it is given all values along one axis."""
+    """Wraps a unit with several inputs, which arrive as one tensor with all values along one axis."""
 
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Apart(nn.Module):
         self.unit = unit
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Map (samples, ...) to (samples, ...) of what the unit makes."""
+        """Split the input, (samples, values), and return the unit's output, (samples, ...)."""
         parts = torch.split(values.flatten(1), [math.prod(shape) for shape in self._shapes], dim=1)
         outputs: torch.Tensor = self.unit(
             *(part.reshape(-1, *of) for part, of in zip(parts, self._shapes, strict=True))
@@ -75,13 +75,13 @@ class Apart(nn.Module):
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that are not trained, as the module's state dictionary has them."""
+    """Return the names of frozen parameters in the module's state dictionary."""
     named = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, parameter in named if not parameter.requires_grad)
 
 
 class Segment(nn.Sequential):
-    """Consecutive units of a model, each reading what it names of what was made before."""
+    """Consecutive units of a model, each reading the previously computed values it names."""
 
     def __init__(
         self, first: int, units: Sequence[nn.Module], reads: Sequence[Sequence[int]], crossing: Sequence[Sequence[Made]]
@@ -93,9 +93,9 @@ class Segment(nn.Sequential):
         """At the cut before each unit and behind the last."""
 
     def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
-        """Run the units; ``before`` is called with each one's name before it runs.
+        """Run the units; ``before`` is called with each unit's name before the unit runs.
 
-        ``input`` is (samples, ...), several tensors flat and joined. Of what was made, only what is read later is kept.
+        ``input`` is (samples, ...), several tensors flattened and joined. Values are dropped after their last use.
         """
         made = _unpack(input, self._crossing[0])
         for place, (name, unit) in enumerate(self.named_children()):

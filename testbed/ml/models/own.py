@@ -1,7 +1,7 @@
-"""A network of the user's: a function in a file that returns a `torch.nn.Module`, as a chain of units.
+"""A user's network as a chain of units: a function in a file that returns a `torch.nn.Module`.
 
-Its units are found by tracing it once (`testbed.ml.models.tracing`), on the controller and on each device; so unlike
-the networks of the catalogue, it needs torch to be planned.
+Units are derived by tracing the network once (`testbed.ml.models.tracing`), on the controller and on each device. In
+contrast to catalogue models, planning such a network therefore needs torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def create_own(
     fields: Fields = (),
     lora: LoraPart | None = None,
 ) -> Model:
-    """Make a model of what a user's function returns, for samples of a shape.
+    """Create a model from a user's function, for samples of a shape.
 
-    ``options`` are the function's arguments; one that it calls ``shape`` or ``classes`` is given the data's where they
-    do not name it. ``units`` names the modules that begin a unit; None: `testbed.ml.models.tracing` decides.
-    ``integers``: samples are whole numbers, and given to the network as such if it takes them, else as float32.
-    ``lora`` gives adapters to its linear layers.
-    ``fields``: the several inputs that a sample consists of; the function's ``shape`` then is of each, by name.
-    Raises `InputError` for what cannot be made or traced, naming the line.
+    ``options`` are the function's arguments; arguments called ``shape`` or ``classes`` default to the data's.
+    ``units`` names the modules beginning a unit; None leaves the choice to `testbed.ml.models.tracing`.
+    ``integers``: samples are integers, passed to the network as such if it accepts them, else as float32.
+    ``lora`` adds adapters to the linear layers.
+    ``fields``: the inputs of a sample; the function's ``shape`` is then a mapping by input name.
+    Raises `InputError` naming the line if the network cannot be built or traced.
     """
     function = usercode.function(code, KEY)
     signature = inspect.signature(function)

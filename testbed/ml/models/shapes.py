@@ -1,4 +1,4 @@
-"""Shapes of what goes from layer to layer; without the batch dimension."""
+"""Shapes of the tensors between layers, without the batch dimension."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The arithmetic of a slice of a layer: what some rows and columns of its weights make, and its channels finished.
+"""The arithmetic of layer slices: partial products of some rows and columns, and finishing of channels.
 
-With the weights cut by output channels each device finishes its outputs; with weights cut by input channels a device
-has sums that are complete only together with the others', and bias, normalisation and activation must wait for that
-(Stahl et al., Sections 4.1 and 4.4). Values are flat, (samples, elements), channel after channel, as they travel.
-Everything is differentiable; of a fully connected layer, with a ReLU or without, gradients are also there in closed
-form, which is what autograd comes to, to round-off: for layers as small as those of one device, autograd takes longer
-than the arithmetic.
+With weights cut by output channels, each device finishes its outputs. With weights cut by input channels, each device
+has partial sums, and bias, normalisation and activation must wait for the complete sums (Stahl et al., Sections 4.1 and
+4.4). Values are flat, (samples, elements), channel after channel, as in messages. All operations are differentiable.
+Gradients of a fully connected layer, with or without ReLU, are also available in closed form and equal autograd's to
+round-off: for layers as small as those of one device, autograd takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ _COUNTER = "num_batches_tracked"
 
 
 def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:
-    """Return the slice of a layer's tensors in a whole state, none of them empty; whole where it cannot be divided."""
+    """Return the slice of a layer's tensors in a complete state, without empty tensors; indivisible layers
+    stay whole.
+    """
     prefixes = tuple(f"{name}." for name in layer.names)
     divisible = layer.splits or layer.by_channel
     found = {
@@ -41,14 +42,14 @@ def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tenso
 
 
 def cut_copies(held: Iterable[tuple[GraphLayer, Slice]], state: Tensors) -> dict[str, torch.Tensor]:
-    """Return copies of what `cut` returns for each of some layers, so that the whole state need not be kept."""
+    """Return copies of the results of `cut` for each layer, so the complete state can be freed."""
     return {name: tensor.clone() for each in held for name, tensor in cut(*each, state).items()}
 
 
 def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) -> dict[str, torch.Tensor]:
-    """Return what `cut` would cut from the model's first weights, never having more than a block of others.
+    """Return the slices `cut` would return for the model's initial weights, holding only one block of others at a time.
 
-    ``wanted`` is in the order of the model. Units of one's own network are made whole, and cut.
+    ``wanted`` is in the order of the model. Units of a user's network are built whole and then cut.
     """
     if model.builder is not None:
         held = [*wanted]
@@ -67,12 +68,12 @@ def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) ->
 
 
 class SlicedLayer:
-    """A slice of a layer with its tensors; computes what it can be asked for, and whatever is part of that."""
+    """A layer slice with its tensors; computes the slice's operations and parts of them."""
 
     def __init__(self, layer: GraphLayer, part: Slice, state: Tensors, training: bool = False) -> None:
-        """Take the tensors of the slice, as `cut` returns them; those of other layers are ignored.
+        """Take the tensors of the slice, as returned by `cut`; tensors of other layers are ignored.
 
-        In ``training`` a normalisation uses the batch's statistics and adds to its running ones, in place.
+        With ``training``, normalisation uses batch statistics and updates the running statistics in place.
         """
         self.layer = layer
         self.part = part
@@ -90,7 +91,9 @@ class SlicedLayer:
         self._whole: nn.Sequential | None = None
 
     def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
-        """Return what input channels, (samples, elements), add to output channels, (samples, elements); None: all."""
+        """Return the contribution of input channels, (samples, elements), to output channels, (samples, elements);
+        None: all.
+        """
         columns = self.part.columns if columns is None else columns
         rows = self.part.rows if rows is None else rows
         weight = pick(pick(self._states[0]["weight"], 0, rows, self.part.rows), 1, columns, self.part.columns)
@@ -98,13 +101,12 @@ class SlicedLayer:
         return self.layer.sequence[0].product(maps, weight).flatten(1)
 
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
-        """Add the bias to complete sums of some output channels, normalise, activate; (samples, elements) both."""
+        """Add the bias to complete sums of some output channels, normalise and activate; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
         pixels = self.layer.summed[1:] or (1, 1)
         return self._finish(sums.reshape(len(sums), len(channels), *pixels), channels).flatten(1)
 
     def _finish(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
-        """Return the same of (samples, channels, height, width)."""
         bias = self._states[0].get("bias")
         if bias is not None:
             values = values + pick(bias, 0, channels, self.part.channels)[:, None, None]
@@ -112,14 +114,16 @@ class SlicedLayer:
         return finished
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
-        """Compute all channels of a tile, (samples, channels, height, width), padded left, right, top and bottom."""
+        """Compute all channels of a tile, (samples, channels, height, width), with padding left, right, top
+        and bottom.
+        """
         assert self.layer.window is not None
         padded = functional.pad(inputs, around, value=self.layer.window.fill)
         values = self.layer.sequence[0].product(padded, self._states[0].get("weight"), padding=0)
         return self._finish(values, self.part.channels)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the whole layer from all of its input; (samples, elements) both."""
+        """Compute the whole layer from its complete input; (samples, elements) both."""
         if self.layer.splits:
             return self.finish(self.sums(inputs))
         if self.layer.by_channel:
@@ -133,7 +137,7 @@ class SlicedLayer:
         return outputs.flatten(1)
 
     def _finishing(self, channels: Channels) -> nn.Sequential:
-        """Return what follows the sums, for some channels: a normalisation of fewer channels, an activation."""
+        """Return the operations after the sums for some channels: a narrower normalisation, an activation."""
         if channels not in self._following:
             modules = nn.Sequential()
             for layer, state in zip(self.layer.sequence[1:], self._states[1:], strict=True):
@@ -154,22 +158,22 @@ class SlicedLayer:
 
 
 class SlicedShape:
-    """What `SlicedLayer` returns in inference, without computing: shapes and no values, torch's meta tensors."""
+    """The result shapes of `SlicedLayer` in inference, without computation: meta tensors of torch."""
 
     def __init__(self, layer: GraphLayer, part: Slice) -> None:
         self.layer = layer
         self.part = part
 
     def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
-        """Return (samples, elements of the rows)."""
+        """Return sums of shape (samples, elements of the rows)."""
         return self._made(inputs, self.part.rows if rows is None else rows)
 
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
-        """Return the shape of the sums."""
+        """Return a tensor with the shape of the sums."""
         return torch.empty(sums.shape, device="meta")
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
-        """Return (samples, channels, height, width) of the tile."""
+        """Return a tile of shape (samples, channels, height, width)."""
         window = self.layer.window
         assert window is not None
         left, right, top, bottom = around
@@ -178,7 +182,7 @@ class SlicedShape:
         return torch.empty((len(inputs), self.layer.output_channels, *pixels), device="meta")
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what the whole layer, or some channels of it, make: (samples, elements)."""
+        """Return the output shape of the whole layer, or of some channels: (samples, elements)."""
         if self.layer.joins:
             return inputs
         whole = range(self.layer.output_channels)
@@ -190,7 +194,7 @@ class SlicedShape:
 
 @dataclass(frozen=True)
 class DenseStep:
-    """One forward that waits for its gradient."""
+    """One forward waiting for its gradient."""
 
     inputs: torch.Tensor
     """(samples, inputs)."""
@@ -201,7 +205,7 @@ class DenseStep:
     rectified: bool
 
     def of_sums(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of what the ReLU gets from that of the outputs, both (samples, neurons)."""
+        """Return the gradient of the ReLU's input from the gradient of its output, both (samples, neurons)."""
         return gradient * (self.outputs > 0) if self.rectified else gradient
 
     def of_inputs(self, sums: torch.Tensor) -> torch.Tensor:
@@ -214,7 +218,7 @@ class DenseStep:
 
 
 def is_dense(layer: GraphLayer) -> bool:
-    """Say whether a layer is fully connected, and followed by a ReLU at most."""
+    """Return whether a layer is fully connected and followed by a ReLU at most."""
     first, *others = layer.sequence or (None,)
     return isinstance(first, Linear) and others in ([], [ReLU()])
 

@@ -1,7 +1,7 @@
-"""Parts of one layer's weights: which output and input channels of them, and which channels of what goes with those.
+"""Slices of one layer's weights: output and input channels, and the channels of per-channel values.
 
-A set of channels is a ``range`` or a rising tuple of numbers. Ranges are cheap, however long, and cut tensors without a
-copy; tuples are for neurons that lie anywhere, since they were moved one by one.
+A set of channels is a ``range`` or an ascending tuple of numbers. Ranges of any length are cheap and cut tensors
+without a copy; tuples serve scattered neurons that were moved one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE = range(0)
 
 @dataclass(frozen=True)
 class Slice:
-    """What is held of one layer: ``rows`` and ``columns`` of its weights, and the channels that are finished there.
+    """The held part of one layer: ``rows`` and ``columns`` of its weights, and the channels finished on the device.
 
     Finishing takes complete sums: it adds the bias, normalises and activates.
     """
@@ -33,9 +33,10 @@ class Slice:
     """Output channels whose bias, normalisation and activation are held."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a whole layer's tensor: of weights rows and columns, of a value a channel the channels.
+        """Return the slice of a layer's tensor: rows and columns of weights, channels of per-channel values.
 
-        ``tensor`` is (output channels, input channels, ...), (channels,) or a single value, which stays as it is.
+        ``tensor`` is (output channels, input channels, ...), (channels,) or a single value, which is returned
+        unchanged.
         """
         if tensor.dim() > 1:
             return pick(pick(tensor, 0, self.rows), 1, self.columns)
@@ -43,9 +44,9 @@ class Slice:
 
 
 def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | None = None) -> torch.Tensor:
-    """Return the entries ``wanted`` along an axis whose entries are those ``held``; None: all, numbered from 0.
+    """Return the entries ``wanted`` along an axis with the entries ``held``; None means all, numbered from 0.
 
-    ``tensor`` is of any shape. A view where both are ranges. Raises ValueError where something wanted is not held.
+    ``tensor`` is of any shape. The result is a view if both are ranges. Raises ValueError for entries not held.
     """
     if held is None:
         held = range(tensor.shape[axis])
@@ -64,20 +65,20 @@ def pick(tensor: torch.Tensor, axis: int, wanted: Channels, held: Channels | Non
 
 
 def evenly(size: int, count: int) -> tuple[range, ...]:
-    """Divide ``size`` channels into ``count`` ranges that differ by one channel at most, the longer ones first."""
+    """Divide ``size`` channels into ``count`` ranges whose lengths differ by at most one, longer ones first."""
     ends = [size // count * number + min(number, size % count) for number in range(count + 1)]
     return tuple(range(first, last) for first, last in pairwise(ends))
 
 
 def as_channels(numbers: Iterable[int]) -> Channels:
-    """Return numbers in any order as a range, where they are one, or as a rising tuple."""
+    """Return numbers in any order as a range if contiguous, otherwise as an ascending tuple."""
     rising = tuple(sorted(numbers))
     whole = range(rising[0], rising[-1] + 1) if rising else NONE
     return whole if len(whole) == len(rising) else rising
 
 
 def elements(channels: Channels, each: int) -> Channels:
-    """Return channels of ``each`` values as the values, channel after channel."""
+    """Return the element indices of channels with ``each`` elements, channel after channel."""
     if each == 1:
         return channels
     if isinstance(channels, range):

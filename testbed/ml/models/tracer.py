@@ -1,7 +1,7 @@
-"""What a network does, step by step: traced by torch.fx and run at the same time, with two sizes of a batch.
+"""Tracing of a network by torch.fx, with simultaneous execution for two batch sizes.
 
-So sizes that do not depend on the samples are plain numbers to the user's code, which may branch and loop on them; what
-remains unknown is the number of samples and what their values are.
+Sizes independent of the samples are plain numbers to the user's code, which may branch and loop on them; only the
+number of samples and their values remain unknown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REMEDY = "write it without that, or put it into a module of its own and name th
 
 @dataclass(frozen=True)
 class Measure:
-    """What running a step came to."""
+    """Measurements of one executed step."""
 
     value: Any
     cost: Cost = field(default_factory=Cost)
@@ -62,13 +62,13 @@ class Measure:
 
     @property
     def works(self) -> bool:
-        """Whether torch counts FLOPs in it."""
+        """Whether torch counts FLOPs in the step."""
         return self.cost.of().flops > 0
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A network and what it does."""
+    """A network and its traced steps."""
 
     root: nn.Module
     graph: fx.Graph
@@ -79,11 +79,11 @@ class Traced:
 
 
 def trace(maker: Maker, entering: Entering, whole: Sequence[str] | None) -> Traced:
-    """Trace and measure a network; raises `InputError` naming the line that is in the way.
+    """Trace and measure a network; raises `InputError` naming the failing line.
 
-    First without values, so that large networks are described at once; where the user's code does not allow that, with
-    random ones, the modules ``whole`` not looked into. Modules without weights are looked into only where they do the
-    same in training and in evaluation.
+    The first attempt runs without values, so large networks are described quickly. If the user's code needs values,
+    random ones follow, with the modules ``whole`` traced as single steps. Modules without weights are traced into only
+    if they behave equally in training and in evaluation.
     """
     refused: list[InputError] = []
     for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
@@ -98,28 +98,28 @@ def trace(maker: Maker, entering: Entering, whole: Sequence[str] | None) -> Trac
 
 
 def _bare(maker: Maker) -> list[str]:
-    """Return the modules without weights or modules within: they may act in training alone, as DropPath does."""
+    """Return modules without weights or submodules: they may act in training only, such as DropPath."""
     with torch.device("meta"):
         modules = dict(_made(maker).named_modules())
     return [name for name, each in modules.items() if name and not each.state_dict() and not [*each.children()]]
 
 
 def seeded(maker: Maker, seed: int) -> nn.Module:
-    """Make the network with the weights of a seed; torch's global generator is left as it was."""
+    """Construct the network with the weights of a seed; torch's global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "weights"))
         return _made(maker)
 
 
 def plain(value: object) -> bool:
-    """Say whether a value is a number, a size or the like: the same for all samples, but for how many there are."""
+    """Return whether a value, such as a number or size, depends at most on the number of samples."""
     if isinstance(value, tuple | list):
         return all(plain(each) for each in value)
     return value is None or isinstance(value, int | float | str | torch.dtype | torch.device | slice)
 
 
 def line(node: fx.Node, maker: Maker) -> str:
-    """Return the user's line that a node comes from."""
+    """Return the user's source line of a node."""
     return node.stack_trace or usercode.shown(maker.code.module)
 
 
@@ -137,7 +137,7 @@ def _made(maker: Maker) -> nn.Module:
 
 
 def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) -> Traced:
-    """Trace in training and in evaluation: where they differ in a True and a False, that follows the unit's mode."""
+    """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
     tracers = []
     for training in (True, False):
         if device == "meta":
@@ -167,12 +167,12 @@ def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) 
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return the first line of an error message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
-    """Replace each True that is False in evaluation by the mode of the unit; refuse whatever else differs."""
+    """Replace each True that is False in evaluation by the unit's mode; reject any other difference."""
     graph = tracer.graph
     ours, theirs = list(graph.nodes), list(evaluating.nodes)
     with graph.inserting_before(ours[0]):
@@ -200,7 +200,7 @@ def by_mode(training: bool, first: float, second: float) -> float:
 
 
 def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
-    """Return arguments that follow the mode where numbers differ; None: something else differs."""
+    """Return arguments following the mode where booleans differ; None for any other difference."""
     values, structure = pytree.tree_flatten(ours)
     others, other_structure = pytree.tree_flatten(theirs)
     if structure != other_structure:
@@ -219,10 +219,10 @@ def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operations cost: values of new tensors, those read to make them, FLOPs; views cost nothing."""
+    """Counts the cost of operations: values of new tensors, values read for them, FLOPs; views are free."""
 
     def __init__(self, weights: Collection[int]) -> None:
-        """Begin; ``weights`` are `storages` of the network."""
+        """``weights`` are the `storages` of the network."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.made = 0
         self.least = 1
@@ -259,7 +259,7 @@ def _has_numbers(value: object) -> bool:
 
 
 def _check_types(arguments: Sequence[Any]) -> None:
-    """Raise TypeError where a product is of different types, which torch accepts of tensors without values."""
+    """Raise TypeError for a product of different types, which torch accepts for tensors without values."""
     types = sorted({str(each.dtype).removeprefix("torch.") for each in arguments if _has_numbers(each)})
     if len(types) > 1:
         text = "samples are float32: convert them, or the network by .float()"
@@ -267,7 +267,7 @@ def _check_types(arguments: Sequence[Any]) -> None:
 
 
 def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
-    """Return which kind of layer an operation of aten is the work of."""
+    """Return the kind of layer an aten operation belongs to."""
     name = operation.name()
     if name == "aten::convolution":
         weight, groups = arguments[1], arguments[-1]
@@ -282,7 +282,9 @@ def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
 
 
 def single(found: Any) -> Any:
-    """Return what `forward` returns, or of a dictionary its `logits` or only value; raises `InputError` for others."""
+    """Return the result of `forward`, or the `logits` or only value of a mapping; raises `InputError` for other
+    results.
+    """
     if not isinstance(found, Mapping):
         return found
     made = {name: value for name, value in found.items() if isinstance(value, torch.Tensor | fx.Proxy)}
@@ -292,7 +294,7 @@ def single(found: Any) -> Any:
 
 
 def samples_of(entering: Entering, size: int) -> torch.Tensor:
-    """Return some samples to run a network with, (size, ...); whole numbers are zeros, which every embedding has."""
+    """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding."""
     samples = torch.rand(size, *entering.shape, generator=torch.Generator().manual_seed(size))
     for begin, end, _, kind in entries(entering.fields).values():
         if kind != "float32":
@@ -301,14 +303,14 @@ def samples_of(entering: Entering, size: int) -> torch.Tensor:
 
 
 def storages(root: nn.Module) -> frozenset[int]:
-    """Return what identifies the memory of a network's weights and buffers."""
+    """Return the memory identifiers of a network's weights and buffers."""
     return frozenset(each.untyped_storage()._cdata for each in (*root.parameters(), *root.buffers()))
 
 
 def measured(
     root: nn.Module, node: fx.Node, runs: Mapping[str, Measure], weights: Collection[int], device: str = "cpu"
 ) -> Measure:
-    """Run one step of a network on what the steps before it made, by their names; ``weights`` are its `storages`."""
+    """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storages`."""
     if node.op == "get_attr":
         found = operator.attrgetter(str(node.target))(root)
         return Measure(found.to(device) if isinstance(found, torch.Tensor) else found)
@@ -328,7 +330,7 @@ def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 class _Value(fx.Proxy):
-    """Something of which the tracer knows what it is for each size of a batch."""
+    """A proxy whose value the tracer knows for both batch sizes."""
 
     def __getattr__(self, k: str) -> Any:
         found = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
@@ -350,7 +352,7 @@ class _Value(fx.Proxy):
 
 
 class _States(_Value):
-    """The last states of all layers of a recurrent network, of which one of a layer is had without the others."""
+    """The last states of all layers of a recurrent network; a single layer's state is available separately."""
 
     def __init__(self, parts: Sequence[Any], whole: _Value) -> None:
         super().__init__(whole.node, whole.tracer)
@@ -373,10 +375,10 @@ def recurrent_layer(
     sizes: tuple[int, int],
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Return what a layer of `torch.nn.LSTM`, `GRU` or `RNN` makes of a batch, and its last states.
+    """Return the output of one layer of `torch.nn.LSTM`, `GRU` or `RNN` for a batch, and its last states.
 
-    ``values`` is (samples, steps, features) where ``batch_first``, else (steps, samples, features); states, of
-    ``sizes``, are (ways, samples, size).
+    ``values`` is (samples, steps, features) if ``batch_first``, else (steps, samples, features); states, of ``sizes``,
+    are (ways, samples, size).
     """
     samples = values.shape[0 if batch_first else 1]
     first = [values.new_zeros(ways, samples, size) for size in sizes]
@@ -387,7 +389,7 @@ def recurrent_layer(
 
 
 class _Tracer(fx.Tracer):
-    """Runs each step as it is traced, and hands its value to the user's code where that is the same for all samples."""
+    """Executes each step while tracing, and returns its value to the user's code if independent of the samples."""
 
     proxy_buffer_attributes = True
 
@@ -404,13 +406,13 @@ class _Tracer(fx.Tracer):
         self._in_layers: nn.Module | None = None
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
-        """Return what a step made of each of the two batches."""
+        """Return the results of a step for both batches."""
         return self.runs[0][node.name].value, self.runs[1][node.name].value
 
     # What torch.fx asks
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
-        """Hand over the samples alone: other arguments are what the user's code has for them."""
+        """Pass the samples alone; other arguments keep the defaults of the user's code."""
         self._weights = storages(self.root)
         required = [
             each.name
@@ -435,12 +437,12 @@ class _Tracer(fx.Tracer):
         return called, [self.root, self.create_proxy("placeholder", "samples", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Say whether a module is one step."""
+        """Return whether a module is a single step."""
         known = type(m) in STACKS or self._in_layers is m
         return module_qualified_name in self._whole or (not known and super().is_leaf_module(m, module_qualified_name))
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a call, or carry it out while a step is run; of a stack of layers that of each layer."""
+        """Trace a call, or execute the call within a step; trace stacked layers one by one."""
         if self._running:
             return forward(*args, **kwargs)
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
@@ -451,7 +453,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def _stack(self, stack: Any, values: Any, *memory: Any, is_causal: bool | None = None, **masks: Any) -> Any:
-        """Call the layers of an encoder or a decoder one after the other, as `forward` does where it learns."""
+        """Call the layers of an encoder or decoder one after the other, as `forward` does in training."""
         encodes = isinstance(stack, nn.TransformerEncoder)
         if encodes and memory:
             masks["mask"], memory = memory[0], memory[1:]
@@ -468,7 +470,7 @@ class _Tracer(fx.Tracer):
         return values if stack.norm is None else stack.norm(values)
 
     def _recurrent(self, module: nn.RNNBase, values: Any) -> Any:
-        """Call the layers of a recurrent network one after the other, as it does by itself."""
+        """Call the layers of a recurrent network one after the other."""
         ways = 2 if module.bidirectional else 1
         size = module.proj_size or module.hidden_size
         states: tuple[list[Any], ...] = ([], [])
@@ -488,24 +490,24 @@ class _Tracer(fx.Tracer):
         return values, last[0] if len(last) == 1 else tuple(last)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return what stands for an attribute, or the attribute while a step is run."""
+        """Return a proxy of an attribute, or the attribute itself within a step."""
         return attr_val if self._running else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return what stands for the value of a step."""
+        """Return a proxy for the value of a step."""
         return _Value(node, self)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Loop over what has the same length for all batches."""
+        """Iterate over values whose length is equal for all batches."""
         return (obj[place] for place in range(len(obj)))  # type: ignore[index]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Refuse what is not known: what is known is no proxy."""
+        """Reject unknown values; known values are never proxies."""
         tensor = isinstance(self.values(obj.node)[0], torch.Tensor)
         raise InputError(f"branches on {'values of a tensor' if tensor else 'the number of samples'}: {_REMEDY}")
 
     def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
-        """Trace a step; return its value where that is the same for all samples."""
+        """Trace a step; return its value if independent of the samples."""
         proxy = super().create_proxy(*args, **kwargs)
         small, large = self.values(proxy.node)
         if isinstance(small, torch.device):
@@ -513,7 +515,7 @@ class _Tracer(fx.Tracer):
         return small if plain(small) and small == large and type(small) is type(large) else proxy
 
     def _place(self) -> str | None:
-        """Return the user's line that is traced; torch would make a whole traceback for each step."""
+        """Return the traced line of the user's code; torch would create a full traceback for each step."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
@@ -522,7 +524,7 @@ class _Tracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
-        """Write down a step and run it."""
+        """Record a step and execute the step."""
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise InputError("`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)")
         if kind == "call_method":

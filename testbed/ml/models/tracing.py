@@ -1,8 +1,8 @@
-"""Any `torch.nn.Module` as a chain of units: traced by torch.fx, measured by running it, cut where little crosses.
+"""Any `torch.nn.Module` as a chain of units: traced by torch.fx, measured by execution, and cut at narrow places.
 
-A unit begins where torch counts work, so that normalisations and activations stay with what is before them. A cut is
-made where one tensor crosses; where several do (a skip, a route), only between modules that the network itself calls or
-that stand in a `Sequential`, so that a residual block which is a module stays whole.
+A unit begins where torch counts work, so normalisations and activations belong to the layer before them. Cuts are
+placed where one tensor crosses. If several tensors cross (a skip, a route), cuts are placed only between modules called
+by the network itself or listed in a `Sequential`, so a residual block in a module stays whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
 def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] | None = None) -> Model:
-    """Trace, measure and cut a network; raises `InputError` naming the line that is in the way."""
+    """Trace, measure and cut a network; raises `InputError` naming the failing line."""
     steps = _steps(maker, _found(maker, entering, units))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
@@ -43,7 +43,7 @@ def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] 
 
 
 def _found(maker: Maker, entering: Entering, units: Sequence[str] | None) -> Traced:
-    """Return what a network does, by torch.fx or, which takes longer, by torch.export."""
+    """Trace a network by torch.fx, or by the slower torch.export if torch.fx fails."""
     try:
         return trace(maker, entering, units)
     except InputError as error:
@@ -57,7 +57,7 @@ def _found(maker: Maker, entering: Entering, units: Sequence[str] | None) -> Tra
 
 @dataclass
 class _Steps:
-    """A traced network: what it does, one after the other, and what that comes to."""
+    """The steps of a traced network with their measurements."""
 
     traced: Traced
     nodes: list[fx.Node]
@@ -74,15 +74,15 @@ class _Steps:
 
     @property
     def runs(self) -> tuple[dict[str, Measure], ...]:
-        """By node, of the two sizes of a batch."""
+        """Measurements by node, for both batch sizes."""
         return self.traced.runs
 
     def values(self, node: fx.Node) -> tuple[Any, Any]:
-        """Return what a node made of each of the two batches."""
+        """Return the results of a node for both batches."""
         return self.runs[0][node.name].value, self.runs[1][node.name].value
 
     def local(self, node: fx.Node) -> bool:
-        """Whether each unit makes it itself: it depends on no sample, or is no tensor but a size, or a mask."""
+        """Whether each unit recomputes a node: its value depends on no sample, is a size, or is a mask."""
         return node is not self.input and node not in self._made
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class _Steps:
         self.statistics = [_with_statistics(self.root, self.all_of([node])) for node in self.nodes]
 
     def all_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return nodes with the local ones that they need, in order."""
+        """Return nodes with the local nodes they need, in order."""
         wanted: set[fx.Node] = set()
         waiting = list(nodes)
         while waiting:
@@ -103,23 +103,23 @@ class _Steps:
         return [node for node in self.traced.graph.nodes if node in wanted]
 
     def reads(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return what nodes read that others made, in order."""
+        """Return the values nodes read from other nodes, in order."""
         inside = set(nodes)
         read = {each for node in self.all_of(nodes) if not plain(self.values(node)[0]) for each in node.all_input_nodes}
         return [node for node in (self.input, *self.nodes) if node in read and node not in inside]
 
     def alive(self, cut: int) -> list[fx.Node]:
-        """Return what is made before a cut and read behind it."""
+        """Return the values computed before a cut and read after the cut."""
         before = {self.input, *self.nodes[:cut]}
         return [node for node in self.reads(self.nodes[cut:]) if node in before]
 
     def mixed(self, cut: int) -> bool:
-        """Whether several tensors cross, the samples left out where they do for masks alone."""
+        """Whether several tensors cross a cut, not counting samples crossing for masks only."""
         read = {each for node in self.nodes[cut:] for each in node.all_input_nodes}
         return sum(node is not self.input or node in read for node in self.alive(cut)) > 1
 
     def travels(self, node: fx.Node) -> bool:
-        """Whether what a node makes can cross a cut: a tensor of numbers with a row for each sample."""
+        """Whether a node's value can cross a cut: a numeric tensor with a row for each sample."""
         values = self.values(node)
         return all(
             isinstance(value, torch.Tensor)
@@ -131,7 +131,7 @@ class _Steps:
         )
 
     def shape(self, node: fx.Node) -> Shape:
-        """Return the shape of what a node makes of a sample."""
+        """Return the shape of a node's value for one sample."""
         return tuple(self.values(node)[0].shape[1:])
 
 
@@ -162,9 +162,9 @@ def _depending(traced: Traced, entering: fx.Node) -> set[fx.Node]:
 
 
 def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
-    """Return what is made of samples without weights, and leads to no gradient: masks, positions, tokens as they enter.
+    """Return nodes computed from samples without weights and without gradients: masks, positions, input tokens.
 
-    Each unit makes these itself, of the samples.
+    Each unit recomputes them from the samples.
     """
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
@@ -176,7 +176,7 @@ def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> s
 
 
 def _is_mask(traced: Traced, node: fx.Node, read: Sequence[fx.Node]) -> bool:
-    """Return whether what a node makes of samples and masks is a mask as well."""
+    """Return whether a node computed from samples and masks is a mask as well."""
     if node.op == "output" or traced.runs[0][node.name].works:
         return False
     if _parameters(traced.root, [node, *node.all_input_nodes]):
@@ -191,7 +191,7 @@ def _is_float(traced: Traced, node: fx.Node) -> bool:
 
 
 def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
-    """Return the parameters that nodes use, by all names that they use them by."""
+    """Return the parameters used by nodes under all of their names."""
     found: dict[str, nn.Parameter] = {}
     for node in nodes:
         path = str(node.target)
@@ -205,12 +205,12 @@ def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn
 
 
 def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
-    """Return the parameters that nodes use, each once."""
+    """Return the parameters used by nodes, each once."""
     return list({id(each): each for each in _named_parameters(root, nodes).values()}.values())
 
 
 def _with_statistics(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
-    """Return the modules with running statistics that nodes call, by their first paths."""
+    """Return the modules with running statistics called by nodes, by their first path."""
     called = {id(root.get_submodule(str(node.target))) for node in nodes if node.op == "call_module"}
     inside = {id(each) for path, each in root.named_modules() if id(each) in called for each in each.modules()}
     return {
@@ -221,7 +221,7 @@ def _with_statistics(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
 
 
 def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...]:
-    """Return the trained weights that several units use."""
+    """Return the trained weights shared by several units."""
     names: dict[int, list[str]] = {}
     weights: dict[int, nn.Parameter] = {}
     for index, piece in enumerate(pieces):
@@ -236,7 +236,7 @@ def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...
 
 
 def _automatic(steps: _Steps) -> list[int]:
-    """Return the cuts: between two pieces of work that one at which least crosses, the last of those."""
+    """Return the cuts: between two steps with work, the last one with the fewest crossing bytes."""
     cuts: list[int] = []
     begin = 0
     places = range(1, len(steps.nodes))
@@ -251,7 +251,7 @@ def _automatic(steps: _Steps) -> list[int]:
 
 
 def _held(steps: _Steps, begin: int, end: int) -> str:
-    """Say why a unit of several pieces of work is no two; empty: it has one, or is cut by hand."""
+    """Explain why a unit of several steps with work is not cut; empty for a single step or manual cuts."""
     for place in range(begin + 1, end):
         if not steps.work[begin] <= steps.work[place - 1] < steps.work[end - 1]:
             continue
@@ -268,7 +268,7 @@ def _crossing(steps: _Steps, cut: int) -> int:
 
 
 def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
-    """Say why the unit that begins at one node cannot end before another; None: it can."""
+    """Explain why the unit beginning at one node cannot end before another; None if a cut is possible."""
     alive = steps.alive(cut)
     made = [node for node in alive if node in steps.nodes[begin:cut]]
     if len(made) != 1:
@@ -282,7 +282,7 @@ def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
 
 
 def _within(steps: _Steps, cut: int) -> bool:
-    """Say whether a cut where several tensors cross is inside a module that is to stay whole."""
+    """Return whether a cut crossed by several tensors is inside a module to be kept whole."""
     if not steps.mixed(cut):
         return False
     before, after = (_callers(steps.nodes[place]) for place in (cut - 1, cut))
@@ -291,13 +291,13 @@ def _within(steps: _Steps, cut: int) -> bool:
 
 
 def _callers(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that a node was called in, from the network down, the node's own left out."""
+    """Return the paths of the modules calling a node, outermost first, without the node's own."""
     stack: list[str] = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return [path for path in stack if not (node.op == "call_module" and path == node.target)]
 
 
 def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
-    """Return the cuts before the modules that are named; the first unit begins with the network."""
+    """Return the cuts before the named modules; the first unit begins with the network."""
     key = (KEY[0], "units")
     cuts: list[int] = []
     for name in units:
@@ -326,18 +326,18 @@ def _is_in(node: fx.Node, name: str) -> bool:
 
 @dataclass(frozen=True)
 class TracedUnits:
-    """Makes the units of a traced network, each a module of its own."""
+    """Builds the units of a traced network, each as a separate module."""
 
     maker: Maker
     graphs: tuple[fx.Graph, ...] = field(compare=False)
     constants: Mapping[str, torch.Tensor] = field(compare=False)
 
     def network(self, seed: int) -> nn.Module:
-        """Make the whole network as its function does, from the seed."""
+        """Build the whole network by the user's function, from the seed."""
         return seeded(self.maker, seed)
 
     def __call__(self, first: int, last: int, seed: int) -> list[nn.Module]:
-        """Make some units: the whole network is made as its function does, from the seed, and the rest dropped."""
+        """Build some units: the whole network is built by the user's function from the seed, and the rest dropped."""
         root = self.network(seed)
         kept = root.state_dict().keys()
         for name, value in self.constants.items():
@@ -408,7 +408,7 @@ def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Count
 
 
 def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
-    """Return the module that a unit is, or the one where its work begins."""
+    """Return the module of a unit, or the module its work begins in."""
     working = [node for node in piece if steps.runs[0][node.name].works] or list(piece)
     ways = [[*_callers(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
     common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
@@ -416,7 +416,7 @@ def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
 
 
 def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node], result: fx.Node) -> fx.Graph:
-    """Return a graph of some nodes, whose placeholders are what they read."""
+    """Return a graph of some nodes, with placeholders for the values they read."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"read{place}") for place, node in enumerate(reads)}
     first = copies[reads[0]]
@@ -424,7 +424,7 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
         copies[steps.input] = graph.call_method("to", (copies[steps.input], kind))  # across a cut it goes as float32
 
     def sized(values: tuple[Any, Any], node: fx.Node) -> Any:
-        """Write a number or size again: as it is, or as so many times the samples that enter."""
+        """Return a size unchanged, or as a multiple of the number of input samples."""
         small, large = values
         if isinstance(small, tuple | list) and len(small) == len(large):
             return tuple(sized(pair, node) for pair in zip(small, large, strict=True))

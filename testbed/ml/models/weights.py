@@ -1,7 +1,7 @@
 """Initial weights from a file: a `state_dict` as safetensors or of `torch.save`, or Darknet's weights.
 
-A network of the user's has the names of its own `state_dict` in files. Within a run the index of the unit stands before
-each name (`Model.build`); files that an earlier version left have it, and are read as well.
+Files of a user's network have the names of its own `state_dict`. Within a run each name is prefixed by the unit's index
+(`Model.build`); files of earlier versions have the prefix and are read as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST = 5
 
 
 def check(path: Path, model: Model) -> None:
-    """Raise `InputError` where a file is missing or is not this model's; compares names, shapes and types alone."""
+    """Raise `InputError` for a missing or unsuitable file; only names, shapes and types are compared."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: name one, relative to the scenario file")
     if _format(path) == "darknet":
@@ -46,12 +46,12 @@ def check(path: Path, model: Model) -> None:
 
 
 def is_scenario(path: Path) -> bool:
-    """Say whether a file is a scenario, whose run leaves the weights, instead of weights."""
+    """Return whether a file is a scenario whose run produces the weights."""
     return path.suffix in (".yaml", ".yml")
 
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
-    """Return a file's weights, keyed as `Model.build` names them; raises `InputError` saying what is wrong with it."""
+    """Return a file's weights, keyed as in `Model.build`; raises `InputError` naming the problem."""
     if not path.is_file() or _format(path) == "darknet":
         check(path, model)
         return darknet.read(path, model)
@@ -63,9 +63,9 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
 
 
 def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
-    """Return a state, keyed as `Model.build` names it, as the `state_dict` of the user's own network.
+    """Return a state keyed as in `Model.build` as the `state_dict` of the user's own network.
 
-    Tensors that no unit uses have the values that ``seed`` gives them; those that a method adds keep their names.
+    Tensors used by no unit have the initial values of ``seed``; tensors added by a method keep their names.
     """
     assert model.builder is not None
     network = model.builder.network(seed)
@@ -81,7 +81,7 @@ def plain_name(name: str) -> str:
 
 
 def _load(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; without ``values`` those of safetensors have names, shapes and types alone."""
+    """Return the tensors of a file; without ``values``, safetensors files yield names, shapes and types alone."""
     if _format(path) == "torch":
         return _unwrapped(path, _unpickled(path))
     try:
@@ -107,7 +107,7 @@ def _unpickled(path: Path) -> object:
 
 
 def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
-    """Return the `state_dict` of a file of torch's, also of a checkpoint that holds more."""
+    """Return the `state_dict` in a file of torch, also inside a checkpoint with more content."""
     for key in _NESTED:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -119,7 +119,7 @@ def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
 
 
 def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by the names of `Model.build`; raises `InputError` where they are not its own."""
+    """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
     from testbed.ml.models.lora import first_values, is_adapter
 
     wanted = _unvalued(lambda: model.build(0, len(model.units), 0))
@@ -152,7 +152,7 @@ def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
 
 
 def _unvalued(make: Any) -> State:
-    """Return the state of a module; where a tensor has no values, no time goes into drawing any."""
+    """Return the state of a module; tensors without values are not drawn."""
     try:
         with torch.device("meta"):
             module: nn.Module = make()
@@ -185,7 +185,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def facts(path: Path, model: Model) -> dict[str, Any]:
-    """Return what identifies a file of weights, as plain values."""
+    """Return the identification of a weights file as plain values."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
@@ -199,7 +199,7 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
 
 
 def _format(path: Path) -> Literal["safetensors", "torch", "darknet"]:
-    """Return the format that the first bytes of a file show: of safetensors the length of a header, then a brace."""
+    """Return the format shown by a file's first bytes: safetensors begins with a header length and a brace."""
     try:
         with path.open("rb") as file:
             begin = file.read(_BRACE + 1)

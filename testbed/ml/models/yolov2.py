@@ -1,8 +1,8 @@
 """YOLOv2 (Redmon and Farhadi, "YOLO9000: Better, Faster, Stronger"), one unit for each of Darknet's layers.
 
-Units are numbered as Darknet numbers its layers, from 0, pooling, routes and reorganisation among them; only the last
-one, which reads the output as boxes, is none: `testbed.ml.models.detection` does that. Batch normalisation is folded: a
-convolution has a bias and no normalisation, and `testbed.ml.models.darknet` folds as it reads trained weights.
+Units are numbered like Darknet's layers, from 0, including pooling, routes and reorganisation. The last Darknet layer,
+which decodes boxes, is not a unit: `testbed.ml.models.detection` decodes. Batch normalisation is folded into biases and
+kernels when `testbed.ml.models.darknet` reads trained weights.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Yolov2Options(ConfigModel):
 
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
-    """Make YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
+    """Create YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
         raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
     units = [_named(index, layer) for index, layer in enumerate(_LAYERS)]
@@ -73,7 +73,6 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
 
 
 def _named(index: int, layer: tuple[Layer, ...] | Layer | None) -> tuple[str, tuple[Layer, ...]]:
-    """Name a unit by its kind and number."""
     if layer is None:
         return f"route{index}", ()
     if isinstance(layer, tuple):

@@ -1,4 +1,4 @@
-"""Pure planners: costs in, plan out."""
+"""Pure planners: from costs to plans."""
 
 from testbed.ml.partition.cuts import Cuts
 from testbed.ml.partition.pipeline import Chain, SynchronousPipeline

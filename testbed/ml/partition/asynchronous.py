@@ -1,7 +1,8 @@
 """Partitions for asynchronous pipelines by measured times: the dynamic program of FTPipeHD, equations (4) to (7).
 
-The coordinator profiles the whole model; what a unit takes on another device is that time its capacity, equation (3).
-Links carry what was measured between neighbours: `measured` puts that in the place of the scenario's figures.
+The coordinator profiles the whole model; a unit's time on another device is the profiled time multiplied by the
+device's capacity, equation (3). Link rates are measured between neighbours: `measured` replaces the scenario's rates by
+them.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class UnitTimes:
 
     @cached_property
     def execution(self) -> tuple[float, ...]:
-        """Seconds of each unit for all three: T_e of the paper, the update counted in."""
+        """Seconds of each unit for forward, backward and update: T_e of the paper plus the update."""
         return tuple(map(sum, zip(self.forward, self.backward, self.update, strict=True)))
 
     @staticmethod
     def by_formula(units: Sequence[Unit], batch_size: int, device: DeviceSpec, update_flops: float) -> UnitTimes:
-        """Return what the testbed charges this device."""
+        """Return the unit times the testbed charges this device."""
         return UnitTimes(
             tuple(device.seconds(forward_of(unit.cost, batch_size)) for unit in units),
             tuple(device.seconds(backward_of(unit.cost, batch_size)) for unit in units),
@@ -56,7 +57,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class AsynchronousPipeline(TrainingPipeline):
-    """Asynchronous 1F1B training over devices in a row, each batch with an update of its own.
+    """Asynchronous 1F1B training over devices in a row, with an update after each batch.
 
     Its `least_bottleneck` is FTPipeHD's partition.
     """
@@ -79,7 +80,7 @@ class AsynchronousPipeline(TrainingPipeline):
             raise ValueError(f"{len(self.units)} units, but a profile of {len(self.profile.execution)}")
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         stages = len(self.devices)
         samples = in_flight(stages, stage, self.window) * self.batch_size
         versions = min(kept(stages, stage, self.vertical_sync), self.window or stages)
@@ -97,7 +98,7 @@ class AsynchronousPipeline(TrainingPipeline):
         return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
 
     def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
-        """Return how long units ``first`` up to but without ``last`` take there, by equations (3) and (7)."""
+        """Return the seconds of units ``first`` to ``last`` (exclusive) on this stage, by equations (3) and (7)."""
         sums = self._sums[kind]
         return self.capacities[stage] * (sums[last] - sums[first])
 
@@ -119,7 +120,7 @@ class AsynchronousPipeline(TrainingPipeline):
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """What each stage and each link is busy with for one batch: the three parts of equation (5)."""
+        """Busy seconds of each stage and each link for one batch: the three parts of equation (5)."""
 
         def stage(stage: int, first: int, last: int) -> float:
             return max(self.stage_time(stage, first, last), self._replicating(stage, first, last))
@@ -127,9 +128,9 @@ class AsynchronousPipeline(TrainingPipeline):
         return replace(super().bottleneck_costs, stage=stage)
 
     def _replicating(self, stage: int, first: int, last: int) -> float:
-        """Return the seconds for one batch of the busiest link that a stage sends its replicas over.
+        """Return the seconds for one batch of the busiest link carrying a stage's replicas.
 
-        The paper's equation (5) leaves them out. They share a link with what is sent to the same neighbour anyway.
+        The paper's equation (5) omits replicas. They share a link with other messages to the same neighbour.
         """
         busiest = 0.0
         for target, size in self.replicas(stage, first, last).items():
@@ -142,19 +143,19 @@ class AsynchronousPipeline(TrainingPipeline):
         return busiest
 
     def slowest_stage(self, cuts: Cuts) -> float:
-        """Return the seconds for one batch of the busiest stage alone, whatever the links carry."""
+        """Return the seconds for one batch of the busiest stage, without links."""
         return max(self.stage_time(stage, *ends) for stage, ends in enumerate(pairwise(cuts)))
 
     def timeline(self, cuts: Cuts, batches: int) -> list[Slot]:
-        """Return when each stage does what in a run of ``batches`` batches, in seconds."""
+        """Return the schedule of each stage in a run of ``batches`` batches, in seconds."""
         count = len(self.devices)
         stages = [tuple(asynchronous_1f1b(count, stage, batches, self.window)) for stage in range(count)]
         return self.played(cuts, stages)
 
     def batch_time(self, cuts: Cuts) -> float:
-        """Return the predicted seconds from one update of the first stage to the next in a full pipeline.
+        """Return the predicted seconds between two updates of the first stage in a full pipeline.
 
-        At least the bottleneck; more where so few batches in flight do not cover a batch's way there and back.
+        The result is at least the bottleneck, and more if the batches in flight do not cover the round trip of a batch.
         """
         stages = len(self.devices)
         turns = 4 * stages
@@ -163,15 +164,15 @@ class AsynchronousPipeline(TrainingPipeline):
 
 
 def measured(rates: Mapping[Pair, float]) -> dict[Pair, Link]:
-    """Return links of these rates in bit/s on the wire (infinite: no limit), for planning by what was measured."""
+    """Return links with these measured rates in bit/s on the wire (infinite: no limit), for planning."""
     return {pair: Link(None if math.isinf(rate) else rate) for pair, rate in rates.items()}
 
 
 def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size: int) -> tuple[float, ...]:
-    """Return the capacities that the scenario gives, relative to the first device: C_i of equation (3).
+    """Return the capacities given by the scenario, relative to the first device: C_i of equation (3).
 
-    Of all units together, as the paper has one for a device: exact for each unit where all rates of the devices are in
-    proportion.
+    A capacity refers to all units together, as in the paper; for single units it is exact if all rates of the devices
+    are proportional.
     """
     one = cost_of(units)
     whole = forward_of(one, batch_size) + backward_of(one, batch_size)
@@ -179,8 +180,9 @@ def capacities(devices: Sequence[DeviceSpec], units: Sequence[Unit], batch_size:
 
 
 def divisible_limit(speeds: Sequence[float]) -> float:
-    """Return how many times longer even parts take than optimal ones, of a chain that divides as finely as one likes.
+    """Return the slowdown of equal parts relative to optimal ones, for a chain divisible at any point.
 
-    Even: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication left out.
+    Equal: 1/n of the work on the slowest, 1 / (n s_min). Optimal: all end together, 1 / sum(s). Communication is
+    ignored.
     """
     return sum(speeds) / (len(speeds) * min(speeds))

@@ -1,7 +1,7 @@
-"""Where to cut a chain of units into contiguous stages: even cuts, and exact optima by dynamic programming.
+"""Cuts of a chain of units into contiguous stages: even cuts, and exact optima by dynamic programming.
 
-Cuts are written with both ends: ``(0, 2, 5)`` gives units 0 and 1 to stage 0, units 2 to 4 to stage 1. Costs are
-functions, so every planner brings its own; a cost of infinity forbids.
+Cuts include both ends: ``(0, 2, 5)`` assigns units 0 and 1 to stage 0, and units 2 to 4 to stage 1. Costs are functions
+supplied by each planner; an infinite cost forbids a part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Combine = Callable[[float, float], float]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a partition costs, piece by piece."""
+    """Cost functions of a partition's stages and cuts."""
 
     stage: Callable[[int, int, int], float]
     """(stage, first unit, one after its last) -> cost of computing them there."""
@@ -28,7 +28,7 @@ class Costs:
     """(stage, cut) -> cost between this stage and the next when the next begins with unit ``cut``."""
 
     def of(self, cuts: Cuts, combine: Combine) -> float:
-        """Return what a partition costs."""
+        """Return the cost of a partition."""
         total = self.stage(0, cuts[0], cuts[1])
         for stage in range(1, len(cuts) - 1):
             between = self.boundary(stage - 1, cuts[stage])
@@ -37,7 +37,7 @@ class Costs:
 
 
 def check_counts(units: int, stages: int) -> None:
-    """Raise `InputError` unless each stage can have a unit."""
+    """Raise `InputError` for more stages than units."""
     if stages < 1:
         raise InputError("a partition needs at least one device", ("devices",))
     if units < stages:
@@ -50,17 +50,21 @@ def check_counts(units: int, stages: int) -> None:
 
 
 def even(units: int, stages: int) -> Cuts:
-    """Return cuts that give each stage as many units as the next, the first ones one more where that fails."""
+    """Return cuts into stages of equal numbers of units, the first stages having one more if necessary.
+
+    >>> even(5, 2)
+    (0, 3, 5)
+    """
     check_counts(units, stages)
     small, larger = divmod(units, stages)
     return tuple(stage * small + min(stage, larger) for stage in range(stages + 1))
 
 
 def best(units: int, stages: int, costs: Costs, combine: Combine) -> tuple[float, Cuts]:
-    """Return the least cost of a partition and its cuts; infinity and any cuts where none is allowed.
+    """Return the least cost of a partition and its cuts; infinity and arbitrary cuts if all are forbidden.
 
-    Exact: the best partition of the first units over the first stages is part of the best whole, since ``combine``
-    is monotone. Takes stages x units^2 / 2 evaluations of the stage's cost. Of equals the one with earlier cuts.
+    Exact, because ``combine`` is monotone: the best whole contains the best partition of its first units over its first
+    stages. The cost function of a stage is evaluated stages x units^2 / 2 times. Ties prefer earlier cuts.
     """
     check_counts(units, stages)
     # table[end] is the best for the first `end` units over the stages so far.
@@ -82,12 +86,12 @@ def best(units: int, stages: int, costs: Costs, combine: Combine) -> tuple[float
 
 
 def least_total(units: int, stages: int, total: Costs) -> tuple[float, Cuts]:
-    """Return the partition with the least sum of all costs: the latency of one sample that passes through alone."""
+    """Return the partition with the least sum of costs: the latency of a single sample."""
     return best(units, stages, total, operator.add)
 
 
 def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -> tuple[float, Cuts]:
-    """Return the partition whose largest cost is least, and among those the one with the least total."""
+    """Return the partition whose largest cost is least; ties prefer the least total."""
     limit, cuts = best(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
@@ -96,9 +100,9 @@ def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -
 
 
 def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list[Cuts]:
-    """Return the partitions that are best in total for some bottleneck: from the least total to the least bottleneck.
+    """Return the Pareto-optimal partitions of total and bottleneck, from least total to least bottleneck.
 
-    No other has both a smaller bottleneck and a smaller total than one of them. Empty where none is allowed.
+    No other partition improves both the bottleneck and the total of one of them. Empty if all are forbidden.
     """
     found: list[Cuts] = []
     limit = math.inf
@@ -111,7 +115,7 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
 
 
 def _within(total: Costs, bottleneck: Costs, limit: float) -> Costs:
-    """Forbid every piece whose cost by ``bottleneck`` is above the limit."""
+    """Forbid every part whose cost by ``bottleneck`` exceeds the limit."""
 
     def stage(index: int, first: int, last: int) -> float:
         return total.stage(index, first, last) if bottleneck.stage(index, first, last) <= limit else math.inf

@@ -1,21 +1,20 @@
-"""What a stage keeps in memory, by formula.
+"""Memory of a stage, by formula.
 
 Training, for P trained and F frozen values and S samples in flight::
 
     4 P (weights) + 4 P (gradients) + 4 P (momentum, if any) + 4 F
-    + S x (bytes of what enters and of every layer's output)
+    + S x (bytes of the input and of every layer's output)
 
-What other optimizers keep of a parameter, such as two values of Adam, counts as momentum does. S is the number of
-micro-batches the schedule has forwarded and not yet done backward on this stage, times their size.
-Asynchronous training the same with 4 P for each of the versions of the weights that are kept.
+State of other optimizers, such as two values per parameter for Adam, counts like momentum. S is the number of
+micro-batches forwarded and not yet done backward on this stage, times their size. Asynchronous training has 4 P for
+each kept version of the weights.
 
-Inference, for a batch of S samples: 4 (P + F) + S x the most that one unit reads, passes by for later ones and makes.
+Inference, for a batch of S samples: 4 (P + F) + S x the maximum over units of values read, passed by and written.
 
-On devices of another precision values take half the bytes in 16 bits, and weights those of the precision where they
-are not trained.
+On devices of another precision, values take half the bytes in 16 bits, and frozen weights the bytes of the precision.
 
-Left out: the interpreter and torch themselves, scratch space of the kernels, messages under way, and the layer
-whose gradient is being computed.
+Excluded are the interpreter and torch themselves, scratch space of the kernels, messages in transit, and the gradient
+of the layer being computed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from testbed.ml.models.chain import Model
 def training_bytes(
     model: Model, units: range, samples: int, state_values: float, versions: int = 1, precision: Precision = "f32"
 ) -> float:
-    """Return the bytes that a training stage needs with ``samples`` samples in flight and ``versions`` of its weights.
+    """Return the bytes of a training stage with ``samples`` samples in flight and ``versions`` of its weights.
 
-    ``state_values`` are those that the optimizer keeps for each parameter. What is trained is of float32 in any
-    ``precision``.
+    ``state_values`` is the optimizer's number of values per parameter. Trained values are float32 in any ``precision``.
     """
     copies = versions + 1 + state_values
     entering = model.cut_bytes(units.start) if units else 0
@@ -40,7 +38,7 @@ def training_bytes(
 
 
 def inference_bytes(model: Model, units: range, samples: int, precision: Precision = "f32") -> float:
-    """Return the bytes that an inference stage of these units needs with ``samples`` samples at once."""
+    """Return the bytes of an inference stage with ``samples`` samples at once."""
     widest = max((model.cut_bytes(index) + model.units[index].activation_bytes for index in units), default=0)
     values, weights = SHARES[precision]
     held = model.weight_bytes(units) + model.frozen_bytes(units)

@@ -1,8 +1,8 @@
-"""Partitions of a model over devices in a row: planned, checked against their memory, and timed by formula.
+"""Partitions of a model over devices in a row: planned, checked against device memory, and timed by formula.
 
-The times are those the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
-the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it,
-unless a pipeline is ``half_duplex``.
+The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and the
+link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share a rate unless
+the pipeline is ``half_duplex``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OfStage = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class Chain:
-    """The units of a model over devices in a row, one stage each; what a batch meets on its way."""
+    """The units of a model over devices in a row, one stage each, with the costs of a batch."""
 
     model: Model
     devices: tuple[DeviceSpec, ...]
@@ -62,7 +62,7 @@ class Chain:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """What is divided."""
+        """Number of units."""
         return self.model.units
 
     @cached_property
@@ -75,7 +75,7 @@ class Chain:
         return [0, *accumulate(unit.parameters for unit in self.units)]
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a forward of units ``first`` up to but without ``last``."""
+        """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
         return self.devices[stage].seconds(forward_of(self._costs[last] - self._costs[first], samples))
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
@@ -83,14 +83,16 @@ class Chain:
         return self.devices[stage].seconds(backward_of(self._costs[last] - self._costs[first], samples))
 
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
-        """Return the seconds a link is busy with what crosses a cut, and its delay; activation and gradient alike."""
+        """Return the seconds a link is busy with the tensors of a cut, and its delay; equal for activation and
+        gradient.
+        """
         link = self.links[self.devices[source].name, self.devices[target].name]
         return link.transmission_time(
             size_around(samples * self.model.cut_bytes(cut) * self.shares[source > target])
         ), link.delay
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         return inference_bytes(self.model, range(first, last), self.batch_size, self.devices[stage].precision)
 
     @cached_property
@@ -98,7 +100,7 @@ class Chain:
         return cache(self.memory)
 
     def _fitting(self, costs: Costs) -> Costs:
-        """Forbid stages that do not fit into their device."""
+        """Forbid stages exceeding their device's memory."""
 
         def stage(index: int, first: int, last: int) -> float:
             fits = self._memory(index, first, last) <= self.devices[index].memory
@@ -110,11 +112,11 @@ class Chain:
         return Costs(stage, boundary)
 
     def _tied_across(self, cut: int) -> Tied | None:
-        """Return a weight that stages on both sides of a cut would use, where they cannot; None: there is none."""
+        """Return a weight shared by stages on both sides of a cut, if unsupported; None if the cut is allowed."""
         return None if self.sums_tied else self.model.tied_across(cut)
 
     def _check_tied(self, cuts: Cuts) -> None:
-        """Raise `InputError` for cuts between units that share weights."""
+        """Raise `InputError` for cuts between units sharing weights."""
         for cut in cuts[1:-1]:
             if (tied := self._tied_across(cut)) is not None:
                 units = " and ".join(self.units[unit].name for unit in tied.units)
@@ -126,7 +128,7 @@ class Chain:
 
     @cached_property
     def fullness(self) -> tuple[float, Cuts]:
-        """The least share of its device's memory that the fullest stage can need, and the cuts that give it."""
+        """The smallest possible memory use of the fullest device, as a fraction, with its cuts."""
 
         def stage(index: int, first: int, last: int) -> float:
             return self._memory(index, first, last) / self.devices[index].memory
@@ -134,7 +136,7 @@ class Chain:
         return cutting.best(len(self.units), len(self.devices), Costs(stage, lambda _stage, _cut: 0.0), max)
 
     def check(self, cuts: Cuts) -> None:
-        """Raise `InputError` where a stage does not fit into its device, saying what would fit."""
+        """Raise `InputError` for a stage exceeding its device's memory, with a remedy."""
         shares = [
             self._memory(stage, first, last) / self.devices[stage].memory
             for stage, (first, last) in enumerate(pairwise(cuts))
@@ -170,7 +172,9 @@ class Chain:
         return replace(self, batch_size=batch_size)
 
     def _enough_devices(self) -> int:
-        """Return how many devices would hold the model, more like the last one added; 0 where no number does."""
+        """Return how many devices would hold the model, extra ones being copies of the last; 0 if no number
+        suffices.
+        """
         last = self.devices[-1]
         for count in range(len(self.devices) + 1, len(self.units) + 1):
             added = tuple(replace(last, name=f"{last.name}+{index}") for index in range(len(self.devices), count))
@@ -185,12 +189,12 @@ class Chain:
         return 0
 
     def _with_devices(self, devices: tuple[DeviceSpec, ...], links: Mapping[Pair, Link]) -> Chain:
-        """Return the same over these devices and some more at the end."""
+        """Return the same chain over these devices and some more at the end."""
         return replace(self, devices=devices, links=links)
 
     @property
     def latency_costs(self) -> Costs:
-        """What adds up to the time of one batch that passes forward through all stages."""
+        """Summands of the time of one batch forward through all stages."""
 
         def stage(index: int, first: int, last: int) -> float:
             return self.forward_time(index, first, last, self.batch_size)
@@ -201,21 +205,21 @@ class Chain:
         return Costs(stage, boundary)
 
     def latency(self, cuts: Cuts) -> float:
-        """Return the seconds of one batch through all stages, without what brings it there and the result back."""
+        """Return the seconds of one batch through all stages, without the transfers of input and result."""
         return self.latency_costs.of(cuts, lambda one, other: one + other)
 
     def least_latency(self) -> Cuts:
-        """Return the fitting partition with the least latency; raises `InputError` where none fits."""
+        """Return the fitting partition with the least latency; raises `InputError` if none fits."""
         return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
 
     @property
     def passage_costs(self) -> Costs:
-        """What adds up to the time of one batch, or micro-batch, alone on its whole way."""
+        """Summands of the time of a single batch, or micro-batch, through the whole pipeline."""
         return self.latency_costs
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """What each stage and each link is busy with for one batch: a link's delay keeps nobody busy."""
+        """Busy seconds of each stage and link for one batch; a link's delay does not count as busy."""
 
         def boundary(stage: int, cut: int) -> float:
             return self.transfer(stage, stage + 1, cut, self.batch_size)[0]
@@ -223,7 +227,7 @@ class Chain:
         return replace(self.latency_costs, boundary=boundary)
 
     def bottleneck(self, cuts: Cuts) -> float:
-        """Return the seconds of the busiest stage or link for what passes together: a full pipeline's pace."""
+        """Return the seconds of the busiest stage or link per batch or micro-batch: the pace of a full pipeline."""
         return self.bottleneck_costs.of(cuts, max)
 
     def least_bottleneck(self) -> Cuts:
@@ -233,7 +237,7 @@ class Chain:
         return self._chosen(found)
 
     def even(self) -> Cuts:
-        """Return even cuts; raises `InputError` where they do not fit."""
+        """Return even cuts; raises `InputError` if they do not fit."""
         cuts = cutting.even(len(self.units), len(self.devices))
         self.check(cuts)
         self._check_tied(cuts)
@@ -249,7 +253,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class TrainingPipeline(Chain):
-    """Training over devices in a row: activations go forward, gradients come back."""
+    """Training over devices in a row: activations flow forward, gradients backward."""
 
     state_values: float = field(default=0, kw_only=True)
     half_duplex: bool = field(default=False, kw_only=True)
@@ -257,24 +261,24 @@ class TrainingPipeline(Chain):
 
     @property
     def samples(self) -> int:
-        """How many samples pass together, at most."""
+        """Maximum number of samples passing together."""
         return self.batch_size
 
     @abstractmethod
     def stage_time(self, stage: int, first: int, last: int) -> float:
-        """Return the seconds of a stage for what passes together: forward, backward and its share of the update."""
+        """Return the seconds of a stage per batch or micro-batch: forward, backward and a share of the update."""
 
     @abstractmethod
     def action_time(self, stage: int, first: int, last: int, action: Action) -> float:
         """Return the seconds of one action of a stage."""
 
     def samples_of(self, action: Action) -> int:
-        """Return how many samples an action is about."""
+        """Return the number of samples of an action."""
         return self.samples
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """What each stage and each link is busy with for what passes together (PipeDream; FTPipeHD's equation 5)."""
+        """Busy seconds of each stage and link per batch or micro-batch (PipeDream; FTPipeHD's equation 5)."""
 
         def boundary(stage: int, cut: int) -> float:
             there, _ = self.transfer(stage, stage + 1, cut, self.samples)
@@ -285,7 +289,7 @@ class TrainingPipeline(Chain):
 
     @property
     def passage_costs(self) -> Costs:
-        """What adds up to the time of what passes together, forward through all stages and back."""
+        """Summands of the time of a batch or micro-batch forward through all stages and back."""
 
         def boundary(stage: int, cut: int) -> float:
             ways = ((stage, stage + 1), (stage + 1, stage))
@@ -294,7 +298,7 @@ class TrainingPipeline(Chain):
         return Costs(cache(self.stage_time), boundary)
 
     def played(self, cuts: Cuts, stages: Sequence[Sequence[Action]]) -> list[Slot]:
-        """Return when each stage does its actions, in seconds."""
+        """Simulate the schedule; return the times of each stage's actions, in seconds."""
 
         def duration(stage: int, action: Action) -> float:
             first, last = cuts[stage : stage + 2]
@@ -310,7 +314,7 @@ class TrainingPipeline(Chain):
 
 @dataclass(frozen=True)
 class SynchronousPipeline(TrainingPipeline):
-    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, an update at the end."""
+    """Training in a synchronous pipeline: micro-batches forward and back by a schedule, then one update."""
 
     micro_batches: int
     schedule: Schedule
@@ -334,12 +338,12 @@ class SynchronousPipeline(TrainingPipeline):
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        """Samples that each stage keeps at most."""
+        """Maximum number of samples kept by each stage."""
         kept = (in_flight(actions) for actions in orders(self.schedule, len(self.devices), self.micro_batches))
         return [sum(self._sizes[:count]) for count in kept]
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         units, samples, precision = range(first, last), self._in_flight[stage], self.devices[stage].precision
         if self._recomputes(stage):
             inputs = self.units[first].input_bytes * samples
@@ -350,7 +354,7 @@ class SynchronousPipeline(TrainingPipeline):
         return self.recompute and stage + 1 < len(self.devices)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
-        """Return the seconds of a backward, and of the forward before it where activations are not kept."""
+        """Return the seconds of a backward, including a repeated forward if activations are not kept."""
         again = self.forward_time(stage, first, last, samples) if self._recomputes(stage) else 0.0
         return super().backward_time(stage, first, last, samples) + again
 
@@ -358,12 +362,12 @@ class SynchronousPipeline(TrainingPipeline):
         return replace(self, batch_size=batch_size, micro_batches=min(self.micro_batches, batch_size))
 
     def update_time(self, stage: int, first: int, last: int) -> float:
-        """Return the seconds of the update that ends a step."""
+        """Return the seconds of the update at the end of a step."""
         return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
 
     @property
     def samples(self) -> int:
-        """The largest micro-batch."""
+        """Size of the largest micro-batch."""
         return self._sizes[0]
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
@@ -386,9 +390,9 @@ class SynchronousPipeline(TrainingPipeline):
     def least_step_time(self) -> Cuts:
         """Return the fitting partition with the least predicted `step_time`, among the trade-offs of two costs.
 
-        A short pipeline with few micro-batches spends much of a step filling and draining, where the passage counts
-        more than the bottleneck; so the partitions that are best in passage for some bottleneck are timed.
-        Raises `InputError` where none fits.
+        A short pipeline with few micro-batches spends much of a step filling and draining, when the passage matters
+        more than the bottleneck. Therefore all partitions with the best passage for some bottleneck are timed. Raises
+        `InputError` if none fits.
         """
         fitting = self._fitting(self.bottleneck_costs)
         found = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
@@ -397,9 +401,9 @@ class SynchronousPipeline(TrainingPipeline):
         return min(found, key=self.step_time)
 
     def timeline(self, cuts: Cuts, steps: int = 1) -> list[Slot]:
-        """Return when each stage does what, in seconds, over several steps in a row.
+        """Return the times of each stage's actions over several consecutive steps, in seconds.
 
-        Micro-batches are numbered on through the steps. The first stage starts a step once it has done its update.
+        Micro-batches are numbered through all steps. The first stage starts a step after its update.
         """
         count = self.micro_batches
         stages = [
@@ -416,7 +420,7 @@ class SynchronousPipeline(TrainingPipeline):
         return self.played(cuts, stages)
 
     def step_time(self, cuts: Cuts) -> float:
-        """Return the predicted seconds from one step's start to the next one's: the critical path of the schedule."""
+        """Return the predicted seconds between the starts of two steps: the critical path of the schedule."""
         starts = [
             slot.start
             for slot in self.timeline(cuts, steps=3)
@@ -425,10 +429,10 @@ class SynchronousPipeline(TrainingPipeline):
         return starts[2] - starts[1] + self._tied_time(cuts)
 
     def _tied_time(self, cuts: Cuts) -> float:
-        """Return the seconds that the exchange of tied gradients adds to a step.
+        """Return the seconds added to a step by the exchange of tied gradients.
 
         The first stage with a tied weight waits for the gradients of the others, which follow those of activations on
-        their way; the others have the sum before they do the next step, whose activations follow it.
+        their way; the others receive the sum before the next step, because its activations follow the sum.
         """
         sizes: dict[tuple[int, int], int] = {}
         for tied in self.model.tied:

@@ -1,12 +1,12 @@
-"""Who fetches which units from whom, when a pipeline's partition changes: FTPipeHD's Algorithm 1, for any failures.
+"""Sources of units after a change of a pipeline's partition: FTPipeHD's Algorithm 1, for any failures.
 
-Devices go by their names, so nothing has to be renumbered: the paper's correction of an index by the failed ones is
-what taking names out of a list does. Everything here speaks of one state of the model, such as that after batch 200:
-the caller has made sure that all that is held belongs to it (`testbed.ml.pipeline.placement`).
+Devices are identified by name, so nothing is renumbered: removing names from a list replaces the paper's index
+correction. All functions refer to one state of the model, such as the state after batch 200; the caller ensures that
+all replicas belong to this state (`testbed.ml.pipeline.placement`).
 
-Held are, after a chain replication, each stage's own units and those of the stage before it; the last stage's are at
-the coordinator. After a global replication all units are at the coordinator too. The coordinator is the first
-stage's device.
+After a chain replication each stage holds its own units and those of the previous stage; the last stage's are at the
+coordinator. After a global replication all units are at the coordinator too. The coordinator is the first stage's
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HeldUnits = Mapping[str, Collection[int]]
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Who holds which units: device ``devices[i]`` units ``cuts[i]`` up to but without ``cuts[i + 1]``."""
+    """Assignment of units to devices: device ``devices[i]`` has units ``cuts[i]`` to ``cuts[i + 1]`` (exclusive)."""
 
     devices: tuple[str, ...]
     """Devices in the order of the stages; the first is the coordinator."""
@@ -42,11 +42,11 @@ class StagePartition:
 
     @property
     def units(self) -> int:
-        """How many units there are in all."""
+        """Total number of units."""
         return self.cuts[-1]
 
     def of(self, device: str) -> range:
-        """Return the units of a device; none for one that is not a stage."""
+        """Return the units of a device; empty for a device without a stage."""
         if device not in self.devices:
             return range(0)
         stage = self.devices.index(device)
@@ -57,13 +57,15 @@ class StagePartition:
         return next(device for device in self.devices if unit in self.of(device))
 
     def successor(self, device: str) -> str:
-        """Return who keeps a stage's chain replica: the next stage's device, for the last one the coordinator."""
+        """Return the keeper of a stage's chain replica: the next stage's device, or the coordinator for the
+        last stage.
+        """
         return self.devices[(self.devices.index(device) + 1) % len(self.devices)]
 
 
 @dataclass(frozen=True)
 class Need:
-    """Where one device finds the units of its new stage, each in rising order."""
+    """The sources of one device's units in its new stage, each in ascending order."""
 
     local: tuple[int, ...]
     fetch: Mapping[str, tuple[int, ...]]
@@ -71,7 +73,7 @@ class Need:
 
 
 class UnitsLostError(Exception):
-    """Units that no device has any more in this state."""
+    """Raised for units no device has in this state."""
 
     def __init__(self, units: Collection[int]) -> None:
         super().__init__(f"no device has the units {', '.join(map(str, sorted(units)))} of this state")
@@ -79,18 +81,18 @@ class UnitsLostError(Exception):
 
 
 def missing(held: HeldUnits, units: int) -> set[int]:
-    """Return the units, of all of a model, that no device has."""
+    """Return the units of a model held by no device."""
     return set(range(units)).difference(*held.values())
 
 
 def needs(old: StagePartition, new: StagePartition, held: HeldUnits) -> dict[str, Need]:
-    """Return for each device of the new partition where it finds its units.
+    """Return for each device of the new partition the sources of its units.
 
     ``old`` is the partition under which the state was replicated.
 
-    What a device has itself it does not fetch. Anything else comes from the unit's device in the old partition; from
-    that one's successor, which has the chain replica, if it has it no more; from the coordinator if both have not;
-    and else from any that has it. Raises `UnitsLostError` where none has.
+    Local units are not fetched. Other units come from their device in the old partition; if that device lost them, from
+    its successor, which has the chain replica; if both lost them, from the coordinator; otherwise from any device.
+    Raises `UnitsLostError` for units without a source.
     """
     lost = missing(held, new.units)
     if lost:

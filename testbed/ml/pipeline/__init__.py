@@ -1,6 +1,7 @@
 """Training and inference by stages in a row.
 
-Pure: `planning` chooses stages, `placement` the state to go on from, `figures` reads the events. Run:
-`program` is the one program of all devices, by hooks; `stage` carries out a schedule, `updates` changes weights;
-`training` and `forwarding` feed the stages; `checkpointing` or `recovery` sets them up, anew after every loss.
+Pure modules: `planning` chooses stages, `placement` the state to resume from, `figures` derives metrics from events. At
+run time, `program` is the program of all devices, parameterised by hooks; `stage` executes a schedule, `updates`
+changes weights; `training` and `forwarding` feed the stages; `checkpointing` or `recovery` configures them, again after
+every loss of a device.
 """

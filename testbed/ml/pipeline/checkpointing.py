@@ -1,11 +1,11 @@
-"""Recovery from a checkpoint: everything stops, and the devices that are there go on from the last whole state.
+"""Recovery from a checkpoint: all devices stop, and the remaining ones resume from the last complete state.
 
-The coordinator holds the checkpoint. When devices are lost it opens a configuration with a higher number, waits up to
-``return_window`` for the lost ones to answer, and sets up the same parts again, or others over the devices left. A
-device that comes back later is taken in at the next checkpoint.
+The coordinator holds the checkpoint. After the loss of devices it opens a configuration with a higher number, waits up
+to ``return_window`` for the lost ones to answer, and assigns the same stages again, or other stages over the remaining
+devices. A device returning later joins at the next checkpoint.
 
-The death of the coordinator itself is not survived. One that restarts begins the workload again, in configurations
-numbered above its former ones.
+The coordinator itself is a single point of failure. After a restart it begins the workload again, in configurations
+with higher numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MakeConfigure = Callable[[Piece, State | None], Typed]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where training can go on from."""
+    """A state training can resume from."""
 
     step: int
     """The next step to be done."""
@@ -38,14 +38,14 @@ class Checkpoint:
 
 
 class Collector:
-    """Gathers a state unit by unit; several steps' may be on their way at once."""
+    """Collects a state unit by unit; the states of several steps may arrive interleaved."""
 
     def __init__(self, units: int) -> None:
         self._units = units
         self._pieces: dict[int, dict[int, Mapping[str, torch.Tensor]]] = {}
 
     def add(self, step: int, unit: int, state: State) -> Checkpoint | None:
-        """Take in one unit; return the checkpoint that this completes, if it does."""
+        """Add one unit; return the checkpoint if complete."""
         pieces = self._pieces.setdefault(step, {})
         pieces[unit] = state
         if len(pieces) < self._units:
@@ -54,12 +54,12 @@ class Collector:
         return Checkpoint(step, {name: tensor for index in sorted(pieces) for name, tensor in pieces[index].items()})
 
     def clear(self) -> None:
-        """Forget what is not complete: the rest of it will never come."""
+        """Drop incomplete states: the missing units will never arrive."""
         self._pieces.clear()
 
 
 class FromCheckpoint:
-    """A `testbed.messaging.supervision.RecoveryPolicy`; the last checkpoint is what the device exposes."""
+    """A `testbed.messaging.supervision.RecoveryPolicy`; the device exposes the last checkpoint."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class FromCheckpoint:
         units: int,
         weights: State | None,
     ) -> None:
-        """``units`` are the model's; ``weights`` it begins with; None: the seed's."""
+        """``units`` are the model's units, ``weights`` the initial ones; None draws them from the seed."""
         self.checkpoint = Checkpoint(0, weights)
         self._mailbox = mailbox = supervisor.mailbox
         self._device = mailbox.device
@@ -83,21 +83,21 @@ class FromCheckpoint:
         mailbox.on_open(self._collector.clear)
 
     def weights(self) -> State:
-        """Return those of the last checkpoint; none before there is one."""
+        """Return the weights of the last checkpoint; empty before the first one."""
         return result_of(self.checkpoint.state or {})
 
     def _collect(self, part: UnitState) -> None:
         self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint
 
     async def establish(self) -> None:
-        """Send every device what it is, from the last checkpoint on, and wait until all are ready."""
+        """Configure every device from the last checkpoint, and wait until all are ready."""
         self._supervisor.begin()
         for part in self._supervisor.layout:
             self._mailbox.post(part.device, self._configure(part, self.checkpoint.state))
         await self._supervisor.ready()
 
     async def recover(self, lost: Lost, start: int) -> None:
-        """Wait for lost devices to come back; arrange those that are there."""
+        """Wait for lost devices to return; assign stages to the present ones."""
         self._device.record("recovery", phase="detected", step=start, missing=lost.missing)
         known = dict(self._members.known)
         await self._gather(self._members.assigned, self._supervisor.timeouts.return_window)
@@ -105,7 +105,7 @@ class FromCheckpoint:
         self._arrange()
 
     async def let_join(self) -> None:
-        """Take in devices that have come (back), if that makes for more parts; call at a checkpoint. Raises `Lost`."""
+        """Admit new or returned devices at a checkpoint if they allow more stages. Raises `Lost`."""
         joiners = self._members.joiners
         if not joiners:
             return
@@ -122,12 +122,12 @@ class FromCheckpoint:
         await self.establish()
 
     async def _gather(self, names: Collection[str], seconds: float) -> None:
-        """Open a configuration; wait until all of these have answered in it, at most so long."""
+        """Open a configuration; wait for the answers of these devices up to a time limit."""
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._members.gather(dict.fromkeys(names, self._device.now() + seconds), greeted=True)
 
     def _arrange(self) -> None:
-        """Keep the parts if all their devices are there and no others, else plan over those that are."""
+        """Keep the stages if exactly their devices are present, otherwise plan for the present devices."""
         there = {self._device.name, *self._members.present} - self._members.excluded
         if self._members.assigned == there:
             return

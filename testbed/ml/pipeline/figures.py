@@ -1,4 +1,4 @@
-"""The figures of asynchronous training: how it recovered, how it changed its partition, what it kept."""
+"""The metrics of asynchronous training: recovery, repartitioning and replication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOVED = "unit"
 
 
 def _received(record: RunView, begun: float, ended: float) -> float:
-    """Return the bytes of weights and optimizer state that devices received in this time, as messages."""
+    """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
     got = (event for event in record.of("receive") if begun <= event.time <= ended)
     return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED))
 
@@ -38,7 +38,7 @@ def _recoveries(record: RunView) -> list[dict[str, Any]]:
 
 
 def _outage(record: RunView, recovery: Item) -> float | None:
-    """Return the seconds from the strike of what was recovered from until a batch was done that had not been before."""
+    """Return the seconds from the fault until a new batch was done."""
     struck, detected = recovery["struck"], recovery["detected"]
     if struck is None:
         return None
@@ -48,7 +48,7 @@ def _outage(record: RunView, recovery: Item) -> float | None:
 
 
 def _rest(record: RunView) -> float | None:
-    """Return the seconds from the last resumption to the last batch: none where that one was trained before it."""
+    """Return the seconds from the last resumption to the last batch; empty if that batch was trained earlier."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
     steps = record.of("step")
     return max(0.0, steps[-1].time - resumed[-1]) if resumed and steps else None
@@ -76,7 +76,7 @@ def _moved(record: RunView) -> float | None:
 
 
 def _decided(metrics: Metrics) -> list[Item]:
-    """Return the recoveries that came as far as a decision."""
+    """Return the recoveries that reached a decision."""
     phases = ("repartitioned", "trained")
     return [item for item in metrics["recovery_list"] if any(item.get(phase) is not None for phase in phases)]
 
@@ -144,7 +144,7 @@ def _partition(item: Item) -> str:
 
 
 def units(first: int, last: int) -> str:
-    """Write the units from ``first`` to before ``last``."""
+    """Format the units from ``first`` to ``last`` (exclusive)."""
     return f"{first}–{last - 1}" if last - first > 1 else f"{first}" if last > first else "none"
 
 

@@ -1,4 +1,4 @@
-"""Batches that a coordinator sends forward through the stages: the requests of an inference, and evaluations."""
+"""Batches sent forward through the stages by a coordinator: inference requests and evaluations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def forward_all(
 ) -> AsyncIterator[tuple[int, torch.Tensor]]:
     """Send the wanted batches through the stages, ``window`` at a time; yield index and outputs of each.
 
-    ``images`` is asked for a batch's inputs, (samples, channels, height, width), at the moment they are sent. Raises
-    `Lost` when outputs cannot come any more.
+    ``images`` returns a batch's inputs, (samples, channels, height, width), and is called when they are sent. Raises
+    `Lost` when outputs can no longer arrive.
     """
     mailbox = supervisor.mailbox
     waiting = deque(wanted)
@@ -43,7 +43,7 @@ async def forward_all(
 
 
 async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> dict[str, Any]:
-    """Send the test part through the stages, as many batches at once as keep all busy; record and return the score."""
+    """Send the test part through the stages, with enough batches to keep all busy; record and return the score."""
     score = Score(training)
     window = 2 * len(supervisor.layout)
     async for index, output in forward_all(supervisor, "evaluate", range(len(tests)), window, tests.images):
@@ -54,10 +54,10 @@ async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training:
 
 
 class Serving:
-    """A `testbed.messaging.supervision.ResumableWork`: every request is answered once, whatever fails."""
+    """A `testbed.messaging.supervision.ResumableWork` that answers every request once, despite failures."""
 
     def __init__(self, supervisor: Supervisor, job: Job, in_flight: int, gives_up: bool = False) -> None:
-        """``gives_up``: requests that are under way when a device is lost fail, instead of being sent again."""
+        """``gives_up``: requests under way when a device is lost fail instead of being sent again."""
         assert job.dataset is not None
         workload = job.problem.workload
         self._device = supervisor.device
@@ -71,11 +71,11 @@ class Serving:
 
     @property
     def start(self) -> int:
-        """The first request that is not answered yet."""
+        """The first unanswered request."""
         return next(iter(self._left), len(self._requests))
 
     async def run(self) -> None:
-        """Send what is not answered yet."""
+        """Send all unanswered requests."""
         outputs = forward_all(self._supervisor, "infer", list(self._left), self._in_flight, self._ask)
         try:
             async for index, output in outputs:
@@ -89,7 +89,7 @@ class Serving:
         self._answers.finish()
 
     def _fail(self, lost: Lost) -> None:
-        """Give up what was under way when devices were lost."""
+        """Record requests under way during a loss as failed."""
         for index in [index for index in self._left if index in self._asked]:
             del self._left[index]
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"

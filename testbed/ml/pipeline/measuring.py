@@ -1,4 +1,4 @@
-"""What is found out by trying: how long each unit takes, how fast links are, and who of those standing by is of use."""
+"""Runtime measurements: the time of each unit, link rates, and the reachability of standby devices."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ DEVIATION = 1.5
 
 
 async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
-    """Train every unit by itself on one batch, ``runs`` times; return the mean seconds.
+    """Train every unit separately on one batch, ``runs`` times; return the mean seconds.
 
-    ``images`` are (samples, channels, height, width). The weights that come of it are thrown away.
+    ``images`` are (samples, channels, height, width). The trained weights are discarded.
     """
     units, samples = problem.model.units, len(labels)
     whole = problem.training.weight(labels)
@@ -77,7 +77,7 @@ async def profile(device: Device, problem: Problem, images: torch.Tensor, labels
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What a link was found to do."""
+    """The measured rate and latency of a link."""
 
     rate: float
     """Bit/s on the wire; infinite where sending takes no time."""
@@ -85,12 +85,12 @@ class MeasuredLink:
     """Seconds until a message of `SMALL` bytes is acknowledged."""
 
     def seconds(self, size: float) -> float:
-        """Return how long a message of this many bytes on the wire should take until it is acknowledged."""
+        """Return the expected seconds until a message of this many bytes on the wire is acknowledged."""
         return max(0.0, self.latency + 8 * (size - wire_bytes(SMALL)) / self.rate)
 
 
 class LinkWatch:
-    """Says, by the messages that are sent anyway, whether a link still does what was measured."""
+    """Compares regular messages over a link with its measured rate."""
 
     def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
@@ -103,9 +103,9 @@ class LinkWatch:
         """When the message before was acknowledged."""
 
     def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
-        """Note a message of this many bytes on the wire; say whether all recent ones took longer, or all took less.
+        """Record a message of this many bytes on the wire; return whether all recent ones were slower, or all faster.
 
-        A message waits for the one before it, whose bytes have left one latency before its acknowledgement.
+        A message waits for the previous one, whose bytes have left one latency before its acknowledgement.
         """
         begun = max(posted, self._last - self._measurement.latency)
         self._last = acknowledged
@@ -121,12 +121,12 @@ class LinkWatch:
 
 
 async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
-    """Measure the link to a peer: its rate is what a larger message takes longer than a small one.
+    """Measure the link to a peer: the rate follows from the additional time of a larger message.
 
-    The messages are posted, so that a peer that is not reached is overdue as with any other message.
+    The messages are posted, so a message to an unreachable peer becomes overdue like any other.
 
-    The delay is in both and cancels. Messages grow until one takes long enough to be distinguished, so that neither a
-    slow link is kept busy for long nor a fast one measured by its jitter; the first one opens the connection.
+    The delay cancels. Messages grow until one takes long enough to be distinguished, so neither is a slow link kept
+    busy for long nor a fast one measured by its jitter; the first message opens the connection.
     """
 
     async def taken(size: int) -> float:
@@ -144,7 +144,7 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
 
 
 class Survey:
-    """Measures on the empty pipeline what is not known, and beside training what leads to devices that stand by."""
+    """Measures unknown links while the pipeline is empty, and links to standby devices during training."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class Survey:
 
     @property
     def lacking(self) -> bool:
-        """Whether the choice needs something that is not known."""
+        """Whether the choice of a partition lacks measurements."""
         return bool(self._runs or self._partitioner.unknown(self._recovery.partition))
 
     async def learn(self) -> None:
-        """Measure, while nothing else goes on, what the choice needs: all links at once, as training uses them."""
+        """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
             images, labels = self._training.batch(0)
             found = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
@@ -188,9 +188,9 @@ class Survey:
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
 
     def look(self, again: bool) -> None:
-        """Have the stages next to devices that stand by measure their links to them, once or ``again``.
+        """Make the neighbouring stages measure their links to standby devices, once or ``again``.
 
-        Training goes on. Who was cut off, or too slow, and is reached now may become a stage again.
+        Training continues. A device that was cut off or too slow may become a stage again once reachable.
         """
         if again:
             self._tried.clear()

@@ -1,8 +1,8 @@
-"""What the devices of a pipeline send each other, in synchronous and asynchronous training and in inference.
+"""Messages between the devices of a pipeline, in synchronous and asynchronous training and in inference.
 
 With recovery from checkpoints, `Configure` makes a device a stage. With recovery from replicas a configuration is
-prepared, then committed: each stage learns where training goes on from and which units it lacks, fetches them, and
-begins once all stages have theirs.
+prepared, then committed: each stage receives the resume point and the list of missing units, fetches them, and begins
+once all stages are complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Points = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Configure(Numbered, kind="configure", opens=True):
-    """From the coordinator: be this stage."""
+    """From the coordinator: become this stage."""
 
     stages: Stages
     steps: int
@@ -40,7 +40,7 @@ class Configure(Numbered, kind="configure", opens=True):
 
 @dataclass(frozen=True)
 class Prepare(Numbered, kind="configure", opens=True):
-    """From the coordinator: get what this stage needs."""
+    """From the coordinator: obtain the state of this stage."""
 
     stages: Stages
     steps: int
@@ -56,7 +56,7 @@ class Prepare(Numbered, kind="configure", opens=True):
 
 @dataclass(frozen=True)
 class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
-    """To the next stage, the first one's from the coordinator: inputs of a micro-batch."""
+    """To the next stage, or from the coordinator to the first: inputs of a micro-batch."""
 
     work: Purpose
     batch: int
@@ -82,7 +82,7 @@ class Labels(Numbered, kind="labels", key=("batch",)):
 
 @dataclass(frozen=True)
 class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
-    """To the stage before: the gradient of its outputs, and in asynchronous training what is known of the batch."""
+    """To the previous stage: the gradient of its outputs; in asynchronous training also reports about the batch."""
 
     batch: int
     micro: int
@@ -96,7 +96,7 @@ class Gradient(Numbered, kind="gradient", key=("batch", "micro")):
 
 @dataclass(frozen=True)
 class Norms(Numbered, kind="norms", key=("batch", "whole")):
-    """For clipping by norm: to the stage before, norms of this stage's gradients and of later ones; or of all, back."""
+    """For clipping by norm: to the previous stage, gradient norms of this and later stages; back, the norms of all."""
 
     batch: int
     whole: bool
@@ -107,7 +107,7 @@ class Norms(Numbered, kind="norms", key=("batch", "whole")):
 
 @dataclass(frozen=True)
 class TiedGradient(Numbered, kind="tied", key=("sender", "batch", "weight")):
-    """For a weight that several stages use: its gradient, to the first of them; or the sum of all, back."""
+    """For a weight shared by stages: its gradient, to the first of the stages; back, the sum of all gradients."""
 
     batch: int
     weight: int
@@ -126,7 +126,7 @@ class Output(Numbered, kind="output", key=("work", "batch")):
 
 @dataclass(frozen=True)
 class Loss(Numbered, kind="loss", key=("batch",)):
-    """From the last stage to the coordinator, in synchronous training: mean loss of a batch."""
+    """From the last stage to the coordinator in synchronous training: mean loss of a batch."""
 
     batch: int
     loss: Fixed
@@ -134,7 +134,7 @@ class Loss(Numbered, kind="loss", key=("batch",)):
 
 @dataclass(frozen=True)
 class Updated(Numbered, kind="updated", key=("batch",)):
-    """From the first stage, whose update is the last of all, to the coordinator on the same device."""
+    """From the first stage, whose update ends the step, to the coordinator on the same device."""
 
     batch: int
     times: Times | None = None
@@ -145,7 +145,7 @@ class Updated(Numbered, kind="updated", key=("batch",)):
 
 @dataclass(frozen=True)
 class UnitState(Numbered, kind="state"):
-    """To the coordinator, for a checkpoint: one unit as it is after a step."""
+    """To the coordinator, for a checkpoint: the state of one unit after a step."""
 
     step: int
     """The next one."""
@@ -155,40 +155,40 @@ class UnitState(Numbered, kind="state"):
 
 @dataclass(frozen=True)
 class End(Numbered, kind="end", key=("batch",)):
-    """To the next stage: this batch and later ones do not come for now. Comes where its activation would."""
+    """To the next stage, in place of an activation: no more batches from this one on until further notice."""
 
     batch: int
 
     @property
     def identity(self) -> Hashable:
-        """The key of the activation that does not come."""
+        """The key of the missing activation."""
         return ("train", self.batch, 0)
 
 
 @dataclass(frozen=True)
 class Drained(Numbered, kind="drained", key=("sender",)):
-    """To the coordinator: all updates before this step are done, and none after it."""
+    """To the coordinator: all updates before this step are done, and none after."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Commit(Numbered, kind="commit"):
-    """From the coordinator: all stages have what they need. Begin, and free all points but these."""
+    """From the coordinator: all stages are prepared; begin, and free all other points."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
 class Keep(Numbered, kind="keep"):
-    """From the coordinator: free all points but these and later ones."""
+    """From the coordinator: free all points except these and later ones."""
 
     keep: Points
 
 
 @dataclass(frozen=True)
 class Fetch(Numbered, kind="fetch", opens=True):
-    """To any device: send me these units of a point."""
+    """To any device: send these units of a point."""
 
     made: int
     step: int
@@ -197,7 +197,7 @@ class Fetch(Numbered, kind="fetch", opens=True):
 
 @dataclass(frozen=True)
 class FetchedUnit(Numbered, kind=MOVED):
-    """The answer to a fetch, a message a unit."""
+    """The answer to a fetch, one message per unit."""
 
     made: int
     step: int
@@ -207,7 +207,7 @@ class FetchedUnit(Numbered, kind=MOVED):
 
 @dataclass(frozen=True)
 class Replica(Numbered, kind="replica"):
-    """To the next stage, or to the coordinator: keep this for me."""
+    """To the next stage, or to the coordinator: keep this replica."""
 
     step: int
     unit: int
@@ -216,33 +216,33 @@ class Replica(Numbered, kind="replica"):
 
 @dataclass(frozen=True)
 class Replicated(Numbered, kind="replicated"):
-    """To the coordinator: the units that I have of this step are where they are to be kept."""
+    """To the coordinator: the sender's units of this step have reached their keepers."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Measure(Numbered, kind="measure"):
-    """From the coordinator: measure your link to another stage."""
+    """From the coordinator: measure the link to another stage."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Deviates(Numbered, kind="deviates"):
-    """To the coordinator: my link to another stage carries more or less than was measured."""
+    """To the coordinator: the link to another stage deviates from its measured rate."""
 
     target: str
 
 
 @dataclass(frozen=True)
 class Packet(Numbered, kind="packet"):
-    """To the stage that the link is measured to; only its size matters."""
+    """To the measured peer; only the size of the message matters."""
 
 
 @dataclass(frozen=True)
 class Measured(Numbered, kind="measured"):
-    """To the coordinator: what was measured."""
+    """To the coordinator: the result of a measurement."""
 
     target: str
     rate: float | None

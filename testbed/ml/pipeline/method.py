@@ -1,4 +1,4 @@
-"""What the methods that train in a pipeline have in common: they differ in options, schedule and partitions."""
+"""Common parts of pipeline training methods, which differ in options, schedule and partitions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     begins = frozenset({"load", "forward", "backward", "update", "checkpoint", "evaluate"})
 
     def plan(self, problem: Problem[SynchronousOptions]) -> Plan[PipelineDetails]:
-        """Cut the model over the devices. Raises `InputError` where that cannot be."""
+        """Cut the model over the devices. Raises `InputError` for impossible cuts."""
         options = problem.options
         pipeline, cuts = synchronous_cut(problem, all_devices(problem))
         return Plan(
@@ -72,7 +72,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
     def largest_messages(
         self, problem: Problem[SynchronousOptions], plan: Plan[PipelineDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return activations, gathered units and given weights."""
+        """Return activations, gathered units and initial weights as messages."""
         return stage_messages(problem, plan)
 
     def samples_at_once(self, problem: Problem[SynchronousOptions]) -> int:
@@ -80,7 +80,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         return max(1, problem.workload.batch_size // problem.options.micro_batches)
 
     async def program(self, device: Device, job: Job[SynchronousOptions, PipelineDetails]) -> None:
-        """Train on the first device; be a stage there and elsewhere."""
+        """Train from the first device; run a stage on every device."""
         from testbed.ml.pipeline.program import run_synchronous
 
         def stages(there: Collection[str]) -> tuple[Piece, ...]:
@@ -89,7 +89,7 @@ class SynchronousMethod(Method[SynchronousOptions, PipelineDetails]):
         await run_synchronous(device, job, SCHEDULES[job.problem.options.schedule], stages)
 
     def draw(self, plan: Plan[PipelineDetails]) -> str | None:
-        """Draw a step as a grid, a row a stage and a column a slot."""
+        """Draw a step as a grid with one row per stage and one column per slot."""
         if len(plan.pieces) < 2:
             return None
         return grid(SCHEDULES[plan.details.schedule], len(plan.pieces), plan.details.micro_batches)
@@ -110,7 +110,9 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     """What chooses the partitions."""
 
     def plan(self, problem: Problem[SpecificOptions]) -> Plan[AsynchronousDetails]:
-        """Cut the model over the devices; raises `InputError` for too many stages, missing links, too little memory."""
+        """Cut the model over the devices; raises `InputError` for too many stages, missing links or insufficient
+        memory.
+        """
         partitioner = self.Partitioner(problem)
         partition = partitioner.initial()
         true = as_given(problem, partition.devices)
@@ -132,7 +134,7 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
         )
 
     async def program(self, device: Device, job: Job[SpecificOptions, AsynchronousDetails]) -> None:
-        """Coordinate on the first device; be a stage, and keep replicas, there and elsewhere."""
+        """Coordinate from the first device; run a stage and keep replicas on every device."""
         from testbed.ml.pipeline.program import run_asynchronous
 
         await run_asynchronous(device, job, self.Partitioner(job.problem))
@@ -140,16 +142,16 @@ class AsynchronousMethod(Method[SpecificOptions, AsynchronousDetails]):
     def largest_messages(
         self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]
     ) -> Iterator[PlannedMessage]:
-        """Return activations, given weights and replicas."""
+        """Return activations, initial weights and replicas as messages."""
         yield from stage_messages(problem, plan, by_unit=True)
         yield from replica_messages(problem, plan)
 
     def advice(self, problem: Problem[SpecificOptions], plan: Plan[AsynchronousDetails]) -> tuple[str, ...]:
-        """Return what momentum does to gradients that are some batches old."""
+        """Return a warning about momentum with gradients several batches old."""
         return momentum_advice(problem, plan.details.in_flight)
 
     def draw(self, plan: Plan[AsynchronousDetails]) -> str | None:
-        """Draw the first batches as a grid, a row a stage and a column a slot; updates take none."""
+        """Draw the first batches as a grid with one row per stage and one column per slot; updates take no time."""
         stages = len(plan.pieces)
         if stages < 2:
             return None

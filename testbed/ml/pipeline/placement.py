@@ -1,9 +1,9 @@
-"""Copies of units as they were at points of the training, and from which of these training goes on after a change.
+"""Replicas of units at points of the training, and the choice of the point to resume from.
 
-Batches are counted from 0; "after n batches" is the state that batch n - 1's update made, in which batch n comes next.
-A state is whole only where every unit of it is somewhere. So each stage keeps, beside what it replicates for others,
-its own units as they were at that point: what is resumed from is one state of the model, never a mixture of a replica
-with weights that went on.
+Batches are counted from 0; "after n batches" is the state made by the update of batch n - 1, and batch n comes next. A
+state is complete only if every unit is held by some device. Each stage therefore keeps, beside the replicas it sends to
+others, its own units at that point: training resumes from one state of the model, never from a mixture of a replica and
+newer weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ StepInventory = Mapping[str, Mapping[int, Collection[int]]]
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """A state of the whole model: what the updates of the batches before ``step`` have made, in one configuration."""
+    """A state of the whole model: the result of the batches before ``step`` in one configuration."""
 
     configuration: int
     step: int
@@ -39,16 +39,16 @@ BEGINNING = Point(0, 0)
 
 @dataclass(frozen=True)
 class Lineage:
-    """How the present training came about: (configuration, the step it began with), the steps never falling.
+    """The history of the training: (configuration, first step), with nondecreasing steps.
 
-    Each configuration went on from a state that an earlier one of these made. What a configuration did beyond the step
-    from which the next went on has been undone, and its points are void, wherever they turn up again.
+    Each configuration resumed from a state of an earlier one. Batches of a configuration beyond the first step of the
+    next one have been undone, and their points are void wherever they reappear.
     """
 
     begun: tuple[tuple[int, int], ...] = ()
 
     def __contains__(self, point: Point) -> bool:
-        """Return whether a state belongs to what has not been undone."""
+        """Return whether a state belongs to the batches not undone."""
         if point == BEGINNING:
             return True
         for index, (configuration, begin) in enumerate(self.begun):
@@ -58,15 +58,15 @@ class Lineage:
         return False
 
     def branch(self, step: int, configuration: int) -> Lineage:
-        """Return the lineage of a configuration that goes on from one of these states."""
+        """Return the lineage of a configuration resuming from one of these states."""
         return Lineage((*((old, begin) for old, begin in self.begun if begin < step), (configuration, step)))
 
     def point(self, step: int) -> Point:
-        """Return the point of a step, in the configuration that made it."""
+        """Return the point of a step in the configuration that made the step."""
         return max((Point(made, step) for made, begin in self.begun if begin < step), default=BEGINNING)
 
     def held(self, inventory: Mapping[str, Held]) -> dict[str, dict[int, Sequence[int]]]:
-        """Return which units each device has of each step, leaving out what is void."""
+        """Return the units of each device by step, without void points."""
         return {
             device: {step: units for made, step, units in points if Point(made, step) in self}
             for device, points in inventory.items()
@@ -75,7 +75,7 @@ class Lineage:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Where a configuration goes on from, and how its stages come by their units."""
+    """The resume point of a configuration, and the sources of its stages' units."""
 
     point: Point
     needs: Mapping[str, Need]
@@ -85,11 +85,11 @@ class RestorePlan:
 def place(
     lineage: Lineage, inventory: Mapping[str, Held], old: StagePartition, new: StagePartition, seeded: bool, steps: int
 ) -> RestorePlan:
-    """Choose the newest state of which every unit is somewhere, and for each device of the new partition its sources.
+    """Choose the newest complete state, and the sources of units for each device of the new partition.
 
-    ``inventory`` is of the devices that are there, the coordinator among them; with ``seeded`` the state that the run
-    began with comes from no device. After the last of all ``steps`` the coordinator needs every unit: the
-    trained model is what it is there for. Raises ValueError where not even the beginning is left.
+    ``inventory`` covers the present devices including the coordinator; with ``seeded`` the initial state is available
+    without a source. After the last of all ``steps`` the coordinator needs every unit, because the trained model is its
+    result. Raises ValueError if even the initial state is lost.
     """
     held = lineage.held(inventory)
     if seeded:
@@ -108,24 +108,24 @@ def place(
 
 
 def resume_point(inventory: StepInventory, units: int) -> int | None:
-    """Return the newest state of which every unit is somewhere, as its number of batches done; None if there is none.
+    """Return the newest complete state, as its number of batches done; None if all states are incomplete.
 
-    It is also the number of the batch to go on with: batches from there on have been undone, wherever they were done.
-    Leave devices out that are lost. The state of 0 batches is the one the run began with; a device that
-    can make it (from the seed or the coordinator's disk) says so by an entry.
+    The number is also the batch to resume with: later batches are undone on all devices. The inventory must exclude
+    lost devices. State 0 is the initial one; a device able to produce it (from the seed or the coordinator's disk) has
+    an entry.
     """
     states = {done for held in inventory.values() for done in held}
     return next((done for done in sorted(states, reverse=True) if not missing(held_at(inventory, done), units)), None)
 
 
 def held_at(inventory: StepInventory, done: int) -> dict[str, Collection[int]]:
-    """Return who has which units of one state, for `testbed.ml.partition.redistribution.needs`."""
+    """Return the units of one state by device, for `testbed.ml.partition.redistribution.needs`."""
     return {device: held[done] for device, held in inventory.items() if done in held}
 
 
 @dataclass(frozen=True)
 class FailureCase:
-    """Which of the three cases of FTPipeHD's fault handler this is, and whom it concerns."""
+    """One of the three cases of FTPipeHD's fault handler, with the affected devices."""
 
     case: Literal["restart", "refill", "redistribute"]
     """``restart``: all are there as they were. ``refill``: one came back empty, its partition stays. ``redistribute``:
@@ -137,15 +137,15 @@ class FailureCase:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Stages that have nothing any more to fetch from."""
+        """Stages whose memory is lost."""
         return (*self.gone, *self.empty)
 
 
 def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) -> FailureCase:
-    """Compare incarnations: what each stage's device had when it was configured, and what it answered with.
+    """Compare incarnations: those at the configuration of the stages, and those in the answers.
 
-    A device that has another incarnation than it was configured with has lost its memory, whatever it says. Who answers
-    without being a stage does not matter here.
+    A device with a changed incarnation has lost its memory, whatever its answer contains. Answers of devices without a
+    stage are ignored.
     """
     gone = tuple(device for device in stages if device not in answers)
     empty = tuple(device for device, before in stages.items() if device in answers and answers[device] != before)
@@ -155,28 +155,28 @@ def classify_failure(stages: Mapping[str, float], answers: Mapping[str, float]) 
 
 
 class Replicas:
-    """What one device keeps for a restart: its own units as they were, and others' that it keeps for them."""
+    """The replicas of one device: its own units at points of the training, and units kept for others."""
 
     def __init__(self) -> None:
         self._held: dict[Point, dict[int, State]] = {}
 
     def put(self, point: Point, state: State, units: Iterable[int]) -> None:
-        """Keep units as they were at a point."""
+        """Keep units of a point."""
         held = self._held.setdefault(point, {})
         for unit in units:
             held[unit] = restrict(state, unit, unit + 1)
 
     def units(self, point: Point) -> set[int]:
-        """Return which units of a point are here."""
+        """Return the held units of a point."""
         return set(self._held.get(point, ()))
 
     def state(self, point: Point, units: Iterable[int]) -> dict[str, torch.Tensor]:
-        """Return units of a point; raises KeyError where one is not here."""
+        """Return the state of units at a point; raises KeyError for a missing unit."""
         held = self._held.get(point, {})
         return {name: tensor for unit in units for name, tensor in held[unit].items()}
 
     def keep(self, points: Collection[Point], later: bool = True) -> None:
-        """Free every point but these; with ``later`` spare what the newest of their configurations has made since."""
+        """Free every point except these; with ``later`` also keep newer points of the newest configuration."""
         newest = max(points, default=None)
         self._held = {
             point: held
@@ -186,21 +186,21 @@ class Replicas:
         }
 
     def points(self) -> list[Point]:
-        """Return the points of which something is here, oldest first."""
+        """Return the points with held units, oldest first."""
         return sorted(self._held)
 
     def inventory(self) -> Held:
-        """Return what is here, as it travels."""
+        """Return the held units by point, in message form."""
         return [(point.configuration, point.step, sorted(self._held[point])) for point in self.points()]
 
     def bytes(self) -> int:
-        """Return how many bytes all this takes."""
+        """Return the bytes of all replicas."""
         return sum(
             tensor.nbytes for held in self._held.values() for state in held.values() for tensor in state.values()
         )
 
     def dump(self) -> Message:
-        """Return all replicas as one message, for the disk."""
+        """Serialize all replicas as one message, for the disk."""
         tensors = {
             f"{point.configuration}/{point.step}/{name}": tensor
             for point in self.points()
@@ -209,7 +209,7 @@ class Replicas:
         return Message("replicas", {"held": self.inventory()}, tensors)
 
     def load(self, dumped: Message) -> None:
-        """Take in what `dump` has returned."""
+        """Add the replicas of a `dump`."""
         states: dict[Point, dict[str, torch.Tensor]] = {}
         for path, tensor in dumped.tensors.items():
             made, step, name = path.split("/", 2)
@@ -220,7 +220,7 @@ class Replicas:
 
 
 class ReplicaStore:
-    """The replicas of a device, open to the others: outlives configurations, which all begin from replicas alone."""
+    """The replicas of a device, accessible to others; outlives configurations, which all begin from replicas."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.replicas = Replicas()
@@ -232,7 +232,7 @@ class ReplicaStore:
         mailbox.on(Keep, lambda keep: self.replicas.keep([Point(*point) for point in keep.keep]))
 
     async def spread(self) -> None:
-        """Wait until no replicas are being sent any more."""
+        """Wait until no replica is being sent."""
         if self.spreading is not None:
             await asyncio.wait({self.spreading})
 

@@ -1,4 +1,4 @@
-"""Which device becomes which stage, at the start and after a failure: options and planners, with nothing that runs."""
+"""Assignment of stages to devices, at the start and after a failure: options and planners, without execution."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MICRO_BATCHES = {"model-parallelism": 1, "gpipe": 4, "1f1b": 4}
 
 
 class StagesOptions(Options):
-    """Options of every method that has its devices in a row."""
+    """Options of every method with its devices in a row."""
 
     stages: int | None = Field(
         None, ge=1, description="use only the first N devices; the others stand by; default: all"
@@ -44,12 +44,12 @@ class StagesOptions(Options):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Bytes that travel for each byte of activations and of their gradients."""
+        """Transmitted bytes for each byte of activations and of their gradients."""
         return share(self.transfer.activations), share(self.transfer.gradients)
 
 
 class SynchronousOptions(StagesOptions):
-    """Options of every pipeline whose micro-batches of a step all meet the same weights."""
+    """Options of every pipeline in which all micro-batches of a step use the same weights."""
 
     schedule: Literal["model-parallelism", "gpipe", "1f1b"] = "1f1b"
     micro_batches: int = Field(
@@ -71,23 +71,23 @@ class SynchronousOptions(StagesOptions):
         return MICRO_BATCHES.get(info.data.get("schedule", ""), 1) if value is None else value
 
     def checkpoints(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` of ``steps`` is kept: the last one is in any case."""
+        """Return whether the state after ``step`` of ``steps`` becomes a checkpoint, as the last one always does."""
         return step % self.checkpoint_every == 0 or step == steps
 
 
 @dataclass(frozen=True)
 class CheckpointedPipeline(SynchronousPipeline):
-    """A pipeline whose first stage also keeps the last checkpoint and gathers the next one."""
+    """A pipeline whose first stage also stores the last checkpoint and collects the next one."""
 
     checkpoint_bytes: float = 0.0
 
     def memory(self, stage: int, first: int, last: int) -> float:
-        """Return the bytes that units ``first`` up to but without ``last`` need as this stage."""
+        """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         return super().memory(stage, first, last) + (2 * self.checkpoint_bytes if stage == 0 else 0.0)
 
 
 class PipelineDetails(Details):
-    """What the plan of a synchronous pipeline shows."""
+    """Plan details of a synchronous pipeline."""
 
     model_config = ConfigDict(extra="forbid")
     schedule: str
@@ -102,7 +102,7 @@ class PipelineDetails(Details):
 def synchronous_cut(
     problem: Problem[SynchronousOptions], devices: Sequence[DeviceSpec]
 ) -> tuple[CheckpointedPipeline, Cuts]:
-    """Return the pipeline over these devices and where to cut it; raises `InputError` where that cannot be."""
+    """Return the pipeline over these devices and its cuts; raises `InputError` if none fit."""
     options, workload, units = problem.options, problem.workload, problem.model.units
     pipeline = CheckpointedPipeline(
         model=problem.model,
@@ -121,7 +121,7 @@ def synchronous_cut(
 
 
 def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
-    """Return the devices to begin with; raises `InputError` where they are too few or lack a link to the first."""
+    """Return the initial devices; raises `InputError` for too few devices or a missing link to the first."""
     count = problem.options.stages or len(problem.devices)
     if count > len(problem.devices):
         raise InputError(f"{count} stages need {count} devices, there are {len(problem.devices)}", ("method", "stages"))
@@ -137,13 +137,13 @@ def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
 
 
 def devices_among(problem: Problem[StagesOptions], there: Collection[str]) -> tuple[DeviceSpec, ...]:
-    """Return the devices to go on with, of those that are there, in the scenario's order."""
+    """Return the usable devices among those present, in the scenario's order."""
     devices = [device for device in problem.devices if device.name in there]
     return tuple(devices[: min(problem.options.stages or len(devices), len(problem.model.units))])
 
 
 def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
-    """Return the stages that the cuts make, with the memory that each needs."""
+    """Return the stages made by the cuts, with the memory each needs."""
     return tuple(
         Piece(device=device.name, first=first, last=last, memory=chain.memory(stage, first, last))
         for stage, (device, (first, last)) in enumerate(zip(chain.devices, pairwise(cuts), strict=True))
@@ -151,7 +151,7 @@ def stage_pieces(chain: Chain, cuts: Cuts) -> tuple[Piece, ...]:
 
 
 class AsynchronousOptions(StagesOptions):
-    """Options of every method that trains asynchronously."""
+    """Options of every asynchronous training method."""
 
     in_flight: int | None = Field(
         None, ge=1, description="batches under way at once, at most; default, and never more than: one a stage"
@@ -168,27 +168,29 @@ class AsynchronousOptions(StagesOptions):
     copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
 
     def window(self, stages: int) -> int:
-        """Return how many batches are under way at once."""
+        """Return the number of batches under way at once."""
         return stages if self.in_flight is None else min(stages, self.in_flight)
 
     def chain_due(self, done: int) -> bool:
-        """Return whether each stage's units go to the next stages after ``done`` batches."""
+        """Return whether each stage's units are replicated to the next stages after ``done`` batches."""
         return is_due(done, self.chain_every)
 
     def global_due(self, done: int) -> bool:
-        """Return whether all units go to the coordinator after ``done`` batches."""
+        """Return whether all units are replicated to the coordinator after ``done`` batches."""
         return is_due(done, self.global_every)
 
     def keepers(self, stage: int, stages: int) -> list[int]:
-        """Return the stages that a stage's chain replica goes to; where fewer follow, the coordinator's is one."""
+        """Return the stages keeping a stage's chain replica; if too few follow, the coordinator's stage is
+        among them.
+        """
         following = list(range(stage + 1, min(stages, stage + 1 + self.copies)))
         return following if len(following) == self.copies or stage == 0 else [*following, 0]
 
 
 def stage_messages(problem: Problem[StagesOptions], plan: Plan, by_unit: bool = False) -> Iterator[PlannedMessage]:
-    """Yield the activations of whole batches, and the weights that the lead gives and gathers.
+    """Yield the activations of whole batches, and the weights sent and gathered by the coordinator.
 
-    ``by_unit``: given weights travel unit by unit, as gathered ones always do.
+    ``by_unit``: initial weights are sent unit by unit, as gathered ones always are.
     """
     model, lead = problem.model, plan.lead
     samples, share = problem.workload.batch_size, problem.options.shares[0]
@@ -206,7 +208,7 @@ def stage_messages(problem: Problem[StagesOptions], plan: Plan, by_unit: bool = 
 
 
 def replica_messages(problem: Problem[AsynchronousOptions], plan: Plan) -> Iterator[PlannedMessage]:
-    """Yield the replicas that stages send one another."""
+    """Yield the replicas stages send to one another."""
     if problem.options.chain_every:
         for stage, piece in enumerate(plan.pieces):
             for keeper in problem.options.keepers(stage, len(plan.pieces)):
@@ -214,7 +216,7 @@ def replica_messages(problem: Problem[AsynchronousOptions], plan: Plan) -> Itera
 
 
 def largest_unit(problem: Problem[StagesOptions], piece: Piece) -> float:
-    """Return the bytes of the largest state of a piece's units, which are sent one by one."""
+    """Return the bytes of the largest unit state in a part; units are sent one by one."""
     return max(costs.state_bytes([unit], problem.training) for unit in problem.model.units[piece.first : piece.last])
 
 
@@ -233,11 +235,12 @@ def pipeline_over(
     chain = options.chain_every > 0
 
     def extra(stage: int, start: int, end: int) -> float:
-        """Return the most bytes that replicas take.
+        """Return the maximum bytes of replicas on a stage.
 
-        A stage has its own units, and in a chain those of stages before, which the planner counts as all before its
-        own, of up to three points: the last one, the next, which is not complete yet, and where a repartition goes on
-        from. The first device has everything of two, and may have the last stage's units of one that is but a chain.
+        A stage has its own units, and in a chain those of previous stages, for which the planner counts all units
+        before its own. Up to three points are held: the last one, the next, still incomplete one, and the resume point
+        of a repartition. The first device has everything of two points, and may have the last stage's units of a chain
+        point.
         """
         if stage == 0:
             return (2 + chain) * costs.state_bytes(units, problem.training)
@@ -245,7 +248,7 @@ def pipeline_over(
         return points * costs.state_bytes(units[0 if chain else start : end], problem.training)
 
     def replicas(stage: int, start: int, end: int) -> dict[int, float]:
-        """Return the bytes of a stage's own units that go to the next stage and to the first, a batch's share."""
+        """Return the bytes of a stage's units sent to the next stage and to the first, divided by the interval."""
         state, sent = costs.state_bytes(units[start:end], problem.training), dict.fromkeys(range(len(names)), 0.0)
         if chain:
             for keeper in options.keepers(stage, len(names)):
@@ -271,7 +274,7 @@ def pipeline_over(
 
 
 class Partitioner(Generic[Known]):
-    """PipeDream's choice, and the hooks of every other: all devices count as equal, whatever the run shows."""
+    """PipeDream's partition, and the hooks of all others: equal devices, without adaptation to measurements."""
 
     admits = True
     """Whether a device that comes back, or stood by, may become a stage."""
@@ -282,11 +285,11 @@ class Partitioner(Generic[Known]):
         self.problem = problem
 
     def initial(self) -> StagePartition:
-        """Return the partition to begin with; raises `InputError` where there is none."""
+        """Return the initial partition; raises `InputError` if none fits."""
         return self.over([device.name for device in all_devices(self.problem)])
 
     def over(self, names: Sequence[str]) -> StagePartition:
-        """Return the partition over the first of these devices; raises `InputError` where none fits."""
+        """Return the partition over the first of these devices; raises `InputError` if none fits."""
         model, parts = self.problem.model, self.problem.model.untied_parts
         # Where no cut is possible for tied weights, planning for all devices fails and names them.
         possible = len(names) if parts == 1 else min(len(names), parts)
@@ -294,52 +297,52 @@ class Partitioner(Generic[Known]):
         return StagePartition(tuple(names[:count]), self.cut(self.pipeline(names[:count])))
 
     def cut(self, pipeline: AsynchronousPipeline) -> tuple[int, ...]:
-        """Return where to cut the model; raises `InputError` where nothing fits."""
+        """Return the cuts of the model; raises `InputError` if none fit."""
         return pipeline.least_bottleneck()
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return what is known of the pipeline over these devices."""
+        """Return the pipeline over these devices with current knowledge."""
         return pipeline_over(self.problem, names)
 
     def pieces(self, partition: StagePartition) -> tuple[Piece, ...]:
-        """Return the partition with the memory that each stage needs."""
+        """Return the partition with the memory each stage needs."""
         return stage_pieces(self.pipeline(partition.devices), partition.cuts)
 
     def after_loss(self, old: StagePartition, there: Sequence[str]) -> StagePartition:
-        """Return the partition over the devices that are there; raises `InputError` where there is none."""
+        """Return the partition over the present devices; raises `InputError` if none fits."""
         return self.over(there)
 
     def due(self, done: int) -> bool:
-        """Return whether a better partition is looked for after ``done`` batches."""
+        """Return whether repartitioning is considered after ``done`` batches."""
         options = self.problem.options
         return is_due(done, options.chain_every or options.global_every)
 
     def better(self, old: StagePartition, there: Sequence[str]) -> StagePartition | None:
-        """Return a partition that is worth changing to, or None: only for devices that have come."""
+        """Return a partition worth changing to, or None; the default reacts to new devices only."""
         if set(there) == set(old.devices):
             return None
         found = self.over(there)
         return None if len(found.devices) <= len(old.devices) else found
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
-        """Return the neighbours, both ways, whose link is yet to be measured."""
+        """Return the neighbour pairs, in both directions, with unmeasured links."""
         return []
 
     def profiled(self, profile: UnitTimes) -> None:
-        """Take in the seconds of each unit on the first device."""
+        """Store the measured seconds of each unit on the first device."""
 
     def observe(self, partition: StagePartition, times: Sequence[float | None]) -> None:
-        """Take in the mean seconds of a batch of each stage."""
+        """Store the mean seconds of a batch of each stage."""
 
     def measured(self, pair: Pair, rate: float) -> None:
-        """Take in the bit/s of a link."""
+        """Store the measured bit/s of a link."""
 
     def forget(self, one: str, other: str) -> None:
-        """Take back what was measured between two devices: it is so no more."""
+        """Discard the measurement between two devices because the link has changed."""
 
 
 def momentum_advice(problem: Problem[AsynchronousOptions], window: int) -> tuple[str, ...]:
-    """Say what momentum does to gradients that are some batches old; ``window``: batches under way at once."""
+    """Explain momentum with gradients several batches old; ``window`` is the number of batches under way."""
     share, old = problem.workload.training.optimizer.momentum, window - 1
     if not share or not old:
         return ()
@@ -351,7 +354,7 @@ def momentum_advice(problem: Problem[AsynchronousOptions], window: int) -> tuple
 
 
 class AsynchronousDetails(Details):
-    """What the plan of an asynchronous pipeline shows, with the devices as they are; in seconds of a batch."""
+    """Plan details of an asynchronous pipeline with actual device speeds, in seconds per batch."""
 
     model_config = ConfigDict(extra="forbid")
     in_flight: int
@@ -369,7 +372,7 @@ class AsynchronousDetails(Details):
 
 
 def as_given(problem: Problem[AsynchronousOptions], names: Sequence[str]) -> AsynchronousPipeline:
-    """Return the pipeline over these devices with the speeds that the scenario gives them."""
+    """Return the pipeline over these devices with the scenario's speeds."""
     devices = [problem.device(name) for name in names]
     known = capacities(devices, problem.model.units, problem.workload.batch_size)
     return pipeline_over(problem, names, capacities=known)

@@ -1,4 +1,4 @@
-"""The program of every device of a pipeline: one executor, with what distinguishes methods as its arguments."""
+"""The program of every device of a pipeline: one executor, with method-specific arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def run_synchronous(
 
 
 async def run_inference(device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int) -> None:
-    """Answer requests by stages without updates; those under way are sent again after a loss."""
+    """Answer requests by stages without updates; requests under way are sent again after a loss."""
 
     def serving(supervisor: Supervisor, recovery: FromCheckpoint, job: Job[StagesOptions]) -> Serving:
         return Serving(supervisor, job, in_flight)
@@ -89,7 +89,7 @@ async def _run_with_checkpoints(
     partition: PlanStages,
     work: Callable[[Supervisor, FromCheckpoint, Job[O]], ResumableWork],
 ) -> None:
-    """Coordinate on the plan's lead; be a stage there and elsewhere, with the state that the lead sends."""
+    """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
     problem, lead = job.problem, job.plan.lead
     async with _mailbox(device, job, kinds) as mailbox:
         holder = RoleHolder(mailbox, lead)
@@ -113,13 +113,13 @@ def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed
 
 
 async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float) -> Supervisor:
-    """Return what waits for the stages on the plan's lead; elsewhere be there for the lead until cancelled."""
+    """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
     problem, options = job.problem, job.problem.options
     if mailbox.device.name != job.plan.lead:
         await holder.serve()
 
     def backlog(part: Piece) -> float:
-        """Return how many bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
+        """Return the bytes a stage may be sending to the coordinator: a checkpoint, and inputs."""
         units = problem.model.units[part.first : part.last]
         return costs.state_bytes(units, problem.training) + problem.workload.batch_size * units[0].input_bytes
 
@@ -128,10 +128,10 @@ async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptio
 
 
 class ReplicatingMember:
-    """A device that keeps replicas, and becomes a stage when all stages have what they need.
+    """A device that keeps replicas, and becomes a stage once all stages have their units.
 
-    It fetches what it lacks. Between `Prepare` and `Commit` it has whatever it had before: others may fetch it, also
-    those of a later configuration if the preparation comes to nothing.
+    The device fetches missing units. Between `Prepare` and `Commit` it keeps all previous units for others to fetch,
+    also in a later configuration if this preparation fails.
     """
 
     def __init__(self, mailbox: Mailbox, job: Job[AsynchronousOptions]) -> None:
@@ -191,7 +191,7 @@ class ReplicatingMember:
         self._report()
 
     def _report(self) -> None:
-        """Report that all that the new configuration needs is here, once it is."""
+        """Report once that all units of the new configuration are present."""
         if not self._awaited:
             self.holder.ready()
 
@@ -217,7 +217,7 @@ class ReplicatingMember:
         self._mailbox.post(self._job.plan.lead, Measured(measure.configuration, measure.target, finite))
 
     def _acknowledged(self, peer: str, size: float, posted: float) -> None:
-        """Report, once, that a link does not do any more what was measured."""
+        """Report once that a link deviates from its measured rate."""
         watch = self._watches.get(peer)
         if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
             del self._watches[peer]
@@ -225,7 +225,7 @@ class ReplicatingMember:
 
 
 def _steps(job: Job) -> int:
-    """Return the training steps of the whole workload."""
+    """Return the total training steps of the workload."""
     workload = job.problem.workload
     if workload.task != "train":
         return 0
@@ -234,6 +234,6 @@ def _steps(job: Job) -> int:
 
 
 def configure_stage(supervisor: Supervisor, steps: int, part: Piece, state: State | None) -> Configure:
-    """Return the message that makes a device a stage, with its units of a state; None: from the seed."""
+    """Return the message making a device a stage, with its units of a state; None draws them from the seed."""
     given = {} if state is None else restrict(state, part.first, part.last)
     return Configure(supervisor.mailbox.configuration, supervisor.stages, steps, state is not None, given)

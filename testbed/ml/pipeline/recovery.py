@@ -1,10 +1,10 @@
-"""Recovery from replicas: every change of the partition goes the same way, after a failure or without one.
+"""Recovery from replicas: one procedure for every change of the partition, with or without a failure.
 
-A new configuration is opened and all devices say which units they have of which state. The newest state of which every
-unit is somewhere is gone on from; after a drain that is the present one, after a failure that of the last replication.
-Each stage learns which units it lacks and who has them, fetches them and says so; once all have, the coordinator
-commits, and training begins again with the first batch that this state does not contain. Until then all keep what they
-have, so a failure in between only means another try.
+The coordinator opens a new configuration, and all devices report their units by state. Training resumes from the newest
+state for which every unit exists: the current one after a drain, that of the last replication after a failure. Each
+stage receives the list of its missing units and their holders, fetches them and reports; once all have reported, the
+coordinator commits, and training continues with the first batch not included in the state. Until then all devices keep
+their units, so a failure in between only leads to another attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from testbed.wire.message import Message
 
 
 class KnownPoints:
-    """Follows the replications: which points count, are safe, or are here as a whole; has all others freed."""
+    """Tracks replications: which points are valid, safe, or complete on this device; frees all others."""
 
     def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
         self.lineage = Lineage()
@@ -53,32 +53,32 @@ class KnownPoints:
         self._mailbox.on(Replicated, self._note)
 
     def branch(self, step: int) -> None:
-        """Go on from a step in the present configuration: what came after it counts no more."""
+        """Continue from a step in the current configuration; later points become void."""
         self.lineage = self.lineage.branch(step, self._mailbox.configuration)
         self.safe, self.whole = (point if point in self.lineage else BEGINNING for point in (self.safe, self.whole))
         self._replicated.clear()
 
     def needed(self, device: str, points: Collection[Point]) -> list[tuple[int, int]]:
-        """Return what a device is to keep, as it travels: these, and here the newest whole one."""
+        """Return the points a device must keep, in message form: the given ones, and the newest complete one here."""
         kept = {*points, self.whole} if device == self._device.name else {*points}
         return [(point.configuration, point.step) for point in sorted(kept)]
 
     def has_all(self, step: int) -> bool:
-        """Return whether every unit as it is after a step is here."""
+        """Return whether every unit after a step is on this device."""
         return self._is_whole(self.lineage.point(step))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the newest weights that are here as a whole; none before any are."""
+        """Return the newest complete weights on this device; empty if none are complete."""
         point = self._newest_whole()
         return {} if point is None else result_of(self._replicas.state(point, range(self._units)))
 
     async def save(self, partition: StagePartition) -> None:
-        """Write to the disk how training stands, beside the replicas."""
+        """Write the training progress to the disk, beside the replicas."""
         fields = {"begun": self.lineage.begun, "devices": partition.devices, "cuts": partition.cuts}
         await self._device.save("training", Message("training", fields))
 
     def remember(self) -> StagePartition | None:
-        """Read what a former program of this device has left on the disk; return the partition, if there is any."""
+        """Read the progress a previous program of this device left on the disk; return the partition, if any."""
         training, replicas = self._device.saved("training"), self._device.saved("replicas")
         if training is None:
             return None
@@ -89,7 +89,7 @@ class KnownPoints:
         return StagePartition(tuple(training["devices"]), tuple(training["cuts"]))
 
     def _note(self, replicated: Replicated) -> None:
-        """Once all stages have their units replicated, older points are needed no more."""
+        """Release older points once all stages have replicated their units."""
         point = Point(self._mailbox.configuration, replicated.step)
         having = self._replicated.setdefault(replicated.step, set())
         having.add(replicated.sender)
@@ -107,7 +107,7 @@ class KnownPoints:
         return len(self._replicas.units(point)) == self._units
 
     def _newest_whole(self) -> Point | None:
-        """Return the newest point that still counts of which every unit is here."""
+        """Return the newest valid point with every unit on this device."""
         whole = [point for point in self._replicas.points() if self._is_whole(point)]
         return max((point for point in whole if point in self.lineage), key=lambda point: point.step, default=None)
 
@@ -117,7 +117,7 @@ FROM_BEGINNING = RestorePlan(BEGINNING, {})
 
 @dataclass(frozen=True)
 class Configuration:
-    """The stages and the state that they begin with."""
+    """The stages and the state they begin with."""
 
     partition: StagePartition
     restore: RestorePlan = FROM_BEGINNING
@@ -126,10 +126,10 @@ class Configuration:
 
 
 class Standby:
-    """Devices without a stage: which of them may become one.
+    """Devices without a stage, and which of them may become one.
 
-    A device that was lost in silence and has the same incarnation again did not die: it is slow, or was cut off. It
-    is of use once the links of all its neighbours reach it.
+    A device lost in silence and present with the same incarnation did not crash: it was slow or cut off. The device
+    becomes usable once the links of all its neighbours reach it.
     """
 
     def __init__(self, members: Membership, admits: bool) -> None:
@@ -140,39 +140,39 @@ class Standby:
         self._reachable: set[str] = set()
 
     def lose(self, names: Collection[str], known: Mapping[str, float]) -> None:
-        """Note devices that were lost in silence; ``known`` are the incarnations that had stages."""
+        """Record devices lost in silence; ``known`` are the incarnations of devices with stages."""
         self._silenced.update({name: known[name] for name in names if name in known})
         self._reachable.difference_update(names)
 
     def reached(self, device: str) -> None:
-        """Let a device be a stage again, now that all its neighbours would be reached."""
+        """Make a device available again after all its neighbours have reached it."""
         self._reachable.add(device)
         if device in self._members.excluded:
             self._members.excluded.discard(device)
             self._members.joiners.add(device)
 
     def admit_all(self) -> None:
-        """Let all devices be stages again."""
+        """Make all devices available again."""
         self._reachable |= self._silenced.keys()
 
     def doubted(self, names: Collection[str]) -> set[str]:
-        """Return the devices of which it is not known whether they are of use by now."""
+        """Return the devices whose availability is unknown."""
         return {name for name in names if self._survived(name)} - self._reachable
 
     def untested(self) -> set[str]:
-        """Return the devices whose links are to be measured: cut off from others, or too slow."""
+        """Return the devices with links to be measured: cut off from others, or too slow."""
         if not self._admits:
             return set()
         return self._members.excluded | {name for name in self._members.joiners if self._survived(name)}
 
     def joiners(self) -> set[str]:
-        """Return the devices that may become stages."""
+        """Return the devices eligible to become stages."""
         if not self._admits:
             return set()
         return self._members.joiners - self.doubted(self._members.joiners)
 
     def _survived(self, name: str) -> bool:
-        """Return whether a device is the one that was lost in silence."""
+        """Return whether a device lost in silence has kept its memory."""
         return name in self._silenced and self._members.present.get(name) == self._silenced[name]
 
 
@@ -187,7 +187,7 @@ class FromReplicas:
         job: Job[AsynchronousOptions],
         steps: int,
     ) -> None:
-        """``steps`` are those of the whole training. The device exposes the newest state that it has as a whole."""
+        """``steps`` is the length of the training. The device exposes its newest complete state."""
         problem, pieces = job.problem, job.plan.pieces
         units = len(problem.model.units)
         planned = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
@@ -215,16 +215,16 @@ class FromReplicas:
 
     @property
     def partition(self) -> StagePartition:
-        """The present stages."""
+        """The current stages."""
         return self._configuration.partition
 
     @property
     def start(self) -> int:
-        """The step that the present configuration began with."""
+        """The first step of the current configuration."""
         return self._configuration.restore.point.step
 
     async def begin(self) -> None:
-        """Open the first configuration; after a death of this device, go on where its program was before."""
+        """Open the first configuration; after a crash of this device, continue from the state on its disk."""
         remembered = self.points.remember()
         if remembered is not None:
             self._configuration = Configuration(remembered)
@@ -241,7 +241,7 @@ class FromReplicas:
         self._resume()
 
     async def establish(self) -> None:
-        """Have every stage fetch what it lacks; commit once all have it."""
+        """Make every stage fetch its missing units; commit once all are complete."""
         supervisor, number = self._supervisor, self._mailbox.configuration
         restore = self._configuration.restore
         point = restore.point
@@ -265,7 +265,7 @@ class FromReplicas:
             self._mailbox.post(part.device, commit)
 
     async def recover(self, lost: Lost, start: int) -> None:
-        """Find out who has what, choose the state to go on from and the stages to go on with."""
+        """Collect the inventories, and choose the state and stages to resume with."""
         supervisor = self._supervisor
         self._detected(lost)
         known = dict(self._members.known)
@@ -278,10 +278,10 @@ class FromReplicas:
         self._resume()
 
     async def returned(self, lost: Lost) -> bool:
-        """Wait for devices that are but silent; say whether all are there again as they were.
+        """Wait for silent devices; return whether all are present again with their memory.
 
-        Then nothing is undone and nothing moves: training goes on with the batch whose gradients did not come, the
-        first case of the paper's fault handler.
+        Then nothing is undone and nothing is moved: training continues with the batch lacking gradients, the first case
+        of the paper's fault handler.
         """
         supervisor, members, window = self._supervisor, self._members, self._supervisor.timeouts.return_window
         if lost.cut or lost.back or not lost.missing or not window:
@@ -307,7 +307,7 @@ class FromReplicas:
             self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
 
     async def _select(self) -> StagePartition:
-        """Ask for devices, and return a partition over those that say in time that they are there."""
+        """Invite devices, and return a partition over those answering in time."""
         members, seconds = self._members, self._problem.options.selection
         await members.gather(dict.fromkeys(members.others, self._device.now() + seconds), greeted=True)
         there = {self._device.name, *members.present}
@@ -319,7 +319,10 @@ class FromReplicas:
         return self._fitting(self._partitioner.over, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
-        """Open a configuration without a failure; return who is there, in order. Raises `Lost` where a stage is not."""
+        """Open a configuration without a failure; return the present devices in order.
+
+        Raises `Lost` for a missing stage.
+        """
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._gather(names, self._supervisor.patience)
         there = self._there()
@@ -329,7 +332,7 @@ class FromReplicas:
         return there
 
     def take_up(self, partition: StagePartition) -> None:
-        """Make a partition the one to be established, from the newest state of which every unit is somewhere."""
+        """Adopt a partition to be established, from the newest complete state."""
         members = self._members
         inventory: dict[str, Held] = {self._device.name: self._replicas.inventory()}
         for name, answer in members.answers.items():
@@ -347,7 +350,7 @@ class FromReplicas:
             members.joiners = members.answers.keys() - set(partition.devices) - members.excluded
 
     def _resume(self) -> None:
-        """Choose the state to go on from and the stages to go on with, among the devices that have answered."""
+        """Choose the state and the stages to resume with, among the answering devices."""
         partition, there = self._after_loss()
         present = self._present(there)
         # A device that no configuration has reached yet has nothing to lose: it counts as it is.
@@ -360,13 +363,15 @@ class FromReplicas:
         self._device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=stages)
 
     async def _gather(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
-        """Ask all what they have; wait so long for these, and for missing ones as long as they may be away."""
+        """Request all inventories; wait up to a time limit for these devices, and for missing ones up to
+        their window.
+        """
         now = self._device.now()
         returning = now + self._supervisor.timeouts.return_window
         await self._members.gather(dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning))
 
     def _there(self) -> list[str]:
-        """Return the devices that can be stages, in the order of the scenario."""
+        """Return the devices eligible as stages, in the scenario's order."""
         there = {self._device.name, *self._members.answers} - self._members.excluded
         there -= self.standby.doubted(there)
         if not self._partitioner.admits:
@@ -374,17 +379,18 @@ class FromReplicas:
         return self.ordered(there)
 
     def ordered(self, names: Collection[str]) -> list[str]:
-        """Return devices in the order of the scenario."""
+        """Return devices in the scenario's order."""
         return [spec.name for spec in self._problem.devices if spec.name in names]
 
     def _present(self, names: Collection[str]) -> dict[str, float]:
-        """Return the incarnations of devices that are there."""
+        """Return the incarnations of present devices."""
         return {name: self._members.present.get(name, self._supervisor.presence.incarnation) for name in names}
 
     def _after_loss(self) -> tuple[StagePartition, list[str]]:
-        """Return the stages to go on with, and who is there.
+        """Return the stages to resume with, and the present devices.
 
-        The stages are the same if all are there, else what the method makes of those that are.
+        The stages are unchanged if all their devices are present; otherwise the method chooses stages among the present
+        devices.
         """
         there = self._there()
         if set(self.partition.devices) <= set(there):

@@ -1,4 +1,6 @@
-"""One stage of a pipeline in one configuration: it takes what arrives, computes, hands on, by any schedule.
+"""One stage of a pipeline in one configuration: receives inputs, computes, and forwards results by any schedule.
+
+An `UpdatePolicy` provides the differences between synchronous and asynchronous training.
 
 What distinguishes synchronous from asynchronous training is the `UpdatePolicy` that a stage is given.
 """
@@ -39,7 +41,7 @@ SPANS: dict[Purpose, str] = {"train": "forward", "evaluate": "evaluate", "infer"
 
 @dataclass(frozen=True)
 class StagePosition:
-    """Where a stage stands in one configuration."""
+    """The position of a stage in one configuration."""
 
     configuration: int
     coordinator: str
@@ -50,24 +52,24 @@ class StagePosition:
 
     @staticmethod
     def from_message(device: str, coordinator: str, message: Configure | Prepare) -> StagePosition:
-        """Return where a device stands by what the coordinator sent it."""
+        """Return the position a device was given in the coordinator's message."""
         index = [name for name, _, _ in message.stages].index(device)
         return StagePosition(message.configuration, coordinator, message.stages, index, message.steps)
 
     @property
     def units(self) -> tuple[int, int]:
-        """First unit, and the one after the last."""
+        """First unit and last unit (exclusive)."""
         _, first, last = self.stages[self.index]
         return first, last
 
     def holders(self, model: Model) -> list[list[int]]:
-        """Return the stages that use each of the model's tied weights."""
+        """Return the stages using each of the model's tied weights."""
         cuts = [first for _, first, _ in self.stages]
         return [tied.holders(cuts) for tied in model.tied]
 
     @property
     def before(self) -> str | None:
-        """The device of the stage before; None for the first."""
+        """The device of the previous stage; None for the first."""
         return self.stages[self.index - 1][0] if self.index else None
 
     @property
@@ -77,10 +79,10 @@ class StagePosition:
 
 
 class Stage:
-    """A `testbed.messaging.membership.Role`; lives as long as its configuration.
+    """A `testbed.messaging.membership.Role` bound to one configuration.
 
-    What arrives decides what it does: a micro-batch of training begins a piece of training, which ``train`` is called
-    for with the first activation still in the mailbox; any other is forwarded in the order of arrival.
+    Messages trigger the work: a micro-batch of training starts a run of training, for which ``train`` is called with
+    the first activation still in the mailbox; other micro-batches are forwarded in the order of arrival.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Stage:
         state: State | None = None,
         updates: Callable[[Stage], UpdatePolicy] | None = None,
     ) -> None:
-        """Without ``updates`` there is no training."""
+        """``updates`` is required for training."""
         self.state = state
         """What it begins with; None: the seed's."""
         self.position = position
@@ -120,11 +122,11 @@ class Stage:
 
     @property
     def copy_cost(self) -> Cost:
-        """What copying its whole state costs."""
+        """Cost of copying the complete state."""
         return costs.copy(self.units, self.problem.training)
 
     async def serve(self) -> None:
-        """Train and forward whatever arrives, until cancelled."""
+        """Train and forward incoming micro-batches until cancelled."""
         while True:
             first = await self.mailbox.peek(Activation)
             if first.work == "train":
@@ -134,7 +136,7 @@ class Stage:
                 await self._forward_only(await self.mailbox.take(Activation))
 
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
-        """Do a piece of work on the device's processor, and count it."""
+        """Compute on the device's processor and count the operation."""
         self.computing = True
         try:
             return await self.device.compute(work, cost, span)
@@ -143,12 +145,12 @@ class Stage:
             self.actions += 1
 
     async def timed(self, work: Callable[[], T], cost: Cost, span: Span) -> tuple[T, float]:
-        """Compute; return the result and the seconds that it took."""
+        """Compute; return the result and the seconds taken."""
         begun = self.device.now()
         return await self.compute(work, cost, span), self.device.now() - begun
 
     async def _forward_only(self, given: Activation) -> None:
-        """Pass one micro-batch through; the last stage hands the outputs to the coordinator."""
+        """Forward one micro-batch; the last stage sends the outputs to the coordinator."""
         inputs, position = given.tensor, self.position
         cost, span = costs.forward(self.units, len(inputs)), Span(SPANS[given.work], given.batch)
         outputs = await self.compute(lambda: self.shard.infer(inputs), cost, span)
@@ -160,7 +162,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Passage:
-    """One micro-batch that a stage has forwarded and not yet done backward."""
+    """One micro-batch with a completed forward and a pending backward."""
 
     batch: int
     micro: int
@@ -182,7 +184,7 @@ BatchNews = tuple[Times, float]
 
 
 class UpdatePolicy(Protocol):
-    """When weights change, and which of them a micro-batch meets."""
+    """Determines when weights change, and which version a micro-batch uses."""
 
     recompute: bool
     """Whether all stages but the last keep no activations, and forward a second time before backward."""
@@ -190,29 +192,29 @@ class UpdatePolicy(Protocol):
     """Whether a batch passes as one, so that spans need no number of a micro-batch."""
 
     async def train(self, first: Activation) -> None:
-        """Do the piece of training that a first micro-batch begins, by handing `run_schedule` its schedule."""
+        """Do the training started by a first micro-batch, by calling `run_schedule` with a schedule."""
 
     async def arrival(self, number: int) -> Activation | None:
-        """Return the inputs of the ``number``-th forward; None where it does not come, nor any after it."""
+        """Return the inputs of the ``number``-th forward; None if no more micro-batches will arrive."""
 
     def version(self, batch: int) -> int | None:
-        """Return which version of the weights a batch meets; None: the newest, there being no other."""
+        """Return the version of the weights for a batch; None selects the newest."""
 
     def forward_done(self, passage: Passage) -> None:
-        """Take note of a forward that is done and handed on."""
+        """Handle a completed forward whose output was sent."""
 
     def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews | None:
-        """Take note of a backward that is done; return what travels with the gradient to the stage before.
+        """Handle a completed backward; return the fields sent with the gradient to the previous stage.
 
-        ``given`` is the message of the stage after, if there is one.
+        ``given`` is the message of the next stage, if any.
         """
 
     async def update(self, number: int) -> None:
-        """Carry out the schedule's update of that number."""
+        """Execute the schedule's update of this number."""
 
 
 async def run_schedule(stage: Stage, policy: UpdatePolicy, actions: Iterable[Action]) -> None:
-    """Carry out all actions in their order; end earlier where forwards cease to come and all that came are updated."""
+    """Execute all actions in order; stop early once no more forwards arrive and all received ones are updated."""
     executor = _Executor(stage, policy)
     ended = False
     for action in actions:
@@ -227,7 +229,7 @@ async def run_schedule(stage: Stage, policy: UpdatePolicy, actions: Iterable[Act
 
 
 class _Executor:
-    """Waits for what each action needs and hands on what it makes."""
+    """Waits for the inputs of each action and sends its results."""
 
     def __init__(self, stage: Stage, policy: UpdatePolicy) -> None:
         self._stage = stage
@@ -236,7 +238,7 @@ class _Executor:
         self._labels: Labels | None = None
 
     async def forward(self, number: int) -> bool:
-        """Do one forward; return whether there was one to do."""
+        """Execute one forward; return whether its input arrived."""
         stage, policy = self._stage, self._policy
         given = await policy.arrival(number)
         if given is None:
@@ -267,7 +269,7 @@ class _Executor:
         return self._labels.tensor
 
     async def backward(self, number: int) -> None:
-        """Do one backward, with the gradient of the stage after or with that of the loss."""
+        """Execute one backward, with the gradient of the next stage or of the loss."""
         stage, policy = self._stage, self._policy
         passage = self.under_way[number]
         given: Gradient | None = None

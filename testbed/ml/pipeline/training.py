@@ -1,7 +1,7 @@
-"""What the coordinator of a training does: feeds the pipeline, records what is done, evaluates, changes the partition.
+"""The coordinator's side of training: feeding the pipeline, recording steps, evaluating, repartitioning.
 
-A step is recorded at the instant at which the first stage, on the same device, reports its update: before any state
-that contains it can leave that device, so that nothing is gone on from that was not recorded.
+A step is recorded when the first stage, on the same device, reports its update. A state containing the update can leave
+the device only later, so training never resumes from an unrecorded step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from testbed.ml.training.stopping import Stopping
 
 
 class Evaluations:
-    """Tries the model on the test data now and then; what comes of it decides what the device exposes, and the end."""
+    """Evaluates the model periodically; the results decide the exposed weights and early stopping."""
 
     def __init__(
         self, supervisor: Supervisor, job: Job, steps: int, whole: Callable[[int], bool], weights: Callable[[], State]
     ) -> None:
-        """``whole`` says whether the state after a step is here as a whole, ``weights`` returns the newest that are."""
+        """``whole`` returns whether the state after a step is complete here, ``weights`` the newest
+        complete weights.
+        """
         assert job.dataset is not None
         self.stopping = Stopping(job.problem.training)
         self._supervisor = supervisor
@@ -43,7 +45,10 @@ class Evaluations:
         supervisor.device.expose(lambda: self.stopping.result(weights()))
 
     async def make(self, step: int) -> bool:
-        """Evaluate after a step; wait for its state where that is the last or may be. Return whether to go on."""
+        """Evaluate after a step, waiting for its state if the step is or may be the last.
+
+        Return whether to continue.
+        """
         if step == self._steps or self._training.part.judged:
             await self._supervisor.until(lambda: self._whole(step))
         fields = await evaluate(self._supervisor, step, self._tests, self._training)
@@ -52,7 +57,7 @@ class Evaluations:
 
 
 class SynchronousTrainer:
-    """A `testbed.messaging.supervision.ResumableWork`: one step after the other, checkpoints in between."""
+    """A `testbed.messaging.supervision.ResumableWork`: one step after the other, with checkpoints in between."""
 
     def __init__(self, supervisor: Supervisor, recovery: FromCheckpoint, job: Job[SynchronousOptions]) -> None:
         assert job.dataset is not None
@@ -70,11 +75,11 @@ class SynchronousTrainer:
 
     @property
     def start(self) -> int:
-        """The step to go on with."""
+        """The step to resume with."""
         return self._recovery.checkpoint.step
 
     async def run(self) -> None:
-        """Train from the last checkpoint to the end, gather the weights, evaluate. Raises `Lost`."""
+        """Train from the last checkpoint to the end, gather the weights and evaluate. Raises `Lost`."""
         steps, due, now = self._training.steps, self._due, self._supervisor.device.now
         if not self.start:
             self._training.record_left_out(self._supervisor.device)
@@ -95,7 +100,7 @@ class SynchronousTrainer:
         return self._recovery.checkpoint.step == step
 
     async def _step(self, step: int) -> None:
-        """Feed one batch in, wait for its loss and for the first stage's update, which is the last of all."""
+        """Feed one batch; wait for its loss and for the first stage's update, which ends the step."""
         supervisor, mailbox = self._supervisor, self._supervisor.mailbox
         images, labels = self._training.batch(step)
         samples = len(labels)
@@ -109,7 +114,7 @@ class SynchronousTrainer:
         await supervisor.until(lambda: len(self._reports) == 2)
 
     def _report(self, report: Loss | Updated) -> None:
-        """Record the present step once both its loss and its update are there."""
+        """Record the current step once both its loss and its update have arrived."""
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
         if loss is not None and loss.loss is not None and len(self._reports) == 2:
@@ -124,7 +129,7 @@ class SynchronousTrainer:
 
 @dataclass(frozen=True)
 class Feeding:
-    """The pipeline is filled, from a batch on."""
+    """State: the pipeline is being filled, starting with a batch."""
 
     first: int
     draining: float = 0.0
@@ -133,7 +138,7 @@ class Feeding:
 
 @dataclass(frozen=True)
 class Draining:
-    """The pipeline runs empty: all batches before ``end`` are under way or done."""
+    """State: the pipeline runs empty; all batches before ``end`` are under way or done."""
 
     done: int
     """The first batch that is not done on all stages."""
@@ -145,7 +150,7 @@ class Draining:
 
 @dataclass(frozen=True)
 class Reconfiguring:
-    """The pipeline is empty and is given another partition."""
+    """State: the pipeline is empty and receives another partition."""
 
     step: int
     wanted: StagePartition
@@ -182,11 +187,11 @@ class AsynchronousTrainer:
 
     @property
     def start(self) -> int:
-        """The step to go on with."""
+        """The step to resume with."""
         return self._recovery.start
 
     async def run(self) -> None:
-        """Train to the last batch, evaluate in between and at the end. Raises `Lost`."""
+        """Train to the last batch, evaluating in between and at the end. Raises `Lost`."""
         if not self.start:
             self._warn()
             self._training.record_left_out(self._device)
@@ -200,17 +205,17 @@ class AsynchronousTrainer:
                 state = await self._reconfigure(state)
 
     def _warn(self) -> None:
-        """Record what momentum does to gradients that are some batches old."""
+        """Record a warning about momentum with gradients several batches old."""
         for text in momentum_advice(self._problem, self._window):
             self._device.record("log", text=text)
 
     @property
     def _window(self) -> int:
-        """Batches in the pipeline at once, at most."""
+        """Maximum number of batches in the pipeline."""
         return self._problem.options.window(len(self._supervisor.layout))
 
     async def _feed(self, state: Feeding) -> Draining | Reconfiguring | Feeding | None:
-        """Feed batches until the training ends, is to be evaluated, or may continue with other stages."""
+        """Feed batches until the end of training, the next evaluation, or a possible repartition."""
         first = state.first
         if first == self._training.steps:
             await self._evaluations.make(first)
@@ -241,18 +246,17 @@ class AsynchronousTrainer:
                     return self._end(done, fed, wanted)
 
     async def _measured_better(self) -> StagePartition | None:
-        """Measure the times and links that the choice of a partition lacks; return a better partition, if any."""
+        """Measure the times and links missing for the choice of a partition; return a better partition, if any."""
         if not self._survey.lacking or self._recovery.recovering:
             return None
         await self._survey.learn()
         return self._better()
 
     def _ends(self, first: int, batch: int) -> bool:
-        """Return whether the pipeline has to run empty before a batch."""
+        """Return whether the pipeline must run empty before a batch."""
         return batch == self._training.steps or (batch > first and self._evaluates(batch))
 
     def _post(self, batch: int, first: bool) -> None:
-        """Send a batch into the pipeline."""
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
@@ -260,13 +264,13 @@ class AsynchronousTrainer:
         self._mailbox.post(layout[0].device, activation)
 
     def _end(self, done: int, end: int, wanted: StagePartition | None = None) -> Draining:
-        """Let the pipeline run empty before batch ``end``."""
+        """Make the pipeline run empty before batch ``end``."""
         now = self._device.now()
         self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, end))
         return Draining(done, end, wanted, now)
 
     async def _drain(self, state: Draining) -> Reconfiguring | Feeding | None:
-        """Wait for the batches that are under way."""
+        """Wait for the batches under way."""
         wanted = state.wanted
         for batch in range(state.done, state.end):
             await self._until_done(batch)
@@ -280,7 +284,7 @@ class AsynchronousTrainer:
     async def _after_draining(
         self, step: int, wanted: StagePartition | None, draining: float
     ) -> Reconfiguring | Feeding | None:
-        """Evaluate if it is time; return the next state, None where training stops."""
+        """Run a due evaluation; return the next state, None at the end of training."""
         if self._evaluates(step):
             self._evaluated = step
             if not await self._evaluations.make(step):
@@ -291,7 +295,7 @@ class AsynchronousTrainer:
         return Reconfiguring(step, wanted, draining)
 
     async def _reconfigure(self, state: Reconfiguring) -> Feeding:
-        """Change to another partition; raises `Lost` when a stage is not there any more."""
+        """Change to another partition; raises `Lost` if a stage is absent."""
         recovery = self._recovery
         before = recovery.partition
         begun = self._device.now()
@@ -308,7 +312,7 @@ class AsynchronousTrainer:
         return Feeding(self.start, state.draining)
 
     def _record(self, updated: Updated) -> None:
-        """Record a batch that is done on all stages, the first one's update being the last of all."""
+        """Record a batch done on all stages; the first stage's update is the last."""
         assert updated.times is not None
         assert updated.loss is not None
         batch = updated.batch
@@ -322,7 +326,7 @@ class AsynchronousTrainer:
             self._device.record("recovery", phase="trained", step=batch)
 
     async def _until_done(self, batch: int) -> None:
-        """Wait until a batch is done, for as long as nobody is really lost. Raises `Lost`."""
+        """Wait until a batch is done, unless a device is lost. Raises `Lost`."""
         while True:
             try:
                 return await self._supervisor.until(lambda: self._done > batch)
@@ -334,17 +338,17 @@ class AsynchronousTrainer:
         return self._due(step, self._device.now()) and step not in (self._evaluated, self._training.steps)
 
     def _reconsiders(self, done: int, fed: int) -> bool:
-        """Have links to standby devices measured; return whether the partition is to be chosen again after a batch."""
+        """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
         due = self._partitioner.due(done)
         self._survey.look(again=due)
         return due and fed < self._training.steps
 
     def _better(self) -> StagePartition | None:
-        """Return the partition that is worth changing to now; None where there is none."""
+        """Return the partition worth changing to now, if any."""
         partition = self._recovery.partition
         there = {*partition.devices, *self._recovery.standby.joiners()}
         return self._partitioner.better(partition, self._recovery.ordered(there))
 
     def _known_better(self) -> StagePartition | None:
-        """Return the same; None while something that the choice needs is not known."""
+        """Return the partition worth changing to; None while measurements for the choice are missing."""
         return None if self._survey.lacking else self._better()

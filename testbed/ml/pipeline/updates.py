@@ -1,4 +1,4 @@
-"""When weights change: the two `testbed.ml.pipeline.stage.UpdatePolicy`s, once a step or after every batch."""
+"""Weight updates: the two `testbed.ml.pipeline.stage.UpdatePolicy` classes, once a step or after every batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SynchronousUpdates:
         """The checkpoint that is being sent."""
 
     async def train(self, first: Activation) -> None:
-        """Do the training step that a first micro-batch begins."""
+        """Do the training step started by a first micro-batch."""
         self._batch, self._loss = first.batch, 0.0
         position = self._stage.position
         actions = self._schedule(len(position.stages), position.index, first.micros)
@@ -64,17 +64,17 @@ class SynchronousUpdates:
         return await self._stage.mailbox.take(Activation, ("train", self._batch, number))
 
     def version(self, batch: int) -> None:
-        """All micro-batches meet the newest weights."""
+        """All micro-batches use the newest weights."""
 
     def forward_done(self, passage: Passage) -> None:
         """Add to the loss of the batch."""
         self._loss += passage.loss
 
     def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> None:
-        """The gradient is added up in the shard; there is nothing else to do."""
+        """The shard accumulates the gradient; no further action is needed."""
 
     async def update(self, number: int) -> None:
-        """Take an optimizer step, report it to the coordinator, and make a checkpoint when it is time."""
+        """Take an optimizer step, report to the coordinator, and make a checkpoint if due."""
         stage, position, batch = self._stage, self._stage.position, self._batch
         if position.after is None:
             stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
@@ -89,9 +89,9 @@ class SynchronousUpdates:
             stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
 
     async def _add_tied(self, batch: int) -> None:
-        """Give every stage the whole gradient of the weights that several stages use, whose copies so stay equal.
+        """Distribute the complete gradients of weights shared by stages, so their copies stay equal.
 
-        The first stage with such a weight adds up the gradients of all, in their order.
+        The first stage using such a weight sums the gradients of all stages in order.
         """
         model, position = self._stage.problem.model, self._stage.position
         own: list[tuple[int, list[str]]] = []
@@ -118,7 +118,7 @@ class SynchronousUpdates:
         self._stage.mailbox.post(device, message)
 
     async def _sum_tied(self, batch: int, index: int, others: Sequence[str]) -> None:
-        """Add the gradients of other stages to the own one, and send them the sum."""
+        """Add the gradients of other stages to the local one, and send them the sum."""
         stage, tied = self._stage, self._stage.problem.model.tied[index]
         total = stage.shard.gradient(tied)
         for other in others:
@@ -129,9 +129,9 @@ class SynchronousUpdates:
             self._send_tied(other, batch, index, total)
 
     async def _norms(self, batch: int) -> torch.Tensor | None:
-        """Return the norms of the gradients of all stages, where gradients are clipped by them: down the row and back.
+        """Return the gradient norms of all stages if gradients are clipped by norm, exchanged down the row and back.
 
-        They are added up in the order of the model wherever it is cut, so clipping is the same to the bit.
+        Norms are summed in the order of the model for any cuts, so clipping is bitwise independent of the cuts.
         """
         stage, position, clip = self._stage, self._stage.position, self._stage.problem.workload.training.clip
         if clip is None or clip.norm is None or len(position.stages) == 1:
@@ -150,9 +150,9 @@ class SynchronousUpdates:
         return norms
 
     async def _checkpoint(self, batch: int) -> None:
-        """Copy the state as it is after this step; send it while training goes on.
+        """Copy the state after this step; send the copy while training continues.
 
-        One that is still being sent is waited for first: a link too slow for the checkpoints slows training down
+        A previous checkpoint still being sent is awaited first: links too slow for the checkpoints slow training down
         instead of filling the memory.
         """
         stage = self._stage
@@ -162,7 +162,7 @@ class SynchronousUpdates:
         self._sending = stage.mailbox.start_in_configuration(self._send(batch + 1, state))
 
     async def _send(self, step: int, state: State) -> None:
-        """Send a state unit by unit, so that gradients to the same device find their way in between."""
+        """Send a state unit by unit, so gradients to the same device are interleaved."""
         position = self._stage.position
         for unit in range(*position.units):
             piece = restrict(state, unit, unit + 1)
@@ -172,9 +172,9 @@ class SynchronousUpdates:
 class AsynchronousUpdates:
     """An update after every batch, with weight stashing and vertical sync.
 
-    Trains in stretches: from a batch that fills the empty pipeline to the end that drains it again. Within a stretch
-    forwards and backwards alternate strictly, so which version a batch meets depends on its number alone and never on
-    the time that anything takes.
+    Training proceeds in stretches: from a batch filling the empty pipeline to the end draining it again. Within a
+    stretch forwards and backwards alternate strictly, so the version used by a batch depends on its number alone,
+    independent of timing.
     """
 
     recompute = False
@@ -205,7 +205,7 @@ class AsynchronousUpdates:
         """Versions that batches under way have met, at most."""
 
     async def train(self, first: Activation) -> None:
-        """Go through the stretch that a batch begins."""
+        """Train the stretch a batch begins."""
         position = self._stage.position
         self._base = first.batch
         self._stage.shard.versions.restart(self._base)
@@ -215,7 +215,7 @@ class AsynchronousUpdates:
         await self._drained()
 
     async def arrival(self, number: int) -> Activation | None:
-        """Return a batch of this stretch; None, and hand that on, where its end comes instead."""
+        """Return a batch of this stretch, or forward its end to the next stage and return None."""
         batch, position = self._base + number, self._stage.position
         arrived = await self._stage.mailbox.take((Activation, End), ("train", batch, 0))
         if isinstance(arrived, Activation):
@@ -226,7 +226,7 @@ class AsynchronousUpdates:
         return None
 
     def version(self, batch: int) -> int:
-        """Return the version that a batch is forwarded and done backward with."""
+        """Return the version used by both forward and backward of a batch."""
         return self._base + versions.used(batch - self._base, self._span)
 
     def forward_done(self, passage: Passage) -> None:
@@ -235,14 +235,14 @@ class AsynchronousUpdates:
         self._in_use = max(self._in_use, len(set(map(self.version, self._under_way))))
 
     def backward_done(self, passage: Passage, seconds: float, given: Gradient | None) -> BatchNews:
-        """Take note of what the update is to report; return what this stage and later ones know of the batch."""
+        """Store the data the update will report; return the reports of this and later stages about the batch."""
         self._under_way.remove(passage.batch)
         later, loss = ([], passage.loss) if given is None else (given.times or [], given.loss or 0.0)
         self._last = (passage.seconds + seconds, later, loss)
         return [self._mean(), *later], loss
 
     async def update(self, number: int) -> None:
-        """Make the next version, replicate when it is time, and report to the coordinator."""
+        """Make the next version, replicate if due, and report to the coordinator."""
         batch, position = self._base + number, self._stage.position
         spent, later, loss = self._last
         self._spent.append(spent + await self._advance(batch))
@@ -255,7 +255,7 @@ class AsynchronousUpdates:
             self._stage.mailbox.post(position.coordinator, updated)
 
     async def _advance(self, batch: int) -> float:
-        """Make the next version; return the seconds that it took."""
+        """Make the next version; return the seconds taken."""
         stage, done = self._stage, batch + 1
         cost = costs.update(stage.units, stage.problem.training)
         aggregated = 0
@@ -268,11 +268,11 @@ class AsynchronousUpdates:
         return seconds
 
     def _mean(self) -> float | None:
-        """Return the mean seconds of the last batches; None before the first is done."""
+        """Return the mean seconds of the last batches; None before the first one is done."""
         return fmean(self._spent) if self._spent else None
 
     def _targets(self, done: int) -> set[str]:
-        """Return the devices that keep this stage's units of a step; the device itself is one, if there are any."""
+        """Return the devices keeping this stage's units of a step, including the device itself."""
         options, position, keepers = self._options, self._stage.position, set()
         if options.chain_due(done):
             next_ones = options.keepers(position.index, len(position.stages))
@@ -283,9 +283,9 @@ class AsynchronousUpdates:
         return keepers
 
     async def _replicate(self, done: int) -> None:
-        """Copy the state as it is after this step, and send it to its keepers while training goes on.
+        """Copy the state after this step, and send the copy to its keepers while training continues.
 
-        What is still being sent of an earlier step is waited for first: links too slow for the replicas slow training
+        Replicas of an earlier step still being sent are awaited first: links too slow for the replicas slow training
         down instead of filling the memory.
         """
         await self._store.spread()
@@ -294,14 +294,14 @@ class AsynchronousUpdates:
         self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread(done, state, keepers))
 
     async def _snapshot(self, done: int, name: str) -> State:
-        """Keep a copy of the state here."""
+        """Keep a copy of the state on this device."""
         stage = self._stage
         state = await stage.compute(stage.shard.state, stage.copy_cost, Span(name, done - 1))
         self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
         return state
 
     async def _spread(self, done: int, state: State, keepers: set[str]) -> None:
-        """Send a state unit by unit, so that activations and gradients find their way in between."""
+        """Send a state unit by unit, so activations and gradients are interleaved."""
         stage, configuration = self._stage, self._stage.position.configuration
         for unit in range(*stage.position.units):
             replica = Replica(configuration, done, unit, restrict(state, unit, unit + 1))
@@ -309,7 +309,7 @@ class AsynchronousUpdates:
         stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
 
     async def _drained(self) -> None:
-        """Report that nothing is under way, and keep the state for the device that is to have these units next."""
+        """Report the drained pipeline, and keep the state for the next holders of these units."""
         stage, position = self._stage, self._stage.position
         if self._end > self._base:
             await self._snapshot(self._end, "keep")

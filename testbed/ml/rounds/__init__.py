@@ -1,1 +1,1 @@
-"""What methods share that train one model on the data of several devices: planning, programs, figures."""
+"""Common parts of methods training one model on the data of several devices: planning, programs, metrics."""

@@ -1,4 +1,4 @@
-"""A device's program: train a round whenever the server says so, on its own samples."""
+"""A device's program: train a round on its own samples whenever the server requests one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from testbed.wire.message import Message
 
 @dataclass(frozen=True)
 class LocalRound:
-    """What a device has to train in a round: its layers hold the weights of ``start``."""
+    """The arguments of a device's training in a round; its layers hold the weights of ``start``."""
 
     number: int
     """Number of the round, from 0."""
@@ -72,7 +72,7 @@ Sent = Callable[[State, State], State]
 
 
 async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
-    """Take a step in every iteration, on the whole model; ``change`` alters the gradients before each."""
+    """Take a step in every iteration on the whole model; ``change`` alters the gradients before each step."""
     losses = []
     for step in local.steps:
         losses.append(await local.gradients(step))
@@ -83,19 +83,20 @@ async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:
 
 
 def send_weights(start: State, trained: State) -> State:
-    """Send the trained weights as they are."""
+    """Send the trained weights unchanged."""
     return trained
 
 
 def send_difference(start: State, trained: State) -> State:
-    """Send what training has changed."""
+    """Send the difference between trained and initial weights."""
     return {name: tensor - start[name] for name, tensor in trained.items()}
 
 
 class Changes:
-    """A hook around another: sends what training has changed, and next time what a codec left out of it.
+    """A hook around another: sends weight changes, adding the part a codec dropped in earlier rounds.
 
-    Where the other sends changes itself, those. Whole numbers, such as how many batches were seen, travel as they are.
+    If the other hook sends changes itself, these are used. Integers, such as the number of batches seen, are sent
+    unchanged.
     """
 
     def __init__(self, sent: Sent, by: Codec) -> None:
@@ -104,7 +105,7 @@ class Changes:
         self._left: dict[str, torch.Tensor] = {}
 
     def __call__(self, start: State, trained: State) -> State:
-        """Return what the server is to add."""
+        """Return the changes the server will add."""
         found = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
         for name, change in found.items():
             if change.is_floating_point() and not change.is_meta:
@@ -115,10 +116,10 @@ class Changes:
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
-    """Return the training of a device that has the first layers while the server has the rest.
+    """Return the training of a device with the first layers; the server has the rest.
 
-    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then go back through each as soon
-    as its gradient is there, then update.
+    Algorithm 1 of PipeLearn, lines 4 to 13: forward all mini-batches of an iteration, then do each backward once its
+    gradient has arrived, then update.
     """
 
     async def train(local: LocalRound) -> None:
@@ -145,7 +146,7 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """What a device with data does of its own: it trains rounds on its samples, whoever says when and from where on."""
+    """The local part of a device with data: training rounds on its samples, on request and from given weights."""
 
     share: Share
     length: Length
@@ -162,17 +163,17 @@ class LocalTraining:
         return self.length.iterations(number, self.share.per_epoch)
 
     def samples(self, number: int) -> int:
-        """Return how many samples a round trains on."""
+        """Return the number of samples a round trains on."""
         return sum(map(self.share.count, self.steps(number)))
 
     async def train(self, number: int, start: State) -> tuple[float | None, State]:
-        """Train a round from some weights on; return the mean loss and what is to be sent of the new weights."""
+        """Train a round from given weights; return the mean loss and the message for the new weights."""
         return (await self.train_round(number, start, {}, {}))[:2]
 
     async def train_round(
         self, number: int, start: State, extra: State, own: State
     ) -> tuple[float | None, State, LocalRound]:
-        """Do the same with tensors beside the weights and with the device's own, as `LocalRound` has them."""
+        """Train a round with additional tensors and the device's own state, as in `LocalRound`."""
         steps = self.steps(number)
         stacked = None if self.stack is None else self.stack.begin(self.share, steps, start)
         await self.layers.load(start, number)
@@ -193,10 +194,10 @@ OWN = "own"
 
 
 class Client:
-    """One device from the start of its program on; knows nothing from before."""
+    """One device from the start of its program, without memory of earlier programs."""
 
     def __init__(self, mailbox: Mailbox, server: str, training: LocalTraining, alone: bool = True) -> None:
-        """``alone``: it trains a round to its end without the server."""
+        """``alone``: the device trains a round to its end without the server."""
         self._mailbox = mailbox
         self._server = server
         self._training = training
@@ -207,7 +208,7 @@ class Client:
         mailbox.on(Ping, self._answer)
 
     async def serve(self) -> None:
-        """Train whenever the server says so, until cancelled."""
+        """Train whenever the server requests a round, until cancelled."""
         self._mailbox.post(self._server, Hello(self._incarnation))
         await asyncio.get_running_loop().create_future()
 
@@ -215,7 +216,7 @@ class Client:
         self._mailbox.start(self._report_idle(ping.sender))
 
     async def _report_idle(self, server: str) -> None:
-        """Answer once this device computes no more: invited earlier, it would be late again."""
+        """Answer once this device is idle: a device invited earlier would be late again."""
         running = self._running
         if running is not None and not running.done():
             if self._alone:
@@ -227,7 +228,7 @@ class Client:
         self._mailbox.post(server, Here())
 
     def _begin(self, begin: Begin) -> None:
-        """Give up the round before, if it goes on, for this one."""
+        """Start this round, cancelling a previous one still running."""
         self._mailbox.open(begin.configuration)
         if self._running is not None:
             self._running.cancel()

@@ -1,4 +1,4 @@
-"""Evaluation where there is no server: each device has weights of its own, and the plan's lead scores all of them."""
+"""Evaluation without a server: each device has its own weights, and the plan's coordinator scores all of them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from testbed.trace.record import RunView
 
 @dataclass(frozen=True)
 class Snapshot(Typed, kind="snapshot", key=("step", "sender")):
-    """To the lead: a device's weights after so many rounds."""
+    """To the coordinator: a device's weights after a number of rounds."""
 
     step: int
     state: State
 
 
 def distance(states: Sequence[State], mean: State) -> float:
-    """Return how far the devices are from their mean: the root of the mean squared Euclidean distance of weights."""
+    """Return the distance of the devices from their mean: the root of the mean squared Euclidean distance
+    of weights.
+    """
     trained = [name for name, tensor in mean.items() if tensor.is_floating_point()]
     squares = [sum(float(((state[name] - mean[name]) ** 2).sum()) for name in trained) for state in states]
     return math.sqrt(fmean(squares))
 
 
 class Consensus:
-    """Has the weights of all devices scored by the lead, beside its own work: each one's, and their mean."""
+    """Makes the coordinator score the weights of every device and their mean, beside its own work."""
 
     def __init__(self, mailbox: Mailbox, job: Job, patience: float) -> None:
-        """``patience``: seconds after its own report for which the lead waits for those of others."""
+        """``patience`` is how many seconds after its own report the coordinator waits for other reports."""
         self._mailbox = mailbox
         self._lead = job.plan.lead
         self._others = [name for name in job.plan.devices if name != self._lead]
@@ -51,14 +53,14 @@ class Consensus:
             self._tests = Requests(job.dataset, job.problem.workload.batch_size)
 
     async def report(self, step: int, state: State) -> None:
-        """Send a device's weights after so many rounds to the lead; the lead goes on, and scores what comes."""
+        """Send a device's weights after a round to the coordinator, which scores incoming weights in the background."""
         if self._mailbox.device.name != self._lead:
             self._mailbox.post(self._lead, Snapshot(step, state))
         else:
             self._scoring = self._mailbox.start(self._score(step, state, self._scoring))
 
     async def finish(self) -> None:
-        """On the lead, return when all is scored; elsewhere, stay until the run is over."""
+        """On the coordinator, return once everything is scored; elsewhere, stay until the end of the run."""
         await (self._scoring or asyncio.get_running_loop().create_future())
 
     async def _score(self, step: int, own: State, before: asyncio.Task[None] | None) -> None:

@@ -1,13 +1,12 @@
 """Phases 1 and 2 of PipeLearn's optimisation (Zhang et al., III-C): the stage graph, and the time of an epoch.
 
-A device forwards N mini-batches one after the other, uploads what leaves its last layer, the server forwards and
-backwards the rest, and the device backwards once all its forwards are done. Everything of one kind goes in the order of
-the mini-batches: one upload at a time, one download at a time. With N = 1 it is an iteration of split (federated)
-learning.
+A device forwards N mini-batches one after the other and uploads the output of its last layer; the server forwards and
+backwards the rest, and the device does its backwards after all its forwards. Stages of one kind run in the order of the
+mini-batches: one upload at a time, one download at a time. N = 1 is an iteration of split (federated) learning.
 
-The times are those that the testbed charges: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
-delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time,
-which is the same where N divides B.
+The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
+delay. The paper assigns a mini-batch 1/N of the time of a batch of B; here a mini-batch has floor(B/N) samples and
+their time, which is the same if N divides B.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What profiling finds of a layer on one machine, in seconds; forward and backward for one sample."""
+    """Profiled times of a layer on one machine, in seconds; forward and backward for one sample."""
 
     forward: float
     backward: float
@@ -69,7 +68,7 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class PairProfile:
-    """What Phase 1 finds for one device and the server; layers q = 1..Q in their order."""
+    """The profile of Phase 1 for one device and the server; layers q = 1..Q in their order."""
 
     device: tuple[LayerTimes, ...]
     server: tuple[LayerTimes, ...]
@@ -103,14 +102,14 @@ class PairProfile:
         }
 
     def iteration(self, choice: Choice, batch_size: int) -> float:
-        """Return the seconds of one iteration: T(b_N) and the device's update. The server's goes on meanwhile."""
+        """Return the seconds of one iteration: T(b_N) and the device's update. The server's update overlaps."""
         durations = self.durations(choice.split, mini_batch(batch_size, choice.parallel))
         delays: dict[Kind, float] = {"upload": self.up.delay, "download": self.down.delay}
         update = sum(layer.update for layer in self.device[: choice.split])
         return iteration_time(durations, choice.parallel, delays) + update
 
     def training(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the seconds that a device with this many samples trains in an epoch, without exchanging models."""
+        """Return the training seconds of an epoch for a device with this many samples, without exchanging models."""
         return iterations(samples, batch_size, choice.parallel) * self.iteration(choice, batch_size)
 
     def local_training(self, samples: int, batch_size: int) -> float:
@@ -120,7 +119,7 @@ class PairProfile:
         return iterations(samples, batch_size, 1) * step
 
     def exchange(self, split: int) -> float:
-        """Return the seconds that the device's layers take to the server and, averaged, back."""
+        """Return the seconds the device's layers take to the server and, averaged, back."""
         state = sum(self.states[:split])
         up, down = state * share(self.transfer.updates), state * share(self.transfer.weights)
         return transfer(self.up, up) + transfer(self.down, down)
@@ -135,16 +134,16 @@ def _backward(layers: Sequence[LayerTimes], samples: int) -> float:
 
 
 def transfer(link: Link, content: float) -> float:
-    """Return the seconds from the first byte that leaves to the last one that arrives."""
+    """Return the seconds from the first byte sent to the last byte received."""
     return link.transmission_time(size_around(content)) + link.delay
 
 
 def layer_times(
     model: Model, training: Recipe, device: DeviceSpec, concurrent_clients: float = 1.0
 ) -> tuple[LayerTimes, ...]:
-    """Return by formula what each layer takes a device.
+    """Return the time of each layer on a device, by formula.
 
-    ``concurrent_clients`` others share one of its processors: each finds it as many times slower.
+    ``concurrent_clients`` share one of its processors, which is slower for each by this factor.
     """
 
     def of(unit: Unit) -> LayerTimes:
@@ -166,7 +165,7 @@ def profile(
     how: RoundsPart = AS_IT_IS,
     frozen_travels: bool = False,
 ) -> PairProfile:
-    """Return the profile of a device and the server from what the layers take them, see `layer_times`."""
+    """Return the profile of a device and the server from their `layer_times`."""
     values = [unit.parameters + (unit.frozen if frozen_travels else 0) for unit in model.units]
     return PairProfile(
         device=device,
@@ -180,7 +179,7 @@ def profile(
 
 
 def aggregation_time(model: Model, server: DeviceSpec, devices: int) -> float:
-    """Return the seconds that the server needs to average this many models."""
+    """Return the seconds the server needs to average this many models."""
     return server.seconds(Cost(AGGREGATION_FLOPS * model.parameters * devices))
 
 
@@ -190,7 +189,7 @@ def epoch(profile: PairProfile, choice: Choice, samples: int, batch_size: int) -
 
 
 def shortest_epoch(profile: PairProfile, samples: int, batch_size: int, choices: Iterable[Choice]) -> Choice:
-    """Return the first choice of those with the shortest epoch of training, its exchange of models included."""
+    """Return the first choice with the shortest training epoch, including its exchange of models."""
     return min(choices, key=lambda choice: epoch(profile, choice, samples, batch_size))
 
 
@@ -215,14 +214,14 @@ is nothing to wait for, but for the first backward: it waits for the last forwar
 
 
 def previous(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
-    """Return the previous stages of a stage, in an iteration of ``count`` mini-batches."""
+    """Return the predecessors of a stage in an iteration of ``count`` mini-batches."""
     kind, n = stage
     found: tuple[GraphStage, ...] = tuple((other, n + shift) for other, shift in PREVIOUS[kind] if n + shift >= 1)
     return (("forward", count), *found) if stage == ("backward", 1) else found
 
 
 def stages(count: int) -> Iterator[GraphStage]:
-    """Return all stages of an iteration, each after its previous ones."""
+    """Return all stages of an iteration in topological order."""
     for n in range(1, count + 1):
         yield "forward", n
     for n in range(1, count + 1):
@@ -240,8 +239,8 @@ def ends(
     Args:
         durations: t(r) in seconds, the same for all mini-batches.
         count: N, at least 1.
-        delays: seconds until the end of a stage is known to stages of other kinds: a message arrives a link's delay
-            after its last byte has left, when the next one is under way. The paper knows none.
+        delays: seconds until stages of other kinds learn the end of a stage: a message arrives a link's delay after its
+            last byte has left, when the next one is under way. The paper has no delays.
     """
     delays = delays or {}
     found: dict[GraphStage, float] = {}

@@ -1,4 +1,4 @@
-"""Figures of training in rounds: how long rounds took, who took part, how long server and devices idled."""
+"""Metrics of training in rounds: round times, participation, idle times of server and devices."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _window(event: Event) -> Interval:
 
 
 def _epoch_time(record: RunView) -> float | None:
-    """Return the seconds of an epoch, whatever part of one a round is: an iteration takes as long as any other.
+    """Return the seconds of an epoch, assuming equal iterations if a round is only a part of one.
 
-    Of the first round. The slowest device decides; what follows its last iteration stays as it is.
+    The metric uses the first round. The slowest device decides; the time after its last iteration counts once.
     """
     if not rounds_of(record):
         return None
@@ -39,7 +39,7 @@ def _epoch_time(record: RunView) -> float | None:
 
 
 def _idle(record: RunView, devices: Collection[str]) -> float | None:
-    """Return the seconds that a device does not compute in a round, the mean of all rounds and of these devices."""
+    """Return the idle seconds of a device in a round, averaged over all rounds and these devices."""
     windows = [_window(event) for event in rounds_of(record)]
     idle = []
     for name in devices if windows else ():
@@ -49,7 +49,7 @@ def _idle(record: RunView, devices: Collection[str]) -> float | None:
 
 
 def _throughput(record: RunView) -> float | None:
-    """Return bytes of messages a second, of all links together, in the time of the rounds."""
+    """Return the message bytes per second of all links together during the rounds."""
     windows = [_window(event) for event in rounds_of(record)]
     seconds = total(union(windows))
     if not seconds:
@@ -63,7 +63,7 @@ def _missed(record: RunView) -> int | None:
 
 
 def _round_list(record: RunView) -> list[dict[str, Any]]:
-    """List the rounds; a device that was late for one attempt at a round and took part in another did not miss it."""
+    """List the rounds; a device late in one attempt at a round and present in another did not miss the round."""
     late: dict[int, dict[str, None]] = {}
     for event in record.of("missed"):
         late.setdefault(event.fields["round"], {}).update(dict.fromkeys(event.fields["devices"]))
@@ -91,7 +91,7 @@ ROUNDS = Table(
 
 
 def _names(devices: Collection[str], many: str) -> str:
-    """Return the names of a few devices; the number of ``many`` devices, or of their updates."""
+    """Return the names of a few devices, or the number of many."""
     return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
 
 

@@ -1,4 +1,4 @@
-"""What a device trains: layers of the model, with what each piece of work is charged, on its share of the samples."""
+"""Layers of the model on one device, with the cost of each operation, trained on its share of the samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Layers:
     """Some layers of the model under training on one device; every call takes the device's time."""
 
     def __init__(self, device: Device, problem: Problem, first: int, last: int, numbers: bool = True) -> None:
-        """Units ``first`` up to but without ``last``, with the weights that the seed gives.
+        """Create units ``first`` to ``last`` (exclusive) with the weights of the seed.
 
-        A moving average is that of rounds, and none is kept here. Without ``numbers`` they only take time.
+        Moving averages are computed over rounds, so none are kept here. Without ``numbers`` the layers only take time.
         """
         workload = problem.workload
         self.numbers = numbers and workload.numerics != "none"
@@ -43,7 +43,7 @@ class Layers:
         return self._device.name
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of an iteration, which a schedule may change."""
+        """Return the learning rate of an iteration, following the schedule."""
         return float(self.training.settings(step).get("lr", self.training.part.optimizer.rate))
 
     @property
@@ -56,7 +56,7 @@ class Layers:
         return weights_of(self._shard.state())
 
     async def load(self, weights: State, number: int) -> None:
-        """Take over a round's weights. What the optimizer keeps, such as momentum, is neither sent nor averaged."""
+        """Adopt a round's weights. Optimizer state, such as momentum, is neither sent nor averaged."""
 
         def load() -> None:
             kept = {name: value for name, value in self._shard.state().items() if not is_weight(name)}
@@ -72,7 +72,7 @@ class Layers:
     async def forward_loss(
         self, step: int, micro: int, inputs: torch.Tensor, labels: torch.Tensor, samples: int, whole: float
     ) -> float:
-        """Forward a mini-batch through the model's end; return its part of the mean loss of ``samples`` samples.
+        """Forward a mini-batch through the end of the model; return its part of the mean loss of ``samples`` samples.
 
         ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `Recipe.weight` of all labels.
         """
@@ -83,18 +83,20 @@ class Layers:
     async def backward(
         self, step: int, micro: int, samples: int, gradient: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Go back with a mini-batch of this many samples; return the gradient of its inputs, both (samples, ...)."""
+        """Do the backward of a mini-batch of this many samples; return the gradient of its inputs, both
+        (samples, ...).
+        """
         work = partial(self._shard.backward, (step, micro), gradient)
         return await self._device.compute(work, costs.backward(self._units, samples), Span("backward", step, micro))
 
     async def adjust(self, step: int, change: Adjust, flops: float = 2.0) -> None:
-        """Change gradients before an update; ``flops`` are charged for each trained value, numbers or none."""
+        """Change gradients before an update; ``flops`` are charged for each trained value, also in timing-only runs."""
         work = partial(self._shard.adjust, change)
         await self._device.compute(work, Cost(flops * self.parameters), Span("adjust", step))
 
     @property
     def clips_by_norm(self) -> bool:
-        """Whether an update needs the norms of the gradients of all layers of the model."""
+        """Whether an update needs the gradient norms of all layers of the model."""
         clip = self.training.part.clip
         return clip is not None and clip.norm is not None
 
@@ -103,9 +105,9 @@ class Layers:
         return self._shard.norms()
 
     async def update(self, step: int, norms: torch.Tensor | None = None) -> None:
-        """Take a step along the gradients of all mini-batches since the last one.
+        """Take a step along the gradients of all mini-batches since the last update.
 
-        ``norms``, (tensors,), are those of the whole model's gradients where these layers are not all.
+        ``norms``, (tensors,), are those of the whole model's gradients if these layers are only a part.
         """
         work = partial(self._shard.update, step, norms)
         await self._device.compute(work, costs.update(self._units, self.training), Span("update", step))
@@ -119,9 +121,9 @@ class Layers:
 class Share:
     """A device's samples in iterations of N mini-batches of floor(B/N).
 
-    Each epoch is another order of the samples, cut into whole iterations; what is left over sits out that epoch and
-    comes up in others, or without ``drop_last`` is a smaller last iteration. Fewer samples than a batch are one
-    iteration.
+    Each epoch is another permutation of the samples, cut into whole iterations. The remaining samples are skipped in
+    that epoch and drawn in others; without ``drop_last`` they form a smaller last iteration. Fewer samples than a batch
+    are one iteration.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Share:
     def iteration(self, number: int, numbers: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the mini-batches of an iteration: images (samples, channels, height, width) and labels (samples,).
 
-        Without ``numbers`` those of the first iteration, which have the same shapes and are read once.
+        Without ``numbers`` the result is the cached first iteration, which has the same shapes.
         """
         return self._read(number) if numbers or self.count(number) < self._size else self._first
 

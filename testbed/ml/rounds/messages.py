@@ -1,4 +1,4 @@
-"""Messages between the server and the devices. A round of training is a configuration of theirs."""
+"""Messages between the server and the devices. Each round of training is a configuration."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _EXTRA = "extra:"
 
 
 def with_extra(weights: State, extra: State) -> dict[str, torch.Tensor]:
-    """Return weights and tensors beside them, of any names, as one message carries both."""
+    """Return weights and additional tensors, of any names, as one mapping for a message."""
     return {**weights, **{_EXTRA + name: tensor for name, tensor in extra.items()}}
 
 
 def parted(state: State) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights and the tensors beside them that `with_extra` joined."""
+    """Return the weights and the additional tensors joined by `with_extra`."""
     extra = {name.removeprefix(_EXTRA): tensor for name, tensor in state.items() if name.startswith(_EXTRA)}
     return {name: tensor for name, tensor in state.items() if not name.startswith(_EXTRA)}, extra
 
 
 @dataclass(frozen=True)
 class Ping(Typed, kind="ping"):
-    """From the server to a device that was too late: answer when this reaches you."""
+    """From the server to a late device: answer on receipt."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Here(Typed, kind="here"):
 
 @dataclass(frozen=True)
 class Begin(Numbered, kind="begin", opens=True):
-    """From the server: train a round, from these weights on."""
+    """From the server: train a round from these weights."""
 
     round: int
     """From 0."""
@@ -56,7 +56,7 @@ class Begun(Numbered, kind="begun"):
 
 @dataclass(frozen=True)
 class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", "micro")):
-    """To the server: what leaves the device's last layer."""
+    """To the server: the output of the device's last layer."""
 
     iteration: int
     micro: int
@@ -73,7 +73,7 @@ class DeviceActivation(Numbered, kind="activation", key=("sender", "iteration", 
 
 @dataclass(frozen=True)
 class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
-    """From the server: the gradient of an activation, of its shape."""
+    """From the server: the gradient of an activation, with its shape."""
 
     iteration: int
     micro: int
@@ -82,7 +82,7 @@ class ActivationGradient(Numbered, kind="gradient", key=("iteration", "micro")):
 
 @dataclass(frozen=True)
 class Norms(Numbered, kind="norms", key=("sender", "iteration")):
-    """For clipping by norm: to the server, norms of the gradients of a device's layers; back, those of all layers."""
+    """For clipping by norm: to the server, gradient norms of a device's layers; back, those of all layers."""
 
     iteration: int
     tensor: torch.Tensor

@@ -1,4 +1,4 @@
-"""Methods that train one model in rounds on the data of several devices: what they have in common, and their hooks."""
+"""Common parts and hooks of methods training one model in rounds on the data of several devices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from testbed.plan import Plan
 
 @dataclass(frozen=True)
 class Hooks:
-    """Where methods that train in rounds differ; what is not given is federated averaging."""
+    """The differences between methods training in rounds; the defaults are federated averaging."""
 
     choose: Choose = everyone
     """Who takes part in a round."""
@@ -58,10 +58,10 @@ O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741
 
 
 class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
-    """A server, which is the first device, and devices with data that train the whole model, in rounds.
+    """A server, which is the first device, and devices with data that train the whole model in rounds.
 
-    A method of one's own gives `hooks`. A device that is gone is left out of a round at its deadline, and takes part
-    again once it is back. Momentum stays on the device where it was made.
+    Subclasses override `hooks`. Absent devices are left out of a round at its deadline, and participate again after
+    their return. Momentum stays on the device.
     """
 
     Options: type[O] = GroupOptions  # type: ignore[assignment]  # the default of its type
@@ -73,28 +73,28 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     @abstractmethod
     def hooks(self, options: O) -> Hooks:
-        """Return what is this method's own."""
+        """Return the hooks of this method."""
 
     def data_owners(self, problem: Problem[O]) -> tuple[str, ...]:
-        """Return all devices but the first, which is the server."""
+        """Return all devices except the first, the server."""
         return Participants(problem).names
 
     def plan(self, problem: Problem[O]) -> Plan[RoundDetails]:
-        """Give the whole model to each device. Raises `InputError` where it does not fit, or cannot be stacked."""
+        """Give each device the whole model. Raises `InputError` for insufficient memory or unsupported stacking."""
         if problem.workload.numerics == "stacked":
             stacked.check(problem, self.hooks(problem.options).train_local is train_whole)
         return planner.whole_plan(self.name, Participants(problem))
 
     def simulation_state(self, problem: Problem[O]) -> stacked.Stack | None:
-        """Return the trainings that the devices compute together."""
+        """Return the trainings the devices compute together."""
         return stacked.Stack(problem) if problem.workload.numerics == "stacked" else None
 
     def largest_messages(self, problem: Problem[O], plan: Plan[RoundDetails]) -> Iterator[PlannedMessage]:
-        """Return weights and updates, and what crosses a split."""
+        """Return weights, updates and split activations as messages."""
         return planner.round_messages(problem, plan)
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
-        """Be the server on the first device, a client on the others."""
+        """Run the server on the first device, a client on the others."""
         async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
             if device.name == job.plan.lead:
                 await self.serve(mailbox, job)
@@ -103,14 +103,14 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
                 await Client(mailbox, job.plan.lead, training).serve()
 
     async def serve(self, mailbox: Mailbox, job: Job[O, RoundDetails]) -> None:
-        """Hold one round after the other, to the last; the server's program."""
+        """Run all rounds in the server's program."""
         await hold_rounds(mailbox, job, self.hooks(job.problem.options))
 
 
 class SplitMethod(RoundMethod[O], ABC, Generic[O]):
-    """The same with a model that is split: the first layers on the devices, the rest on the server.
+    """A `RoundMethod` with a split model: the first layers on the devices, the rest on the server.
 
-    Updates on both sides go as if the model were whole, so there is nothing to hook in but who takes part.
+    Updates on both sides equal those of the whole model, so the only hook is the choice of participants.
     """
 
     supports = RoundMethod.supports - {"stacked"}
@@ -118,7 +118,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     """Whether one device trains after the other, with one copy of the server's layers for all."""
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
-        """Hold rounds on the first device, train the first layers on the others."""
+        """Run rounds on the first device, train the first layers on the others."""
         hooks, server = self.hooks(job.problem.options), job.plan.lead
         async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
             if device.name == server:
@@ -129,13 +129,13 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
 
 
 def _codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
-    """Return what carries the messages between devices and server."""
+    """Return the codecs of messages between devices and server."""
     how, codes = transfer_of(job.problem.options), job.problem.codes
     return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)
 
 
 def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hooks()) -> LocalTraining:
-    """Return what a device with data does in a round, by its plan."""
+    """Return the local training of a device with data, by its plan."""
     problem, mine = job.problem, job.plan.details.portions[device.name]
     assert job.dataset is not None
     seed = problem.seed if problem.workload.data.shuffle else None
@@ -152,7 +152,7 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
 async def hold_rounds(
     mailbox: Mailbox, job: Job[O, RoundDetails], hooks: Hooks, split: bool = False, in_turn: bool = False
 ) -> None:
-    """Be the server: hold the rounds that are left; ``split``: it trains layers of its own.
+    """Run the remaining rounds on the server; with ``split`` the server trains layers of its own.
 
     ``in_turn``: one device trains after the other, with one copy of the server's layers for all.
     """
@@ -174,7 +174,7 @@ async def hold_rounds(
 
 
 def _server_layers(device: Device, problem: Problem, splits: Mapping[str, int], shared: bool) -> dict[str, Layers]:
-    """Return the server's layers for each device; ``shared``: the same for all devices with the same split point."""
+    """Return the server's layers for each device; ``shared``: one copy for all devices with the same split point."""
     depth = len(problem.model.units)
     if not shared:
         return {name: Layers(device, problem, first, depth) for name, first in splits.items()}
@@ -183,7 +183,7 @@ def _server_layers(device: Device, problem: Problem, splits: Mapping[str, int], 
 
 
 def _record_unused_samples(device: Device, job: Job[O, RoundDetails]) -> None:
-    """Record which devices have less than a batch, and how many samples no round trains on."""
+    """Record the devices with less than a batch, and the number of samples never used for training."""
     problem = job.problem
     size = problem.workload.batch_size
     small = [name for name, count in problem.samples.items() if count < size]

@@ -1,4 +1,4 @@
-"""Options of methods that train in rounds, and how long rounds are by them."""
+"""Options of methods training in rounds, and the resulting length of rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testbed.ml.transfer import AS_IT_IS, HOW, RoundsPart, TensorCodec, Way, cod
 
 
 class RoundOptions(Options):
-    """When models are merged, and what a round does about devices that are gone or late."""
+    """Conditions for merging models, and the handling of absent or late devices."""
 
     local_epochs: int | None = Field(
         None, ge=1, description="epochs of a device in a round, of a workload in epochs; default: 1"
@@ -33,7 +33,7 @@ class RoundOptions(Options):
 
 
 class TransferOptions(RoundOptions):
-    """The same, and how what is sent travels."""
+    """Round options with the encoding of messages."""
 
     transfer: RoundsPart = Field(RoundsPart(), description="how what devices and server send each other travels")
 
@@ -44,12 +44,12 @@ class PeerOptions(RoundOptions):
     transfer: Way = Field("f32", description=f"how weights travel: {HOW}")
 
     def codecs(self, codes: Mapping[str, Code]) -> dict[str, TensorCodec]:
-        """Return what carries them; ``codes`` as `Problem.codes`."""
+        """Return the codecs of the messages; ``codes`` as in `Problem.codes`."""
         return codecs(codes, weights=self.transfer)
 
 
 def transfer_of(options: RoundOptions) -> RoundsPart:
-    """Return how what is sent travels; as it is where a method has no options for that."""
+    """Return the encoding of messages; unencoded for methods without this option."""
     return options.transfer if isinstance(options, TransferOptions) else AS_IT_IS
 
 
@@ -62,7 +62,7 @@ class GroupOptions(TransferOptions):
     min_devices: int = Field(1, ge=1, description="updates that a round needs; it waits until it has them")
 
     def choose(self, number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
-        """Draw a fraction of the devices that are there."""
+        """Draw a fraction of the present devices."""
         count = max(1, self.min_devices, round(self.fraction * len(present)))
         return present if count >= len(present) else draw.sample(present, count)
 
@@ -78,7 +78,7 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Length:
-    """How much a device trains in a round: epochs, or else iterations; and in all rounds together."""
+    """Length of a device's rounds in epochs or iterations, and of all rounds together."""
 
     epochs: bool
     """Whether the two numbers are of epochs; else they are of iterations."""
@@ -87,13 +87,13 @@ class Length:
 
     @property
     def rounds(self) -> int:
-        """Rounds of the whole workload."""
+        """Number of rounds of the workload."""
         return -(-self.total // self.each)
 
     def iterations(self, number: int, per_epoch: int) -> range:
         """Return the iterations of a round, counted from 0 through all rounds; the last round may be shorter.
 
-        A device that trains on, since others are slower, has rounds of full length beyond that.
+        A device training beyond the last round, because others are slower, has further rounds of full length.
         """
         unit = per_epoch if self.epochs else 1
         end = (number + 1) * self.each

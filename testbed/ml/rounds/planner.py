@@ -1,4 +1,4 @@
-"""Plans of training in rounds: who trains which layers, what that needs, and how long a round should take."""
+"""Plans of training in rounds: layers of each device, their demands, and the expected time of a round."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from testbed.plan import Details, Piece, Plan
 
 
 class ClientPlan(BaseModel):
-    """What one device with data does in a round."""
+    """The work of one device with data in a round."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     split: int
@@ -55,7 +55,7 @@ class ClientPlan(BaseModel):
 
 
 class RoundDetails(Details):
-    """What a plan of training in rounds says beyond its pieces."""
+    """Plan details of training in rounds."""
 
     portions: dict[str, ClientPlan]
     """By device, in their order."""
@@ -67,7 +67,7 @@ class RoundDetails(Details):
 
 @dataclass(frozen=True)
 class Participants:
-    """The server, if there is one, the devices with data, and what each of them finds."""
+    """The server, if any, the devices with data, and their profiles."""
 
     problem: Problem[RoundOptions]
     serverless: bool = False
@@ -75,12 +75,12 @@ class Participants:
 
     @property
     def server(self) -> DeviceSpec:
-        """The first device of the scenario; without a server the one that evaluates."""
+        """The first device of the scenario; without a server, the evaluating device."""
         return self.problem.devices[0]
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """Those with data."""
+        """Devices with data."""
         return self.problem.devices if self.serverless else self.problem.devices[1:]
 
     @property
@@ -90,7 +90,7 @@ class Participants:
 
     @cached_property
     def length(self) -> Length:
-        """How much a device trains in a round, and in all."""
+        """Length of a device's rounds and of the workload."""
         workload, options = self.problem.workload, self.problem.options
         if workload.epochs is not None:
             return Length(True, options.local_epochs or 1, workload.epochs)
@@ -98,7 +98,7 @@ class Participants:
         return Length(False, options.local_steps or 1, workload.steps)
 
     def check(self) -> None:
-        """Raise `InputError` where devices, links or options do not fit."""
+        """Raise `InputError` for unsuitable devices, links or options."""
         options, workload = self.problem.options, self.problem.workload
         if not self.devices:
             raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
@@ -128,11 +128,13 @@ class Participants:
             raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
 
     def batch(self, device: DeviceSpec) -> int:
-        """Return the samples of an iteration, about: a device with fewer than a batch makes one of all it has."""
+        """Return the approximate samples of an iteration: a device with fewer than a batch uses all of its samples."""
         return min(self.problem.workload.batch_size, self.problem.samples[device.name])
 
     def profile(self, device: DeviceSpec, concurrent_clients: int) -> PairProfile:
-        """Return what a device and the server take, ``concurrent_clients`` devices together keeping the server busy."""
+        """Return the profile of a device and the server, with ``concurrent_clients`` devices keeping the
+        server busy.
+        """
         problem, server = self.problem, self.server
         share = max(1.0, concurrent_clients / server.processors)
         if self.serverless:  # models go to whichever device; that takes none of a round's time
@@ -151,11 +153,11 @@ class Participants:
 
     @cached_property
     def _known(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
-        """What layers take devices of some rates: most of thousands of devices are alike."""
+        """Cached layer times by device rates: most of thousands of devices are alike."""
         return {}
 
     def given(self, key: Key, value: SplitPoints, lowest: int, highest: int) -> dict[str, int]:
-        """Return a given number by device, empty for the best; raises `InputError` outside of the bounds."""
+        """Return a number given by device, empty if it is to be optimised; raises `InputError` outside the bounds."""
         names = self.names
         if value == "best":
             return {}
@@ -188,7 +190,7 @@ def _client(
 
 
 def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
-    """Return the plan that gives each device and the server the whole model; raises `InputError` if that cannot be."""
+    """Return the plan with the whole model on each device and the server; raises `InputError` if impossible."""
     team.check()
     clients = {}
     for device in team.devices:
@@ -211,7 +213,7 @@ def every_split(found: PairProfile, batch_size: int) -> Sequence[Choice]:
 def _best(
     choices: Choices, found: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
 ) -> Choice:
-    """Return one device's choice; many devices are alike."""
+    """Return one device's choice, cached because many devices are alike."""
     if parallel is not None:
         among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
     else:
@@ -227,11 +229,11 @@ def split_plan(
     parallel: SplitPoints = 1,
     choices: Choices = every_split,
 ) -> Plan[RoundDetails]:
-    """Return the plan that splits the model between each device and the server.
+    """Return the plan splitting the model between each device and the server.
 
-    ``concurrent_clients`` of them train together. ``choices`` says what a device may have whose split point or number
-    of mini-batches is to be the best. Raises `InputError` where a number is outside of what there is, or a device has
-    too little memory.
+    ``concurrent_clients`` devices train together. ``choices`` lists the candidates for a device whose split point or
+    number of mini-batches is to be optimised. Raises `InputError` for a number out of range, or a device with
+    insufficient memory.
     """
     team.check()
     depth = len(team.problem.model.units)
@@ -256,10 +258,10 @@ def plan(
     copies: Mapping[str, int],
     in_turn: bool = False,
 ) -> Plan[RoundDetails]:
-    """Return the plan for these portions; raises `InputError` where a device has too little memory.
+    """Return the plan for these portions; raises `InputError` for a device with insufficient memory.
 
-    ``copies``: for whom the server trains layers of its own, and from which on; where devices train ``in_turn``, one
-    for all that have the same split point.
+    ``copies``: devices for which the server trains layers of its own, and the first of them; if devices train
+    ``in_turn``, one copy serves all with the same split point.
     """
     problem, server = team.problem, team.server
     depth, state_values = len(problem.model.units), problem.training.state_values
@@ -291,7 +293,7 @@ def plan(
 
 
 def _server_copies(copies: Mapping[str, int], in_turn: bool) -> list[tuple[list[str], int]]:
-    """Return the devices that use each copy of the server's layers, and the first unit of that copy."""
+    """Return the devices using each copy of the server's layers, and the first unit of the copy."""
     if not in_turn:
         return [([name], first) for name, first in copies.items()]
     users: dict[int, list[str]] = {}

@@ -1,9 +1,9 @@
-"""Who takes part in which round, on the server, whatever happens to the devices meanwhile.
+"""Participation in rounds, on the server, despite crashes and returns of devices.
 
-A round is over when all its devices have sent their updates, or at its deadline with enough of them. A device that is
-late is left out of the following rounds until it computes no more and answers a ping; a device that has started again
-is invited to the next round. Each attempt at a round is a configuration with a number of its own, so that messages of
-earlier attempts are dropped.
+A round ends when all its devices have sent their updates, or at its deadline with enough of them. A late device is
+excluded from the following rounds until its computation ends and it answers a ping; a restarted device is invited to
+the next round. Each attempt at a round is a configuration with its own number, so messages of earlier attempts are
+dropped.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ that are to train, at least as many as a round needs."""
 
 
 def everyone(number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
-    """Choose all devices that are there."""
+    """Choose all present devices."""
     return present
 
 
 @dataclass(frozen=True)
 class RoundPolicy:
-    """Who is to train in a round, and when it is over."""
+    """The participants of a round, and the condition for its end."""
 
     min_updates: int
     """Updates that a round needs."""
@@ -89,11 +89,11 @@ class Rounds:
     async def hold(
         self, number: int, devices: Sequence[str], invite: Callable[[str, int], Begin], serve: Serve | None = None
     ) -> list[Update]:
-        """Have some of the devices train a round; return their updates in the order of the devices.
+        """Run a round with some of the devices; return their updates in the order of the devices.
 
-        Waits until as many are there, and have sent updates, as the policy asks for. ``invite`` makes a device's
-        invitation to a configuration. A round with too few updates at twice its deadline is begun again with the
-        devices that are there then, and has twice the time.
+        Waits until as many devices are present, and have sent updates, as the policy asks for. ``invite`` makes a
+        device's invitation to a configuration. A round with too few updates at twice its deadline is restarted with the
+        devices present then, and has twice the time.
         """
         least, times = min(self._policy.min_updates, len(devices)), 1
         startup = STARTUP if self._mailbox.configuration == 0 else 0.0
@@ -115,7 +115,7 @@ class Rounds:
         serve: Serve | None,
         collect: Callable[[], Awaitable[None]],
     ) -> list[Update]:
-        """Invite devices, serve those that begin, and return the updates that have been collected."""
+        """Invite devices, serve the participants, and return the collected updates."""
         async with Tasks() as tasks:
             serving: dict[str, asyncio.Task[None]] = {}
             if serve is not None:
@@ -129,13 +129,13 @@ class Rounds:
         return updates
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
-        """Return the devices that are there as far as is known, as soon as there are at least this many."""
+        """Return the devices known to be present, once there are at least this many."""
         while len(found := [name for name in devices if name not in self._absent]) < least:
             await self._mailbox.changed()
         return found
 
     def _choose(self, number: int, present: Sequence[str]) -> list[str]:
-        """Return those that are to train, of the devices that are there, in their order."""
+        """Return the participants among the present devices, in their order."""
         if not present:
             return []
         draw = random.Random(derive(self._seed, "round", number))
@@ -143,25 +143,25 @@ class Rounds:
         return [name for name in present if name in chosen]
 
     async def _open(self) -> None:
-        """Begin a configuration whose number is above all former ones, also those of a program before a restart."""
+        """Begin a configuration numbered above all former ones, including those before a restart."""
         kept = self._device.saved(CONFIGURATION)
         former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
         self._mailbox.open(former + 1)
         await self._device.save(CONFIGURATION, Message(CONFIGURATION, {"number": former + 1}))
 
     def _forget(self) -> None:
-        """Begin with nothing of the configuration before."""
+        """Reset the state of the previous configuration."""
         self._incarnations.clear()
         self._restarted.clear()
         self._updates.clear()
         self._serve = lambda begun: None
 
     def _allowed(self, chosen: Sequence[str], enough: bool) -> float:
-        """Return the seconds from its begin after which a round ends, ``enough`` updates being there or too few.
+        """Return the round's time limit in seconds, for ``enough`` updates or for too few.
 
-        Without a given deadline an update may take three times as long as the slowest device's plan and the largest
-        overhead of any update so far: of a busy host, or of devices that share a channel. Before the first update the
-        overhead is unknown, and all devices may share one channel.
+        Without a configured deadline an update may take three times the slowest device's planned time plus the largest
+        overhead of any update so far, caused by a busy host or by devices sharing a channel. Before the first update
+        the overhead is unknown, and all devices may share one channel.
         """
         if self._policy.deadline is not None:
             return self._policy.deadline if enough else 2 * self._policy.deadline
@@ -173,9 +173,10 @@ class Rounds:
         return 2 * seconds if self._overhead is not None else max(2 * seconds, LATE * sum(times))
 
     async def _collect(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
-        """Wait until all have sent an update or lost their round; from the deadline on for enough updates only.
+        """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
+        only.
 
-        The deadline has ``startup`` seconds in addition, ``times`` over.
+        The deadline is extended by ``startup`` seconds, ``times`` over.
         """
         awaited = list(reversed(chosen))
         while True:
@@ -191,7 +192,7 @@ class Rounds:
             await self._mailbox.changed(left)
 
     def _miss(self, number: int, names: Collection[str]) -> None:
-        """Go on without these, and invite those that have not started again no more until they answer."""
+        """Continue without these devices; those never started are invited again only after an answer."""
         if names:
             self._device.record("missed", round=number, devices=names)
         for name in names:

@@ -1,4 +1,4 @@
-"""The server's program: hold rounds, average what the devices and the server's own layers have become, evaluate."""
+"""The server's program: run rounds, average the models of devices and server, evaluate."""
 
 from __future__ import annotations
 
@@ -38,9 +38,12 @@ from testbed.wire.message import Message
 def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return the mean of several models' states, weighted by samples, in the order given.
 
-    Running statistics of batch normalisation are averaged as the weights are. Of whole numbers (how many batches those
-    have seen) the largest is taken. Momentum is not in a state: it stays where it was made. Raises ValueError for
-    states of different names and for no samples at all.
+    Running statistics of batch normalisation are averaged like weights. Integers (the number of batches seen) take the
+    maximum. Momentum is not part of a state: it stays on its device. Raises ValueError for states of different names
+    and for zero samples.
+
+    >>> average([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], [1, 3])
+    {'w': tensor([0.7500, 0.7500])}
     """
     if states and all(tensor.is_meta for tensor in states[0].values()):
         return dict(states[0])  # no numbers, no mean
@@ -71,7 +74,7 @@ REPORTED = "reported"
 
 @dataclass(frozen=True)
 class Trained:
-    """What a device has made of the global model in a round."""
+    """A device's result of a round."""
 
     device: str
     samples: int
@@ -110,12 +113,12 @@ _MEMORY = "memory:"
 
 
 class GlobalModel:
-    """The whole model on the server, after each round; outlives a restart of the server."""
+    """The whole model on the server after each round; survives a restart of the server."""
 
     def __init__(
         self, device: Device, job: Job[RoundOptions, RoundDetails], merge: Merge = mean, extra: Extra = no_extra
     ) -> None:
-        """Take what the server's disk keeps; else the weights that the job was given, or those of the seed."""
+        """Load the model from the server's disk; otherwise use the job's initial weights, or those of the seed."""
         problem, kept, weights = job.problem, device.saved(GLOBAL), job.weights
         assert job.dataset is not None
         self._device = device
@@ -152,20 +155,20 @@ class GlobalModel:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds of the workload are in it, or no more are wanted."""
+        """Whether all rounds of the workload are done, or training was stopped."""
         return bool(self.stopping.reason) or self.rounds >= self._last
 
     @property
     def numbers(self) -> bool:
-        """Whether there are any: a workload without has shapes alone."""
+        """Whether weights have values: timing-only runs have shapes alone."""
         return not any(tensor.is_meta for tensor in self.state.values())
 
     def extra(self) -> State:
-        """Return what is to be sent to devices beside the weights."""
+        """Return the additional tensors sent to devices beside the weights."""
         return self._extra(self._memory)
 
     async def merge(self, trained: Sequence[Trained]) -> None:
-        """Become what the devices' models make of it; stay what it is where there are none."""
+        """Replace the model by the merged models of the devices; keep the model if there are none."""
         if trained:
             # Without numbers a mean has the right shapes, but the size of what is sent may follow from the memory.
             merge = self._merge if self.numbers or self._extra is not no_extra else mean
@@ -179,11 +182,11 @@ class GlobalModel:
                 self._averages[name] = tensor
 
     def result(self) -> State:
-        """Return what is evaluated, and what the run leaves: the weights, or their moving averages."""
+        """Return the evaluated and final weights: the model, or its moving average."""
         return {name: self._averages.get(name, tensor) for name, tensor in self.state.items()}
 
     async def keep(self, start: float, trained: Sequence[Trained]) -> None:
-        """Count a round that began at ``start``, and save to the disk, with what there is to record of it."""
+        """Count a round started at ``start``, and save the model to the disk with the unrecorded results."""
         self._report_divergence(trained)
         samples: dict[str, int] = {}
         for each in trained:
@@ -199,7 +202,7 @@ class GlobalModel:
         await self._device.save(GLOBAL, Message(GLOBAL, fields, {**self.state, **memory, **averages}))
 
     def _report_divergence(self, trained: Sequence[Trained]) -> None:
-        """Record, once, which devices sent numbers that are not finite."""
+        """Record once the devices that sent non-finite numbers."""
         if self._diverged or not self.numbers:
             return
         self._diverged = not (_is_finite(self.state) and all(math.isfinite(each.loss) for each in trained))
@@ -210,12 +213,12 @@ class GlobalModel:
                 self._device.record("diverged", step=self.rounds, target=each.device)
 
     def is_reported(self) -> bool:
-        """Say whether all of the last round was recorded; not so if the program before a restart ended meanwhile."""
+        """Return whether the last round was recorded completely, which a restart may have prevented."""
         reported = self._device.saved(REPORTED)
         return self.rounds == (0 if reported is None else reported["rounds"])
 
     async def report(self) -> None:
-        """Record the last round, and evaluate the model if that is due."""
+        """Record the last round, and evaluate the model if due."""
         made = dict(self._report)
         loss = {name: made.pop(name) for name in ("loss",) if name in made}
         self._device.record("round", **made)
@@ -230,7 +233,7 @@ class GlobalModel:
 
 
 async def evaluation(layers: Layers, state: State, tests: Requests, number: int) -> Score:
-    """Score some weights of the whole model on the test samples; takes the device's time."""
+    """Score weights of the whole model on the test samples; takes the device's time."""
     await layers.load(state, number)
     score = Score(layers.training)
     for index in range(len(tests)):
@@ -240,7 +243,7 @@ async def evaluation(layers: Layers, state: State, tests: Requests, number: int)
 
 @dataclass(frozen=True)
 class ServerSide:
-    """The server's layers: those behind each device's split point, a copy for each device or one for all.
+    """The server's layers: those after each device's split point, in a copy for each device or one for all.
 
     Algorithm 2 of PipeLearn, lines 4 to 17.
     """
@@ -254,7 +257,7 @@ class ServerSide:
     """Mean of the iterations of each device's last round."""
 
     async def serve(self, state: State, number: int, begun: Begun) -> None:
-        """Train a device's copy along with it, from the global model's state on."""
+        """Train a device's copy together with the device, starting from the global model's state."""
         layers = self.copies[begun.sender]
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0
@@ -281,7 +284,7 @@ class ServerSide:
 
 @dataclass(frozen=True)
 class Server:
-    """Rounds from the first that is not in the global model to the last."""
+    """All rounds missing in the global model."""
 
     device: Device
     rounds: Rounds
@@ -296,7 +299,7 @@ class Server:
     """Whether what devices send is to be added to the weights that they began with."""
 
     async def run(self) -> None:
-        """Hold the rounds that are left."""
+        """Run the remaining rounds."""
         devices = list(self.splits)
         turns = [[name] for name in devices] if self.in_turn else [devices]
         if not self.model.is_reported():
@@ -312,7 +315,7 @@ class Server:
             await self.model.report()
 
     async def _train(self, number: int, devices: Sequence[str]) -> list[Trained]:
-        """Have devices train from the global model on, into which what they send is merged."""
+        """Train devices from the global model, and merge their updates."""
         state, beside = self.model.state, self.model.extra()
 
         def invite(name: str, configuration: int) -> Begin:

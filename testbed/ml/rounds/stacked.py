@@ -1,9 +1,8 @@
-"""Local training of many devices in one computation: their weights and samples stacked, by torch's ``vmap``.
+"""Local training of many devices in one computation: stacked weights and samples, by torch's ``vmap``.
 
-On the virtual clock a device's training is charged as usual. The numbers are computed when the first device asks for
-its result: then those of all similar trainings that have begun, in one computation. The gain is largest for small
-networks, where an operation costs more than its numbers. On containers a device is alone and trains by
-``numerics: full``.
+On the virtual clock a device's training is charged as usual. The numbers are computed when the first device needs its
+result: all similar trainings started by then are computed together. The gain is largest for small networks, whose
+operations cost more than their arithmetic. In containers a device is alone and trains by ``numerics: full``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TOGETHER = 256
 
 @dataclass(eq=False)
 class Training:
-    """One device's round, computed when its result is asked for, or before that with others."""
+    """One device's round, computed on demand, or earlier together with others."""
 
     stack: Stack
     share: Share
@@ -44,7 +43,7 @@ class Training:
 
 
 def check(problem: Problem, plain: bool) -> None:
-    """Raise `InputError` for what cannot be trained stacked; ``plain``: a step of a round is one of descent."""
+    """Raise `InputError` for configurations without stacking support; ``plain``: rounds consist of descent steps."""
     training, key = problem.workload.training, ("numerics",)
     optimizer = training.optimizer
     reasons = {
@@ -64,20 +63,20 @@ def check(problem: Problem, plain: bool) -> None:
 
 
 class Stack:
-    """The trainings of a run whose result nobody has asked for yet."""
+    """The trainings of a run without a requested result."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._begun: list[Training] = []
 
     def begin(self, share: Share, steps: range, start: State) -> Training:
-        """Take note that a device trains some steps on its samples, from weights on that it has."""
+        """Register a device's training of some steps on its samples, from given weights."""
         training = Training(self, share, steps, start)
         self._begun.append(training)
         return training
 
     def compute(self) -> None:
-        """Compute all that has begun."""
+        """Compute all registered trainings."""
         begun, self._begun = sorted(self._begun, key=_alike), []
         for _, alike in groupby(begun, key=_alike):
             some = list(alike)
@@ -102,7 +101,9 @@ class Stack:
 
     @cached_property
     def _step(self) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Takes stacked weights, images and labels, (devices, ...); returns gradients and losses, (devices, ...)."""
+        """A step on stacked weights, images and labels, (devices, ...); returns gradients and losses,
+        (devices, ...).
+        """
         from torch.func import functional_call, grad_and_value, vmap
 
         model, recipe = self._problem.model, self._problem.training
@@ -115,5 +116,5 @@ class Stack:
 
 
 def _alike(training: Training) -> tuple[int, int, int]:
-    """Return what trainings have in common that can be stacked: the samples of a step, and which steps."""
+    """Return the key of trainings that can be stacked: the samples of a step, and the steps."""
     return training.share.mini_batch, training.steps.start, len(training.steps)

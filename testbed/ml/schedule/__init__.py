@@ -1,13 +1,13 @@
-"""Pipeline schedules: pure generators of what a stage does, as data that prints: ``F0 F1 B0 B1``; played and drawn.
+"""Pipeline schedules: pure generators of a stage's actions, printed as ``F0 F1 B0 B1``; simulated and drawn.
 
-In the synchronous ones all micro-batches of a step see the same weights, and an update ends the step. So each gives the
-gradient of the whole batch, whatever the order; the micro-batches of a batch that does not divide differ by one sample
-(`testbed.ml.data.batches.cut_batch`). In the asynchronous one every batch has an update of its own. All are drawn
-for three stages and four micro-batches, forward and backward equally long, by `grid`.
+In the synchronous schedules all micro-batches of a step use the same weights, and an update ends the step. Each
+schedule therefore gives the gradient of the whole batch; micro-batches of an indivisible batch differ by one sample
+(`testbed.ml.data.batches.cut_batch`). In the asynchronous schedule every batch has its own update. All are drawn by
+`grid` for three stages and four micro-batches, with forward and backward equally long.
 
-Played, one stage does one action at a time, in its order. Forward and backward wait for what the neighbour sends, and
-the link between two stages carries one message at a time in each direction; sending does not keep a stage from
-computing. That is what the devices do, too.
+In the simulation, a stage does one action at a time, in order. Forward and backward wait for the neighbour's message,
+and the link between two stages carries one message at a time in each direction; sending does not block computing.
+Devices behave the same way.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Schedule = Callable[[int, int, int], Iterator[Action]]
 
 
 def written(actions: Iterable[Action]) -> str:
-    """Return actions as text, such as ``F0 F1 B0 B1``."""
+    """Format actions as text, such as ``F0 F1 B0 B1``."""
     return " ".join(map(str, actions))
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """Return the largest number of micro-batches forwarded and not yet done backward: whose activations are kept."""
+    """Return the peak number of micro-batches between forward and backward, whose activations are kept."""
     kept = most = 0
     for action in actions:
         kept += {"forward": 1, "backward": -1, "update": 0}[action.kind]
@@ -53,7 +53,7 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 
 def orders(schedule: Schedule, stages: int, micro_batches: int) -> list[Sequence[Action]]:
-    """Return what every stage does in one step; raises ValueError for less than one stage or micro-batch."""
+    """Return the actions of every stage in one step; raises ValueError for less than one stage or micro-batch."""
     if stages < 1 or micro_batches < 1:
         raise ValueError(f"no schedule for {stages} stages and {micro_batches} micro-batches")
     return [tuple(schedule(stages, stage, micro_batches)) for stage in range(stages)]
@@ -68,7 +68,7 @@ def _backward(micro: int) -> Action:
 
 
 def model_parallelism(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
-    """One micro-batch at a time through all stages and back: no pipelining.
+    """One micro-batch at a time passes through all stages and back, without pipelining.
 
     ::
 
@@ -95,10 +95,10 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
-    """As many forwards as there are stages from here on, then a backward and a forward in turn (PipeDream-flush).
+    """As many forwards as stages remain, then alternating backwards and forwards (PipeDream-flush).
 
-    As long as GPipe's when forwards, backwards and transfers are even, but stage i of n keeps the activations of n - i
-    micro-batches only. ::
+    The duration equals GPipe's for equal forwards, backwards and transfers, but stage i of n keeps the activations of
+    only n - i micro-batches. ::
 
         stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
         stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
@@ -123,10 +123,10 @@ SCHEDULES: dict[str, Schedule] = {
 def asynchronous_1f1b(
     stages: int, stage: int, batches: int | None = None, window: int | None = None
 ) -> Iterator[Action]:
-    """As many forwards as there are stages from here on, then a backward with its update and a forward in turn.
+    """As many forwards as stages remain, then alternating backwards (each with an update) and forwards.
 
-    ``window`` is how many batches are in the pipeline at once; None, and never more than: one a stage. Without
-    ``batches`` it goes on for ever: its executor stops when no more batches come. Three stages, four batches,
+    ``window`` is the number of batches in the pipeline at once; None means one per stage, the maximum. Without
+    ``batches`` the schedule is infinite: its executor stops when no more batches arrive. Three stages, four batches,
     updates taking no time (PipeDream, figure 4)::
 
         stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
@@ -149,12 +149,12 @@ TransferTime = Callable[[int, Action], tuple[float, float]]
 
 
 class ScheduleError(ValueError):
-    """A schedule that deadlocks, or does not do everything exactly once."""
+    """Raised for a schedule with a deadlock, or with missing or repeated actions."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One action where it stands in time, in seconds."""
+    """One action with its start and end in seconds."""
 
     stage: int
     action: Action
@@ -171,7 +171,9 @@ def _needs_nothing(stage: int, action: Action) -> bool:
 
 
 def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free) -> list[Slot]:
-    """Return every action's slot, in the order of starts; raises `ScheduleError` naming what waits in a deadlock."""
+    """Return every action's slot in the order of starts; raises `ScheduleError` naming the waiting actions of a
+    deadlock.
+    """
     slots: list[Slot] = []
     done = [0] * len(stages)
     clock = [0.0] * len(stages)
@@ -179,7 +181,6 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
     links: dict[tuple[int, int], float] = {}
 
     def send(stage: int, action: Action, end: float) -> None:
-        """Make the result of an action arrive where it is needed."""
         target = stage + {"forward": 1, "backward": -1, "update": -len(stages)}[action.kind]
         if target == len(stages):
             arrived[stage, Action("backward", action.micro)] = end
@@ -212,9 +213,9 @@ def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: Tra
 
 
 def grid(schedule: Schedule, stages: int, micro_batches: int, backward: int = 1) -> str:
-    """Draw a step: a row for each stage, a column for each time of a forward, a backward taking ``backward`` of them.
+    """Draw a step with a row per stage and a column per forward time; a backward takes ``backward`` columns.
 
-    Transfers take no time. The figures of PipeDream have a backward of 2, those of GPipe of 1.
+    Transfers take no time. PipeDream's figures have a backward of 2, GPipe's of 1.
     """
     columns_of = {"forward": 1, "backward": backward, "update": 0}
     slots = play(orders(schedule, stages, micro_batches), lambda _, action: columns_of[action.kind])

@@ -1,1 +1,1 @@
-"""EdgePipe's timeslots, casts between super neurons and what is missing of them, for methods that go by the clock."""
+"""EdgePipe's timeslots, casts between super neurons, and missing casts, for methods driven by the clock."""

@@ -1,4 +1,4 @@
-"""Algorithm 1: a network cut into super neurons, into groups of layers, then each layer's neurons over devices."""
+"""Algorithm 1: a network divided into groups of layers, then each layer's neurons over the group's devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Holders = Mapping[str, Channels]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Which device holds which neurons. Super neuron SN[w, h] of the paper is what the h-th device of group w holds.
+    """The devices of all neurons. The paper's super neuron SN[w, h] consists of the neurons of the h-th device of group
+    w.
 
     The number of groups is the paper's P.
     """
@@ -34,7 +35,7 @@ class Arrangement:
     """Neurons may move while a run goes on: each change makes the next version."""
 
     def group(self, device: str) -> int | None:
-        """Return which group a device is a member of; None where it holds nothing."""
+        """Return the group of a device; None for a device without neurons."""
         return next((index for index in range(len(self.groups)) if device in self.members(index)), None)
 
     def members(self, group: int) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ class Arrangement:
         return self.holders(self.groups[group].start)
 
     def holders(self, layer: int) -> tuple[str, ...]:
-        """Return the devices that have neurons of a layer."""
+        """Return the devices with neurons of a layer."""
         return tuple(self.layers[layer])
 
     @cached_property
@@ -51,7 +52,7 @@ class Arrangement:
         return tuple(name for group in range(len(self.groups)) for name in self.members(group))
 
     def of(self, device: str, layer: int) -> Channels:
-        """Return a device's neurons of a layer; none of a layer that is not its own."""
+        """Return a device's neurons of a layer; empty for layers of other groups."""
         return self.layers[layer].get(device, NONE)
 
     @property
@@ -61,9 +62,9 @@ class Arrangement:
 
     @property
     def passes(self) -> list[tuple[int, int]]:
-        """For each pass of a batch, the layer that sends and the layer that receives.
+        """For each pass of a batch, the sending and the receiving layer.
 
-        Outputs go forward; losses go backward, but not to the input layer, which learns nothing; results are shared
+        Outputs go forward; losses go backward, except to the input layer, which has no weights; results are shared
         within the output layer.
         """
         layers = range(1, len(self.sizes))
@@ -74,16 +75,16 @@ class Arrangement:
         )
 
     def senders(self, receiver: str) -> tuple[str, ...]:
-        """Return the other devices that cast to one."""
+        """Return the other devices casting to a device."""
         sending = {source for source, target in self.passes if receiver in self.layers[target]}
         found = {name for layer in sending for name in self.layers[layer]} - {receiver}
         return tuple(name for name in self.devices if name in found)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
-        """Return M_pkt of equation (4): the most values of a sample that a device sends at once.
+        """Return M_pkt of equation (4): the maximum number of values per sample a device sends at once.
 
-        These are its own outputs of a layer, or losses for all of the layer before. ``values`` has, for each layer, how
-        many values a neuron makes of a sample.
+        The values are its own outputs of a layer, or losses for all of the previous layer. ``values`` has, for each
+        layer, the number of values per neuron and sample.
         """
         held = [layer for layer, holders in enumerate(self.layers) if device in holders]
         outputs = [len(self.of(device, layer)) * values[layer] for layer in held]
@@ -91,10 +92,10 @@ class Arrangement:
 
 
 def partition(neurons: Sequence[int], devices: Sequence[str], allocation: Allocation | int = "hybrid") -> Arrangement:
-    """Divide layers, whose numbers of neurons are given from the input layer on, into one super neuron a device.
+    """Divide layers, given by their numbers of neurons from the input layer on, into one super neuron per device.
 
-    A number as ``allocation`` is the paper's M_layers, the most layers of a group. Raises `InputError` where there are
-    not enough devices for the groups or not enough neurons for the devices.
+    A number as ``allocation`` is the paper's M_layers, the maximum number of layers per group. Raises `InputError` for
+    fewer devices than groups or fewer neurons than devices.
     """
     groups = layer_groups(len(neurons), len(devices), allocation)
     if len(groups) > len(devices):
@@ -117,9 +118,9 @@ def partition(neurons: Sequence[int], devices: Sequence[str], allocation: Alloca
 def layer_groups(layers: int, devices: int, allocation: Allocation | int) -> list[range]:
     """Return the layers of each group (lines 3 and 4).
 
-    Equation (1) gives every group two devices where it can, and at most as many groups as layers; a number of layers
-    that does not divide leaves the last groups, at the output, one layer more. With a largest group given, groups are
-    filled from the output on, and the first one takes what is left.
+    Equation (1) gives every group two devices if possible, and at most as many groups as layers; if the number of
+    layers does not divide, the last groups, at the output, have one layer more. With a given maximum, groups are filled
+    from the output backwards, and the first group takes the rest.
     """
     if isinstance(allocation, int):
         ends = range(layers, 0, -allocation)
@@ -133,9 +134,10 @@ def layer_groups(layers: int, devices: int, allocation: Allocation | int) -> lis
 
 
 def devices_of(groups: Sequence[range], devices: int) -> list[int]:
-    """Return how many devices each group has: in proportion to its layers, at least one, and all of them together.
+    """Return the number of devices of each group: proportional to its layers, at least one, and using all devices.
 
-    As line 6 rounds, wherever that uses up the devices; else those left go where most is lacking, from the input on.
+    Rounding follows line 6 if the result uses all devices; otherwise the remaining devices go to the groups with the
+    largest deficit, starting at the input.
     """
     layers = sum(len(group) for group in groups)
     wanted = [devices * len(group) / layers for group in groups]

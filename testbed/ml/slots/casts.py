@@ -1,4 +1,4 @@
-"""Who casts what to whom, what is done so that it is not lost, and what of it has arrived when it is needed."""
+"""Casts between devices: receivers, repetition against loss, and the parts received in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testbed.ml.slots.missing import Arrived, SenderPart, share_without
 
 @dataclass(frozen=True)
 class Values(Typed, key=("batch", "layer", "sender")):
-    """What a device casts of one batch. Batches are numbered in the order in which they are fed, those of tests too."""
+    """The values a device casts for one batch. Batches are numbered in feeding order, including test batches."""
 
     batch: int
     layer: int
@@ -30,16 +30,16 @@ class Values(Typed, key=("batch", "layer", "sender")):
 
 
 class Outputs(Values, kind="outputs"):
-    """The outputs of a device's neurons of a layer; of the output layer, the results that it shares."""
+    """The outputs of a device's neurons of a layer; for the output layer, the shared results."""
 
 
 class Losses(Values, kind="losses"):
-    """The paper's losses: what a device's neurons of a layer add to the gradient of all values of the layer before."""
+    """The paper's losses: contributions of a device's neurons to the gradients of all values of the previous layer."""
 
 
 @dataclass(frozen=True)
 class Heard(Typed, kind="heard"):
-    """Acknowledgement of a cast: the kind of message, its batch and layer."""
+    """Acknowledgement of a cast: kind of message, batch and layer."""
 
     what: str
     batch: int
@@ -51,24 +51,24 @@ Sent = TypeVar("Sent", bound=Values)
 
 
 class Transmit(Protocol):
-    """A way to cast to several devices."""
+    """A strategy for casting to several devices."""
 
     async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
-        """Cast before an instant, in seconds; return when no more is done about it."""
+        """Cast before an instant, in seconds; return after the last attempt."""
 
     def heard(self, message: Values) -> None:
-        """Answer a cast of another device, each time that it arrives."""
+        """Handle each arrival of another device's cast."""
 
 
 class Repeated:
-    """The paper's r-TX: the same cast several times, whoever has heard it. Once is no recovery."""
+    """The paper's r-TX: repeat the same cast a fixed number of times. One transmission means no recovery."""
 
     def __init__(self, mailbox: Mailbox, times: int = 1) -> None:
         self._mailbox = mailbox
         self._times = times
 
     async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
-        """Cast to all, all the times."""
+        """Cast to all receivers the given number of times."""
         for _ in range(self._times):
             await self._mailbox.cast(receivers, message)
 
@@ -77,13 +77,13 @@ class Repeated:
 
 
 class Acknowledged:
-    """The paper's ACK: casts to those that have not acknowledged, until all have or the timeslot has no time left.
+    """The paper's ACK: repeat casts to receivers without acknowledgement, until none is left or the slot ends.
 
     Acknowledgements are casts, which can be lost as well.
     """
 
     def __init__(self, mailbox: Mailbox, wait: float) -> None:
-        """``wait``: how many seconds acknowledgements take after a cast has left."""
+        """``wait`` is the number of seconds acknowledgements take after a cast has left."""
         self._mailbox = mailbox
         self._wait = wait
         self._missing: dict[tuple[str, int, int], set[str]] = {}
@@ -106,7 +106,7 @@ class Acknowledged:
         del self._missing[what]
 
     async def _answers(self, missing: set[str]) -> None:
-        """Wait until none is missing, at most as long as acknowledgements take."""
+        """Wait for all acknowledgements, at most as long as they normally take."""
         if missing:
             self._complete = asyncio.get_running_loop().create_future()
             try:
@@ -116,7 +116,7 @@ class Acknowledged:
                 pass
 
     def heard(self, message: Values) -> None:
-        """Acknowledge; what was acknowledged before is so again, since that may have been lost."""
+        """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
         answer = Heard(message.kind, message.batch, message.layer)
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
 
@@ -130,24 +130,24 @@ class Acknowledged:
 
 
 class Notes(Protocol):
-    """Hook: what a method adds to its casts, and learns from those that arrive or do not."""
+    """Hook: annotations added to casts and received from other devices."""
 
     def annotated(self, message: Sent) -> Sent:
-        """Return a message with its note."""
+        """Return a message with its annotation."""
 
     def heard(self, message: Values) -> Channels | None:
-        """Take the note of a message that has arrived in time; return the sender's neurons in the message's layer.
+        """Process the annotation of a message in time; return the sender's neurons in the message's layer.
 
-        None: the message does not count.
+        None makes the caller ignore the message.
         """
 
     def missed(self, sender: str) -> None:
-        """Learn that a message of a device has not arrived in time."""
+        """Record a message not received in time."""
 
 
 @dataclass
 class Tally:
-    """Parts that were due, and those that had arrived."""
+    """Counts of expected and received parts."""
 
     due: int = 0
     came: float = 0
@@ -155,7 +155,7 @@ class Tally:
 
 
 class CastExchange:
-    """The casts of one device, and those that it hears."""
+    """The casts of one device and the casts it receives."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class CastExchange:
         values: Sequence[int],
         notes: Notes | None = None,
     ) -> None:
-        """``arrangement`` returns the present one.
+        """``arrangement`` returns the current arrangement.
 
-        ``under_way``: how many batches there are at most between the first layer's forward and its backward.
-        ``values``: by layer, those that each neuron makes of a sample.
+        ``under_way`` is the maximum number of batches between the first layer's forward and its backward. ``values``
+        maps layers to the values of each neuron per sample.
         """
         self.until = math.inf
         """When the present slot ends, and nothing more is cast; seconds."""
@@ -203,14 +203,14 @@ class CastExchange:
             came[sender] = message
 
     def _discard_before(self, kind: type[Values], batch: int) -> None:
-        """Drop what was not used of earlier batches, and whatever of them still comes."""
+        """Drop unused casts of earlier batches, including future arrivals."""
         if batch > self._oldest[kind]:
             self._oldest[kind] = batch
             for old in [key for key in self._arrived if key[0] is kind and key[1] < batch]:
                 del self._arrived[old]
 
     async def cast(self, layer: int, message: Sent) -> None:
-        """Transmit to all that hold a layer what has this device as sender; what it has for itself costs nothing."""
+        """Transmit to all devices with a layer receiving from this device; the local part is free."""
         if self._notes is not None:
             message = self._notes.annotated(message)
         receivers = self._arrangement().holders(layer)
@@ -221,16 +221,16 @@ class CastExchange:
             await self._transmit(others, message, self.until)
 
     def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
-        """Return what has arrived of a layer's outputs, once."""
+        """Remove and return the received outputs of a layer."""
         arrangement = self._arrangement()
         parts = self._parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
         self._discard_before(Outputs, batch - self._under_way - 1)
         return Arrived(layer, batch, samples, arrangement.sizes[layer], parts, values=self._values[layer])
 
     def losses(self, layer: int, batch: int, samples: int) -> Arrived:
-        """Return what has arrived of the losses of the own neurons of a layer, sent by the layer behind it, once.
+        """Remove and return the received losses of a layer's own neurons, sent by the next layer.
 
-        What comes later of batches before is dropped.
+        Later arrivals for earlier batches are dropped.
         """
         arrangement = self._arrangement()
         own = elements(arrangement.of(self._name, layer), self._values[layer])
@@ -241,7 +241,7 @@ class CastExchange:
     def _parts(
         self, kind: type[Values], batch: int, layer: int, passing: str, own: Channels | None = None
     ) -> tuple[SenderPart, ...]:
-        """Return what the holders of a layer have sent; of losses the part that is for the ``own`` values."""
+        """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
         came, tally = self._arrived.pop((kind, batch, layer), {}), self.tally[passing]
         parts: list[SenderPart] = []
         share: float = 0
@@ -272,7 +272,7 @@ class CastExchange:
 
 
 def _filled(first: Values, again: Values) -> Values:
-    """Return what is known after a message has come again: what was missing of it may be there now."""
+    """Merge a repeated message with an earlier incomplete copy."""
     if first is again or not first.missing or first.tensor is None or again.tensor is None:
         return first
     gaps = first.missing["tensor"]

@@ -1,4 +1,4 @@
-"""What is said of runs in timeslots beside what is said of all runs."""
+"""Metrics of runs in timeslots, in addition to the common ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = 0.8
 
 
 def _evaluated(field: str, record: RunView) -> float | None:
-    """Return a field of the last evaluation. Its accuracy is gathered where it has that by ``one`` device, too."""
+    """Return a field of the last evaluation; a gathered accuracy may be replaced by ``one`` device's."""
     found = record.of("evaluate")
     fields: Mapping[str, Any] = found[-1].fields if found else {}
     if field == "gathered":
@@ -30,21 +30,21 @@ def _evaluated(field: str, record: RunView) -> float | None:
 
 
 def _passed(passing: str, record: RunView) -> float | None:
-    """Take each device's last count: it goes on counting, tests included, until it restarts."""
+    """Sum each device's last count: counts include tests and continue until a restart."""
     last = {event.device: event.fields for event in record.of("passed") if event.fields["to"] == passing}
     due = sum(fields["due"] for fields in last.values())
     return sum(fields["came"] for fields in last.values()) / due if due else None
 
 
 def _tests(record: RunView) -> list[Interval]:
-    """Batches of tests begin at the event and end with an evaluation, at which nothing of training was under way."""
+    """A test begins with its event and ends with an evaluation, while no training is under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
     return list(zip(begins, [*ends, *[float("inf")] * (len(begins) - len(ends))], strict=False))
 
 
 def _training_casts(record: RunView) -> list[int]:
-    """Return how many receivers each has."""
+    """Return the number of receivers of each cast."""
     spans, found = _tests(record), list[int]()
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
         at = np.fromiter(times, float)
@@ -56,25 +56,25 @@ def _training_casts(record: RunView) -> list[int]:
 
 
 def details_of(record: RunView) -> SlotDetails:
-    """Return the details of a run's plan; of a run that is read again they are plain values with the same names."""
+    """Return the plan details of a run; runs read from disk have plain values of the same names."""
     details: Any = record.plan.details
     return details  # type: ignore[no-any-return]
 
 
 def _last_backward(record: RunView) -> float:
-    """Return when the last one began; 0 where none did."""
+    """Return the start of the last backward; 0 without one."""
     begun = record.of("begin").columns("time", "span")
     return max((time for _, row in begun for time, span in zip(*row, strict=False) if span == "backward"), default=0.0)
 
 
 def _timeslots(record: RunView) -> float | None:
-    """Counted by the clock, in seconds of which rounding must not make the slot before."""
+    """Count the slots by the clock, in seconds, tolerating rounding to the previous slot."""
     last, details = record.cached(_last_backward), details_of(record)
     return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
 
 
 def _time_to_good(record: RunView) -> float | None:
-    """Seconds of the steps until then, without the tests between them: as if the pipeline had never drained."""
+    """Return the training seconds until the target, without tests, as if the pipeline had never drained."""
     details = details_of(record)
     reached = (event.fields["step"] for event in record.of("evaluate") if event.fields["accuracy"] >= GOOD)
     step = next(reached, None)
@@ -86,7 +86,7 @@ def _casts(record: RunView) -> int:
 
 
 def _transmissions(record: RunView) -> int:
-    """As the paper counts packets: to each receiver one."""
+    """Count packets as in the paper: one per receiver."""
     return sum(record.cached(_training_casts))
 
 

@@ -1,4 +1,4 @@
-"""Which device takes which super neuron (Algorithm 2, hill climbs, chance, the best order), and which coordinates."""
+"""Mapping of super neurons to devices (Algorithm 2, hill climbs, random, exhaustive), and choice of the coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to t
 
 
 def passes(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
-    """Return how often each super neuron (row) transmits to each other (column) for one batch."""
+    """Return the number of transmissions per batch from each super neuron (row) to each other (column)."""
     counted: Counter[Pair] = Counter()
     for source, target in arrangement.passes:
         counted.update(itertools.product(arrangement.holders(source), arrangement.holders(target)))
@@ -36,7 +36,7 @@ def passes(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
 
 
 def connectivity(arrangement: Arrangement) -> Matrix:
-    """Return the super-neuron topology: passes in relation to those of the pair with most, from 0 to 1."""
+    """Return the super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
     counted = passes(arrangement)
     most = max((value for row in counted for value in row), default=0) or 1
     return tuple(tuple(value / most for value in row) for row in counted)
@@ -48,7 +48,7 @@ def matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
 
 
 def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
-    """Return the sum of the Hadamard product: connectivity of super neurons times reception ratio of their devices."""
+    """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios."""
     return _scorer(wanted, ratios)(order)
 
 
@@ -58,15 +58,15 @@ def _scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
 
 
 def generations(devices: int) -> int:
-    """Return how many generations the paper's experiments take."""
+    """Return the number of generations in the paper's experiments."""
     return 1_000 if devices <= 6 else 10_000
 
 
 def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None) -> Order:
-    """Return what Algorithm 2 finds in ``count`` generations, those of the paper unless given.
+    """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
-    A generation puts the best order so far beside a random one and beside the same turned by one place. As printed, an
-    order that is as good as the best one replaces it.
+    A generation compares the best order so far with a random one and with a rotation of it by one place. As printed, an
+    order equal to the best one replaces it.
     """
     draws = random.Random(derive(seed, "mapping"))
     value = _scorer(wanted, ratios)
@@ -92,7 +92,7 @@ def climbing(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
 
 
 def _climbed(order: Order, value: Callable[[Order], float]) -> Order:
-    """Exchange two devices as long as that improves an order by more than rounding."""
+    """Exchange pairs of devices while an order improves by more than rounding."""
     reached, improves = value(order), True
     while improves:
         improves = False
@@ -105,23 +105,26 @@ def _climbed(order: Order, value: Callable[[Order], float]) -> Order:
 
 
 def by_chance(devices: int, seed: int, draw: int = 1) -> Order:
-    """Return any order, all equally likely: the paper's Random. Each ``draw``, from 1 on, gives one of its own."""
+    """Return a uniformly random order: the paper's Random. Each ``draw``, from 1 on, gives another order."""
     draws = random.Random(derive(seed, "mapping", "random"))
     return [tuple(draws.sample(range(devices), devices)) for _ in range(draw)][-1]
 
 
 def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
-    """Return the best of all orders, of equals the first: the paper's Upper. Raises ValueError beyond nine devices."""
+    """Return the best of all orders, the first on ties: the paper's Upper.
+
+    Raises ValueError for more than nine devices.
+    """
     if len(wanted) > MOST_EXHAUSTIVE:
         raise ValueError(f"{len(wanted)} devices have too many orders to try: at most {MOST_EXHAUSTIVE}")
     return max(itertools.permutations(range(len(wanted))), key=_scorer(wanted, ratios))
 
 
 def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
-    """Return the device of the highest closeness centrality on expected transmissions; of equals the first.
+    """Return the device of the highest closeness centrality on expected transmissions; the first on ties.
 
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
-    the device (Floyd and Warshall). A pair that ``ratios`` does not have, or has as 0, is not linked.
+    the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
     """
     found = {
         (a, b): 0.0 if a == b else 1 / ratios[a, b] if ratios.get((a, b), 0) > 0 else math.inf

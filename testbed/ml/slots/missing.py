@@ -1,4 +1,4 @@
-"""What has arrived of a layer, and the hook for what a device does about parts that have not."""
+"""Received parts of a layer, and the hook for missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from testbed.ml.models.slices import Channels, elements
 
 
 class SenderPart(NamedTuple):
-    """What one device had to send."""
+    """The part of one sender."""
 
     sender: str
     neurons: Channels
@@ -28,12 +28,12 @@ class SenderPart(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all of it has arrived."""
+        """Whether the part has arrived completely."""
         return self.tensor is not None and self.missing is None
 
     @property
     def share(self) -> float:
-        """How much of it has arrived."""
+        """Received fraction of the part."""
         return 0 if self.tensor is None else share_without(self.missing)
 
 
@@ -43,7 +43,7 @@ Heard = tuple[tuple[Channels, bool], ...]
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a device has of one layer's outputs, or of the losses that a layer sends back, for one batch."""
+    """A device's received outputs of one layer, or losses sent back to a layer, for one batch."""
 
     layer: int
     """Index of the senders' layer."""
@@ -58,25 +58,25 @@ class Arrived:
 
     @cached_property
     def complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether all parts have arrived completely."""
         return all(part.whole for part in self.parts)
 
     @property
     def rate(self) -> float:
-        """The layer-to-layer success rate: the share of the devices from which it has arrived."""
+        """The layer-to-layer success rate: the fraction of senders whose part has arrived."""
         return sum(part.share for part in self.parts) / len(self.parts)
 
     @cached_property
     def heard(self) -> Heard | None:
-        """The neurons of each part, and whether it has arrived; None where only some values of one have."""
+        """The neurons of each part and whether they have arrived; None for a partially received part."""
         if any(part.missing is not None for part in self.parts):
             return None
         return tuple([(part.neurons, part.tensor is not None) for part in self.parts])
 
     def gaps(self) -> torch.Tensor | None:
-        """Return which outputs of the whole layer are missing, (samples or 1, values); None where none is.
+        """Return the mask of missing outputs of the whole layer, (samples or 1, values); None if all have arrived.
 
-        Of one row where they are the same of all samples, since whole messages are missing. It is not to be changed.
+        The mask has one row if whole messages are missing, so all samples are equal. Callers must not modify the mask.
         """
         if self.complete:
             return None
@@ -90,9 +90,9 @@ class Arrived:
         return found
 
     def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the outputs of the whole layer, (samples, values), with zeros for what is missing.
+        """Return the outputs of the whole layer, (samples, values), with zeros for missing values.
 
-        ``into`` is a tensor whose memory they may take; what it holds is lost.
+        ``into`` is a tensor whose memory may be reused; its contents are lost.
         """
         if self._in_order():
             room = None if into is None else into.resize_(0)
@@ -104,14 +104,14 @@ class Arrived:
         return found
 
     def nothing(self) -> torch.Tensor:
-        """Return zeros where all is missing, (samples, values of all neurons)."""
+        """Return zeros for a completely missing layer, (samples, values of all neurons)."""
         return torch.zeros(self.samples, self.neurons * self.values)
 
     def _sent(self, part: SenderPart) -> torch.Tensor:
         return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
 
     def _in_order(self) -> bool:
-        """Say whether the parts, one behind the other, are the layer."""
+        """Return whether the concatenated parts are the layer."""
         end = 0
         for part in self.parts:
             if not isinstance(part.neurons, range) or part.neurons.start != end:
@@ -120,7 +120,7 @@ class Arrived:
         return end == self.neurons
 
     def added(self) -> torch.Tensor:
-        """Return the sum of the losses that have arrived, (samples, own values). Raises ValueError where none has."""
+        """Return the sum of the received losses, (samples, own values). Raises ValueError if none has arrived."""
         heard = [part.tensor for part in self.parts if part.tensor is not None]
         if not heard:
             raise ValueError(f"nothing of layer {self.layer} has arrived for batch {self.batch}")
@@ -128,7 +128,6 @@ class Arrived:
 
 
 def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
-    """Set some of the values of a layer, both (samples, values)."""
     if isinstance(where, range):
         whole.narrow(1, where.start, len(where)).copy_(values)
     else:
@@ -137,7 +136,7 @@ def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
 
 @lru_cache(256)
 def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
-    """Return which values of a layer, (1, values), are of parts that have not arrived."""
+    """Return the mask of values in missing parts of a layer, (1, values)."""
     found = torch.zeros(1, neurons * values, dtype=torch.bool)
     for part, came in heard:
         if not came:
@@ -146,12 +145,12 @@ def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
 
 
 def share_without(missing: torch.Tensor | None) -> float:
-    """Return the share that is there of values of which some are missing, a mask of any shape; None: none is."""
+    """Return the fraction of present values for a mask of missing ones, of any shape; None means all are present."""
     return 1 if missing is None else 1 - float(missing.float().mean())
 
 
 class Usable(NamedTuple):
-    """What a device makes of the losses, or of the shared results, of one batch."""
+    """The usability of the losses, or of the shared results, of one batch."""
 
     values: torch.Tensor | None
     """For losses the gradient of the own outputs, (samples, own values); for results all of them, (samples, classes).
@@ -167,7 +166,7 @@ Work = Callable[[], torch.Tensor | None]
 
 
 class OnMissing(Protocol):
-    """Hook: what a method does with what has arrived of a batch, and about what has not."""
+    """Hook: a method's treatment of incomplete batches."""
 
     announces: bool
     """Whether a device with nothing to send says so, by a cast without values."""
@@ -175,38 +174,38 @@ class OnMissing(Protocol):
     """Whether outputs that had not arrived get no losses for that batch."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:
-        """Make the inputs of a layer, (samples, values), of the outputs of the layer before.
+        """Compute the inputs of a layer, (samples, values), from the outputs of the previous layer.
 
-        None: the batch goes no further on this device.
+        None stops the batch on this device.
         """
 
     def tested(self, arrived: Arrived) -> Arrived | None:
-        """Return what a layer's inputs are made of in tests, or of shared results the result; None: no further.
+        """Return the values a layer's inputs, or a shared result, are computed from in tests; None stops the batch.
 
-        That is what has arrived itself, unless something else takes the place of what is missing.
+        The default returns the received values without substituting missing ones.
         """
 
     async def results(self, arrived: Arrived) -> Usable:
-        """Say what the shared results of a batch are good for."""
+        """Return the usability of a batch's shared results."""
 
     async def losses(self, arrived: Arrived) -> Usable:
-        """Say what the losses of a batch, which the layer behind has sent, are good for."""
+        """Return the usability of a batch's losses from the next layer."""
 
     def learn(
         self, shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor | None, usable: Usable
     ) -> Work | None:
-        """Return the work of a backward; None: nothing is learnt.
+        """Return the work of a backward; None skips learning.
 
-        ``gradient`` is that of the own outputs, (samples, own values); None where there is none, or where the batch was
-        not forwarded on this device.
+        ``gradient`` is the gradient of the own outputs, (samples, own values); None without a gradient, or if the batch
+        was not forwarded on this device.
         """
 
     def observe(self, step: int, loss: float) -> None:
-        """Learn the loss of a step with usable results, on the device that leads."""
+        """Observe the loss of a step with usable results, on the coordinator."""
 
 
 def back(shard: LayerShard, layer: int, batch: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Add to the gradients; return that of the inputs, (samples, values); None: the first layer's are the samples."""
+    """Accumulate gradients; return the inputs' gradient, (samples, values), or None for the first layer."""
     if layer > 1:
         return shard.backward(batch, gradient)
     shard.learn(batch, gradient)

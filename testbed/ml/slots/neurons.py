@@ -1,4 +1,4 @@
-"""The neurons of one device under training, and what its work on them costs."""
+"""The neurons of one device under training, with the cost of each operation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MOST_KEPT = 1 << 24
 
 
 class Neurons:
-    """Some neurons of each of some layers, from 1 on; all work takes time on the device."""
+    """Some neurons of each of some layers, numbered from 1; all operations take the device's time."""
 
     def __init__(self, device: Device, problem: Problem[SlotOptions], given: State | None = None) -> None:
-        """``given``: first weights of the whole network; None: those drawn from the seed."""
+        """``given`` is the initial weights of the whole network; None draws them from the seed."""
         self._given = given
         self._device = device
         self._problem = problem
@@ -45,9 +45,9 @@ class Neurons:
     async def forward(
         self, layer: int, batch: int, inputs: torch.Tensor, unheard: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the outputs, (samples, own values), and keep what `backward` needs.
+        """Return the outputs, (samples, own values), keeping the values `backward` needs.
 
-        ``unheard`` marks inputs, (samples or 1, values), that had not arrived: their gradient is zero.
+        ``unheard`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
         self._inferred.clear()
         shard, cost = self.shards[layer], self._costs(layer, inputs.shape[0]).forward
@@ -58,7 +58,7 @@ class Neurons:
     async def infer(self, layer: int, batch: int, entering: Arrived, alike: Hashable = None) -> torch.Tensor:
         """Return the outputs of a test, (samples, own values).
 
-        Of all with the same ``alike``, unless that is None, they are the same, and computed once.
+        Calls with the same ``alike`` other than None have equal outputs, which are computed once.
         """
 
         def work() -> torch.Tensor:
@@ -75,11 +75,11 @@ class Neurons:
     async def backward(
         self, layer: int, batch: int, samples: int, gradient: torch.Tensor | None, learn: Learn
     ) -> torch.Tensor | None:
-        """Learn from the gradient of the own outputs; return that of the inputs, or None: nothing is to be cast.
+        """Learn from the gradient of the own outputs; return the inputs' gradient, or None if nothing is to be cast.
 
         Gradients are (samples, values).
 
-        Where there is no gradient, what is learnt all the same is charged as an update.
+        Without a gradient, any other learning is charged as an update.
         """
         self._inferred.clear()
         if (layer, batch) not in self._forwarded:
@@ -97,13 +97,13 @@ class Neurons:
         return before
 
     def forget_before(self, layer: int, batch: int) -> None:
-        """Drop what waits for the losses of batches before one: they will not come."""
+        """Drop the forwards of batches before this one, whose losses will not arrive."""
         for old in [old for at, old in self._forwarded if at == layer and old < batch]:
             del self._forwarded[layer, old]
             self.shards[layer].forget(old)
 
     def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
-        """Part with some neurons of a layer, or all: return their state. Batches under way are forgotten there."""
+        """Remove some or all neurons of a layer and return their state. Batches under way are dropped there."""
         self._forget(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
@@ -111,7 +111,7 @@ class Neurons:
         return self.shards.pop(layer).state()
 
     def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
-        """Take in neurons of a layer with their state; None: with first weights."""
+        """Add neurons of a layer with their state; None: with initial weights."""
         self._forget(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
@@ -125,7 +125,7 @@ class Neurons:
             self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
 
     def _forget(self, layer: int) -> None:
-        """Forget what was computed with other neurons of a layer than it has now."""
+        """Drop computations made with other neurons of a layer than the current ones."""
         self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
         self._inferred.clear()
 

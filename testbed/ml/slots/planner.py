@@ -1,4 +1,4 @@
-"""Which device is which super neuron, and how long a timeslot lasts."""
+"""Assignment of super neurons to devices, and the length of a timeslot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
 
 
 class SlotOptions(Options):
-    """Options of every method that trains in timeslots."""
+    """Options of every method training in timeslots."""
 
     baseline: str | None = None
     """What the method is compared with, by its name: the options that this stands for."""
@@ -77,7 +77,7 @@ class SlotOptions(Options):
 
 
 class SlotDetails(Details):
-    """What such a method's plan says beyond its pieces."""
+    """Plan details of a method in timeslots."""
 
     groups: tuple[tuple[int, int], ...]
     """First layer of each group, and the one behind its last; layer 0 is the input layer."""
@@ -106,7 +106,7 @@ class SlotDetails(Details):
 
 
 def timetable_of(details: SlotDetails) -> Timetable:
-    """Return when each layer of a plan works on each batch."""
+    """Return the timetable of a plan's layers and batches."""
     groups = [range(first, stop) for first, stop in details.groups]
     return _table(groups, details.pipelined, details.micro_batches)
 
@@ -122,9 +122,9 @@ def neurons_of(problem: Problem[SlotOptions]) -> tuple[int, ...]:
 
 
 def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
-    """Return the layers with weights, dense or of filters, each with the pools behind it: the l-th of them is layer l.
+    """Return the layers with weights, dense or convolutional, each with its following pools; the l-th is layer l.
 
-    Raises `InputError` where there is anything else.
+    Raises `InputError` for other kinds of layers.
     """
     graph: Graph = graph_of(problem.model)
     found: list[GraphLayer] = []
@@ -141,18 +141,18 @@ def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
 
 
 def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:
-    """Return by layer how many values a neuron makes of a sample: one, a filter the pixels of its map."""
+    """Return by layer the number of values per neuron and sample: one, or the pixels of a filter's map."""
     return (1, *(layer.pixels for layer in layers_of(problem)))
 
 
 def slice_of(layer: GraphLayer, neurons: Channels) -> Slice:
-    """Return some neurons of a layer, with all weights that enter them."""
+    """Return the slice of some neurons of a layer, with all weights entering them."""
     return Slice(neurons, range(layer.input_channels), neurons)
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What some neurons of a layer cost for a batch."""
+    """The costs of some neurons of a layer for a batch."""
 
     forward: Cost
     backward: Cost
@@ -160,7 +160,7 @@ class LayerCosts:
 
 
 def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
-    """Return what some neurons of a layer cost for a batch."""
+    """Return the costs of some neurons of a layer for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
     update = Cost(problem.training.update_flops * _parameters(layer, neurons))
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
@@ -169,9 +169,9 @@ def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Pro
 def plan(
     method: str, problem: Problem[SlotOptions], divide: Divide, micro_batches: int = 1, informs: bool = False
 ) -> Plan[SlotDetails]:
-    """Divide the layers, map the super neurons onto devices, time the slots. Raises `InputError`.
+    """Divide the layers, map super neurons to devices, time the slots. Raises `InputError`.
 
-    ``informs``: whether the coordinator informs the others of the arrangement before the first slot.
+    ``informs``: whether the coordinator sends the arrangement to the others before the first slot.
     """
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
@@ -237,7 +237,7 @@ def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Ma
 
 
 def _check_links(held: Arrangement, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
-    """Raise `InputError` where super neurons that transmit to each other never hear each other, or never the answer."""
+    """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
     for b in held.devices:
         for a in held.senders(b):
             if acknowledged and ratios.get((b, a), 0) <= 0:
@@ -252,12 +252,12 @@ def _check_links(held: Arrangement, ratios: Mapping[Pair, float], acknowledged: 
 
 
 def test_batch(problem: Problem[SlotOptions]) -> int:
-    """Return the most samples of a test batch."""
+    """Return the maximum number of samples in a test batch."""
     return problem.options.test_batch or problem.workload.batch_size
 
 
 def _slot(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> float:
-    """Return the seconds of a timeslot, as given or by equation (4). Raises `InputError` for one that is too short."""
+    """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
     computing, transmitting = _needed(problem, held, samples)
     needed = computing + transmitting
     given = problem.options.slot
@@ -271,7 +271,7 @@ def _slot(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> flo
 
 
 def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
-    """Return how many steps fit into the time for training. Raises `InputError` where not one does."""
+    """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
     time = problem.options.time
     if time is None:
         return None
@@ -283,10 +283,10 @@ def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int 
 
 
 def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
-    """Return the seconds until every device has so many bytes of one, such as the weights to begin with.
+    """Return the seconds to distribute a number of bytes from one device to all others, such as initial weights.
 
-    Twice what they take to all others, one after the other, and some round trips. Raises `InputError` where it has no
-    link to one of them.
+    The result is twice the time of sequential transfers to all others, plus some round trips. Raises `InputError` for a
+    missing link.
     """
     others = [device.name for device in problem.devices if device.name != sender]
     unlinked = [name for name in others if (sender, name) not in problem.links]
@@ -306,7 +306,7 @@ def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> t
 
 
 def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, samples: int) -> tuple[float, float]:
-    """Return the seconds of a layer's forward, and of its backward with the update, where they take longest."""
+    """Return the seconds of a layer's forward, and of its backward with the update, on the slowest device."""
     if layer == 0:
         return 0.0, 0.0
     whole = layers_of(problem)[layer - 1]
@@ -320,9 +320,9 @@ def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, s
 
 
 def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name: str, samples: int) -> float:
-    """Return the seconds until a device's longest message has arrived everywhere, as often as it is cast.
+    """Return the seconds until a device's longest message has arrived everywhere, including repetitions.
 
-    With ``ack`` until it was acknowledged once.
+    With ``ack`` the time includes one acknowledgement.
     """
     rate, delay = _leaving(problem, name)
     values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
@@ -332,7 +332,7 @@ def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name
 
 
 def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
-    """Return the seconds after a cast of a device has left, until all have acknowledged it one after the other."""
+    """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
     _, there = _leaving(problem, name)
     others = [device.name for device in problem.devices if device.name != name]
     back = [_leaving(problem, other) for other in others]
@@ -341,7 +341,7 @@ def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
 
 
 def _leaving(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
-    """Return the bit/s of a device's casts, None without a limit, and the seconds until all have heard one."""
+    """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
     return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
 
@@ -383,9 +383,9 @@ Planned = TypeVar("Planned", bound=SlotDetails)
 
 
 class SlotMethod(Method[Given, Planned]):
-    """A method whose devices are super neurons that go by the clock of timeslots.
+    """A method whose devices are super neurons driven by the clock of timeslots.
 
-    Every device has all samples, of which those of the input layer read their own values, and the output layer the
+    Every device has all samples: devices of the input layer read their own values, and those of the output layer the
     labels.
     """
 
@@ -396,9 +396,9 @@ class SlotMethod(Method[Given, Planned]):
     )
 
     def draw(self, plan: Plan[Planned]) -> str | None:
-        """Draw the first timeslots, a line a group of layers."""
+        """Draw the first timeslots, one line per group of layers."""
         return draw(timetable_of(plan.details))
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
-        """Return the spans of a super neuron; other devices begin none."""
+        """Return the spans of a super neuron; other devices have none."""
         return frozenset({"forward", "backward", "evaluate"} if device in plan.devices else ())

@@ -1,4 +1,4 @@
-"""The program of one device: sleep until a slot begins, take what has arrived, compute, cast."""
+"""The program of one device: sleep until a slot begins, receive casts, compute, cast."""
 
 from __future__ import annotations
 
@@ -32,25 +32,29 @@ KINDS = (*CASTS, Tested, *weights.KINDS)
 
 
 class MissedTestsError(TestbedError):
-    """The device that leads was off when the last test ended, so that nothing is known of the run's outcome."""
+    """Raised if the coordinator was off at the end of the last test, so the run's result is unknown."""
 
 
 class Arranging(Protocol):
-    """Hook: who holds which neurons, and how that changes from slot to slot."""
+    """Hook: the arrangement of neurons, and its changes between slots."""
 
     @property
     def now(self) -> Arrangement:
-        """The present arrangement, of which the device is a member."""
+        """The current arrangement, which includes this device."""
 
     async def wait_for_group(self, until: float) -> int | None:
-        """Return the own group as soon as the device has neurons; None: it never will, or not before an instant."""
+        """Return the own group once the device has neurons; None if the device has none before an instant, or never
+        will.
+        """
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
-        """Do what is due as a slot begins, or, without an action, as a segment ends; say whether the group changed."""
+        """Act at the start of a slot or, without an action, at the end of a segment; return whether the
+        group changed.
+        """
 
 
 class Fixed:
-    """The arrangement of a plan, which never changes."""
+    """A plan's constant arrangement."""
 
     def __init__(self, arrangement: Arrangement, neurons: Neurons, device: str) -> None:
         self.now = arrangement
@@ -69,12 +73,12 @@ class Fixed:
 
 
 def answering_time(mailbox: Mailbox, details: SlotDetails) -> float:
-    """Return the seconds that a device waits for answers to its casts."""
+    """Return the seconds a device waits for acknowledgements of its casts."""
     return details.answered[details.devices.index(mailbox.device.name)]
 
 
 def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
-    """Return the way to cast that the options name."""
+    """Return the transmission strategy named by the options."""
     options = job.problem.options
     if options.recovery == "ack":
         return Acknowledged(mailbox, answering_time(mailbox, job.plan.details))
@@ -82,9 +86,10 @@ def transmit_of(mailbox: Mailbox, job: SlotJob) -> Transmit:
 
 
 def gradient_of_cross_entropy(logarithms: torch.Tensor, labels: torch.Tensor, weight: float) -> torch.Tensor:
-    """Return the gradient by the results, (samples, classes), of ``weight`` times the summed cross-entropy.
+    """Return the gradient of ``weight`` times the summed cross-entropy by the results, (samples, classes).
 
-    ``logarithms`` is `torch.log_softmax` of the results. To the bit what autograd finds, in a third of the time.
+    ``logarithms`` is `torch.log_softmax` of the results. The gradient is bitwise equal to autograd's, in a third of the
+    time.
     """
     added = torch.zeros_like(logarithms).scatter_(1, labels[:, None], -weight)
     gradient: torch.Tensor = torch.ops.aten._log_softmax_backward_data(added, logarithms, 1, logarithms.dtype)
@@ -92,7 +97,7 @@ def gradient_of_cross_entropy(logarithms: torch.Tensor, labels: torch.Tensor, we
 
 
 class SlotProgram:
-    """What one device does in each slot. What a method has of its own are the hooks."""
+    """The work of one device in each slot, parameterised by hooks."""
 
     def __init__(
         self,
@@ -142,9 +147,9 @@ class SlotProgram:
         self._evaluations: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Train, and test over the same links, from the slot that it is.
+        """Train, and test over the same links, starting in the current slot.
 
-        Raises `MissedTestsError` on the device that leads where it was off until the last slot was over.
+        Raises `MissedTestsError` on the coordinator if it was off until the end of the last slot.
         """
         *_, last = self._segments()
         while (group := await self._arranging.wait_for_group(last.end)) is not None:
@@ -164,7 +169,7 @@ class SlotProgram:
             raise MissedTestsError(text)
 
     async def _slots(self, group: int) -> bool:
-        """Work in the slots of a group; return whether all are over, and the group is not another one now."""
+        """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
         async with aclosing(slots(self._device, group, self._segments())) as work:
             async for segment, action in work:
                 if self._arranging.on_slot_start(segment, action):
@@ -222,9 +227,9 @@ class SlotProgram:
         images: Callable[[Channels], torch.Tensor],
         outputs: Callable[[], Awaitable[torch.Tensor | None]],
     ) -> torch.Tensor | None:
-        """Cast the own values of the samples, which is what the input layer does, or the outputs of the own neurons.
+        """Cast the own values of the samples for the input layer, otherwise the outputs of the own neurons.
 
-        Return them, (samples, own values).
+        Returns the values, (samples, own values).
         """
         held = self._arranging.now
         values = await outputs() if layer else images(held.of(self._device.name, 0))
@@ -235,7 +240,7 @@ class SlotProgram:
         return values
 
     async def _backward(self, layer: int, batch: int, number: int) -> None:
-        """Learn, and cast what the own neurons add to the losses of the layer before."""
+        """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._arranging.now.output:
             usable = await self._of_results(layer, batch, number)
@@ -250,7 +255,7 @@ class SlotProgram:
             await self._exchange.cast(layer - 1, Losses(number, layer, before, sender=self._device.name))
 
     async def _of_results(self, layer: int, batch: int, number: int) -> Usable:
-        """Return the gradient by the own outputs of what a batch adds to the cross-entropy, if results allow it."""
+        """Return the gradient of a batch's cross-entropy by the own outputs, if the results are usable."""
         arrived = self._exchange.outputs(layer, number, self._training.samples(batch))
         usable = await self._on_missing.results(arrived)
         if usable.values is None and not self._leads:
@@ -266,9 +271,9 @@ class SlotProgram:
         return usable._replace(values=pick(gradient, 1, self._arranging.now.of(self._device.name, layer)))
 
     def _note_loss(self, batch: int, loss: float, exact: bool) -> None:
-        """Record the loss of a step after its last micro-batch, on the device that leads.
+        """Record the loss of a step after its last micro-batch, on the coordinator.
 
-        It is this device's view: results that it did not receive count as zeros, also where nothing is learnt of them.
+        The loss is this device's view: missing results count as zeros, even if they are excluded from learning.
         """
         self._losses.append(loss)
         if (batch + 1) % self._training.parts:
@@ -279,7 +284,7 @@ class SlotProgram:
             self._on_missing.observe(step, loss)
 
     def _score(self, segment: SlotSegment, before: int) -> None:
-        """Score the test batches before one by what this device heard, as in `_note_loss`."""
+        """Score the test batches before this one by the results received here, as in `_note_loss`."""
         for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
             output = self._arranging.now.output
             arrived = self._exchange.outputs(output, segment.number(test), self._tests.samples(test))
@@ -290,7 +295,7 @@ class SlotProgram:
                 self._gathering.heard(segment.trained, test, results)
 
     def _end(self, segment: SlotSegment) -> None:
-        """Record, at the end of training, what has arrived; at that of tests, what came out of them."""
+        """Record the received casts at the end of training, and the scores at the end of tests."""
         if segment.tests:
             self._evaluate(segment)
             return
@@ -300,7 +305,7 @@ class SlotProgram:
             self._device.record("tests", step=segment.trained)
 
     def _evaluate(self, segment: SlotSegment) -> None:
-        """Score the last test batches, on the device that leads and, if results are gathered, on those like it."""
+        """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
         now, gathering = self._arranging.now, self._gathering
         if not (self._leads or (gathering is not None and self._device.name in now.holders(now.output))):
             return

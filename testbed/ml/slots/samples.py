@@ -1,6 +1,6 @@
-"""What is fed into the network: micro-batches of training, and batches of tests with what came out of them.
+"""Inputs of the network: micro-batches of training, and test batches with their scores.
 
-Results of tests can be gathered without loss: what devices of the output layer computed and heard is sent to the lead.
+Test results can be gathered reliably: devices of the output layer send their outputs and scores to the coordinator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 10
 
 
 class MicroBatches:
-    """Each step's batch in as many parts, as even as can be, numbered through all steps; one, where it is not GPipe."""
+    """Each step's batch in nearly equal parts, numbered through all steps; a single part except with GPipe."""
 
     def __init__(self, training: Training, parts: int) -> None:
         self.parts = parts
@@ -37,12 +37,12 @@ class MicroBatches:
         self._cuts = cut_batch(training.samples, parts)
 
     def samples(self, number: int) -> int:
-        """Return how many samples a micro-batch has."""
+        """Return the number of samples of a micro-batch."""
         cut = self._cuts[number % self.parts]
         return int(cut.stop - cut.start)
 
     def images(self, number: int, own: Channels) -> torch.Tensor:
-        """Return these of the values of its samples, (samples, own values)."""
+        """Return the selected values of its samples, (samples, own values)."""
         step, cut = number // self.parts, self._cuts[number % self.parts]
         if isinstance(own, range):
             return self._training.images(step, slice(own.start, own.stop))[cut]
@@ -54,7 +54,7 @@ class MicroBatches:
 
 
 class TestRuns:
-    """All test samples pass ``runs`` times, each time over the links as they are then; batches numbered from 0."""
+    """All test samples pass ``runs`` times, over the links at that time; batches are numbered from 0."""
 
     def __init__(self, dataset: Dataset, batch_size: int, runs: int) -> None:
         self._requests = Requests(dataset, batch_size)
@@ -69,11 +69,11 @@ class TestRuns:
         return len(self._scores) * len(self._requests)
 
     def place(self, test: int) -> int:
-        """Return which batch of its run a test batch is, from 0."""
+        """Return the index of a test batch within its run, from 0."""
         return test % len(self._requests)
 
     def images(self, test: int, own: Channels) -> torch.Tensor:
-        """Return these of the values of the samples of a test batch, (samples, own values)."""
+        """Return the selected values of a test batch's samples, (samples, own values)."""
         if self._own != own:
             self._own, self._images = own, {}
         place = self.place(test)
@@ -82,7 +82,7 @@ class TestRuns:
         return self._images[place]
 
     def samples(self, test: int) -> int:
-        """Return how many samples a test batch has."""
+        """Return the number of samples of a test batch."""
         return len(self._requests.samples(self.place(test)))
 
     def labels(self, test: int) -> npt.NDArray[Any]:
@@ -90,16 +90,16 @@ class TestRuns:
         return self._requests.labels(self.place(test))
 
     def unscored(self, before: int) -> range:
-        """Return the test batches below a number that were not scored yet."""
+        """Return the unscored test batches below a number."""
         return range(self._scored, before)
 
     def score(self, test: int, results: torch.Tensor) -> None:
-        """Count the results of a test batch, (samples, classes); tests are scored in their order."""
+        """Count the results of a test batch, (samples, classes); tests are scored in order."""
         self._scores[test // len(self._requests)].add(results, self.labels(test))
         self._scored = test + 1
 
     def finish(self) -> dict[str, Any]:
-        """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and begin again."""
+        """Return mean accuracy and loss over the runs, standard deviation and each run's accuracy, and reset."""
         accuracies = [run.accuracy or 0.0 for run in self._scores]
         loss = fmean(run.loss or 0.0 for run in self._scores)
         self._scores, self._scored = [Score() for _ in self._scores], 0
@@ -108,7 +108,7 @@ class TestRuns:
 
 @dataclass(frozen=True)
 class Tested(Typed, kind="tested", key=("step", "test", "sender")):
-    """To the device that leads: what came out of one test batch on another device of the output layer."""
+    """To the coordinator: outputs and score of one test batch on another device of the output layer."""
 
     step: int
     """Steps that were trained before."""
@@ -120,10 +120,10 @@ class Tested(Typed, kind="tested", key=("step", "test", "sender")):
 
 
 class Gathering:
-    """One device's side of it, and on the device that leads what is made of all."""
+    """One device's side of gathering, and the aggregation on the coordinator."""
 
     def __init__(self, mailbox: Mailbox, lead: str, scores: TestRuns) -> None:
-        """``scores`` counts what was gathered; of a test batch it is told once all of it is there."""
+        """``scores`` counts gathered results, one call per complete test batch."""
         self._mailbox = mailbox
         self._lead = lead
         self._scores = scores
@@ -138,7 +138,7 @@ class Gathering:
         self._computed[test] = own, outputs
 
     def heard(self, step: int, test: int, results: torch.Tensor) -> None:
-        """Send on what was computed of a test batch, now that its results, (samples, classes), were heard here."""
+        """Send the outputs of a test batch, now that its results, (samples, classes), were received here."""
         right = results.argmax(dim=1) == torch.from_numpy(self._scores.labels(test))
         computed = torch.zeros_like(results)
         if test in self._computed:
@@ -151,15 +151,15 @@ class Gathering:
             self._sent.append(self._mailbox.post(self._lead, message))
 
     async def sent(self, until: float) -> None:
-        """Return when all that was sent has arrived, or an instant, in seconds, has come."""
+        """Return once all sent results have arrived, or at an instant, in seconds."""
         if self._sent:
             await asyncio.wait(self._sent, timeout=max(0.0, until - self._mailbox.device.now()))
 
     async def finish(self, step: int, devices: Collection[str], until: float) -> dict[str, Any]:
-        """Return what the tests after a step come to: accuracy, loss and more as `TestRuns.finish`, gathered.
+        """Return accuracy, loss and more of the tests after a step, as in `TestRuns.finish`, from gathered results.
 
-        And ``any``, the share of the samples that at least one device has right by the results that it heard. What has
-        not come until an instant, in seconds, counts as zeros.
+        The field ``any`` is the fraction of samples classified correctly by at least one device from its received
+        results. Results missing at an instant, in seconds, count as zeros.
         """
         right = []
         for test, own in sorted(self._own.items()):

@@ -1,7 +1,7 @@
-"""Equation (2): what each group of layers does in every timeslot, how stale its weights are, and the clock of slots.
+"""Equation (2): each layer group's work in every timeslot, the staleness of its weights, and the slot clock.
 
-All groups work in one rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]`` +
-b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
+All groups have a common rhythm of ``period`` slots a batch. Batch b is forwarded through layer l in slot ``forward[l]``
++ b * period, and sent backward in slot ``backward[l]`` + b * period. In other slots a device stalls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LayerAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """When each layer works on each batch."""
+    """The slots of each layer's work on each batch."""
 
     groups: tuple[range, ...]
     period: int
@@ -45,17 +45,17 @@ class Timetable:
     """Micro-batches of each batch, one a slot. What is counted in batches below are these."""
 
     def slots(self, batches: int) -> int:
-        """Return how many slots pass from the first forward to the last backward of one or more batches."""
+        """Return the number of slots from the first forward to the last backward of one or more batches."""
         ends = [slot for slot in self.backward if slot is not None]
         whole, more = divmod(batches - 1, self.micro)
         return max(ends, default=len(self.forward) - 1) + 1 + self.period * whole + more
 
     def steps(self, slots: int) -> int:
-        """Return how many whole batches, of all their micro-batches, are through within a number of slots."""
+        """Return the number of complete batches, with all micro-batches, finished within a number of slots."""
         return max(0, (slots - self.slots(self.micro)) // self.period + 1)
 
     def action(self, group: int, slot: int) -> LayerAction | None:
-        """Return what a device of a group does in a slot; None: it stalls."""
+        """Return the action of a group's device in a slot; None for a stall."""
         for kind, layer, first in self._rhythms[group][slot % self.period]:
             if slot >= first:
                 batch, part = divmod(slot - first, self.period)
@@ -64,7 +64,7 @@ class Timetable:
 
     @cached_property
     def _rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
-        """By group and slot of a period: what its devices may do then, with which layer, and the slot of batch 0."""
+        """By group and slot of a period: the possible actions, with the layer and the slot of batch 0."""
         found = []
         for group in self.groups:
             rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [[] for _ in range(self.period)]
@@ -77,15 +77,15 @@ class Timetable:
         return tuple(found)
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
-        """Yield what a device of a group does, slot by slot, until all have done with that number of batches."""
+        """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""
         for slot in range(self.slots(batches)):
             action = self.action(group, slot)
             yield None if action is not None and action.batch >= batches else action
 
     def staleness(self, layer: int) -> int:
-        """Return by how many updates a layer's weights lag in a forward: 1 where the batch before is in them.
+        """Return the number of updates a layer's weights lag in a forward: 1 if they include the previous batch.
 
-        Equation (3): P - w + 1 for group w of P, counted from 1. 0 for the input layer.
+        Equation (3): P - w + 1 for group w of P, counted from 1. The input layer has 0.
         """
         backward = self.backward[layer]
         return 0 if backward is None else (backward - self.forward[layer]) // self.period + 1
@@ -94,9 +94,9 @@ class Timetable:
 def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
     """Return the timetable of groups of adjacent layers, from the input layer on.
 
-    Every layer is forwarded in the slot after the layer before. A group goes backward as soon as the group behind it is
-    done, or, where groups are of unequal length, in the first slots after that in which it is never forwarding. Not
-    ``pipelined``, a batch begins when the one before it is through (the paper's Model).
+    Every layer is forwarded in the slot after the previous layer. A group goes backward once the next group is done or,
+    for groups of unequal length, in the first later slots without a forward of its own. If not ``pipelined``, a batch
+    begins after the previous one is complete (the paper's Model).
     """
     layers = groups[-1].stop
     period = max(len(group) + len(learning(group)) for group in groups) if pipelined else naive_slots(layers, 1)
@@ -115,7 +115,7 @@ def timetable(groups: Sequence[range], pipelined: bool = True) -> Timetable:
 
 @dataclass(frozen=True)
 class SlotSegment:
-    """Batches in a row, from an empty pipeline to an empty one: some steps of training, or the tests after them."""
+    """Consecutive batches from an empty pipeline to an empty one: some training steps, or the following tests."""
 
     tests: bool
     start: float
@@ -132,23 +132,23 @@ class SlotSegment:
 
     @property
     def end(self) -> float:
-        """Seconds at which its last slot ends."""
+        """End of its last slot in seconds."""
         return self.begin(self.table.slots(len(self.batches)))
 
     def begin(self, slot: int) -> float:
-        """Return the seconds at which one of its slots, from 0, begins."""
+        """Return the start of a slot, numbered from 0, in seconds."""
         return self.start + slot * self.slot
 
     def next(self, now: float) -> float:
-        """Return the seconds at which the slot after the present one begins."""
+        """Return the start of the slot after the current one, in seconds."""
         return self.begin(math.floor((now - self.start) / self.slot + 1e-9) + 1)
 
     def number(self, batch: int) -> int:
-        """Return the number of one of its batches among all that are fed."""
+        """Return the number of one of its batches among all batches."""
         return self.first + batch - self.batches.start
 
     def work(self, group: int) -> Iterator[tuple[int, LayerAction]]:
-        """Yield its slots, from 0, in which a device of a group has work, and that with which of the batches."""
+        """Yield the slots, numbered from 0, with work for a group's device, and the batch."""
         for slot, action in enumerate(self.table.actions(group, len(self.batches))):
             if action is not None:
                 kind, layer, batch = action
@@ -164,10 +164,10 @@ def segments(
     every: int | None = None,
     first: float = 0.0,
 ) -> Iterator[SlotSegment]:
-    """Yield training, and the test batches after each ``every`` steps (None: after all) and after the last step.
+    """Yield training segments, with test segments after each ``every`` steps (None: at the end only) and at the end.
 
-    The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant at which the
-    ``first`` begins.
+    The pipeline drains before tests and fills again after them. Slots are in seconds, as is the instant ``first`` of
+    the first slot.
     """
     start, number, testing = first, 0, _forward_only(table)
     for begin in range(0, steps, every or steps):
@@ -187,7 +187,7 @@ async def slots(
 ) -> AsyncGenerator[tuple[SlotSegment, LayerAction | None], None]:
     """Yield the work of each slot as it begins, and None as each segment ends.
 
-    Slots that are over are left out: the device was off, or stood still.
+    Past slots are skipped: the device was off or suspended.
     """
     for segment in segments:
         if device.now() >= segment.end:
@@ -206,7 +206,9 @@ def _forward_only(table: Timetable) -> Timetable:
 
 
 def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
-    """Return GPipe's timetable of groups of one layer each: all micro-batches of a batch forward, then all backward."""
+    """Return GPipe's timetable of groups of one layer each: all forwards of a batch's micro-batches, then all
+    backwards.
+    """
     layers = groups[-1].stop
     turn = layers - 1 + micro
     backward = (None, *(turn + layers - 1 - layer for layer in range(1, layers)))
@@ -214,7 +216,7 @@ def fill_and_drain(groups: Sequence[range], micro: int) -> Timetable:
 
 
 def learning(group: range) -> range:
-    """Return the layers of a group that have weights: all but the input layer."""
+    """Return a group's layers with weights: all but the input layer."""
     return range(max(1, group.start), group.stop)
 
 
@@ -224,7 +226,9 @@ def naive_slots(layers: int, batches: int) -> int:
 
 
 def draw(timetable: Timetable, batches: int = 3, widest: int = 24) -> str:
-    """Draw the first slots, one line a group: ``F0.2`` is batch 0 through layer 2, ``B0.2`` back, ``.`` stalls"""
+    """Draw the first slots, one line per group: ``F0.2`` is batch 0 forward through layer 2, ``B0.2`` back, ``.`` a
+    stall.
+    """
     lines = []
     for group, layers in enumerate(timetable.groups):
         cells = [str(action or ".") for action in timetable.actions(group, batches)][:widest]

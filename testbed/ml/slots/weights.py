@@ -1,7 +1,7 @@
-"""Weights that a run begins with, handed out before the first timeslot, and those that it leaves, gathered at its end.
+"""Initial weights, distributed before the first timeslot, and final weights, gathered at the end.
 
-The device that leads has, or collects, all of them. Both travel reliably, and no timeslot waits for them: a plan that
-begins with given weights leaves time before its first slot.
+The coordinator has, or collects, all of them. Both are sent reliably, and no timeslot waits for them: a plan with given
+weights reserves time before its first slot.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
 @dataclass(frozen=True)
 class Needs(Typed):
-    """To the device that has what all others need before the first slot: the sender has started, and lacks it."""
+    """To the device with the data all others need before the first slot: the sender has started without them."""
 
     started: float
     """Seconds on its clock."""
 
 
 class NeedsWeights(Needs, kind="needs_weights"):
-    """To the device that leads."""
+    """To the coordinator: request for initial weights."""
 
 
 @dataclass(frozen=True)
 class GivenWeights(Typed, kind="given_weights"):
-    """From the device that leads: the weights of the whole network."""
+    """From the coordinator: the weights of the whole network."""
 
     state: State
 
 
 @dataclass(frozen=True)
 class FinalWeights(Typed, kind="final_weights", key=("sender",)):
-    """To the device that leads: what a device holds after the last slot."""
+    """To the coordinator: a device's weights after the last slot."""
 
     neurons: dict[str, list[int]]
     """By layer, from 1 on."""
@@ -55,7 +55,7 @@ KINDS = (NeedsWeights, GivenWeights, FinalWeights)
 
 
 async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K], have: Callable[[], K]) -> K:
-    """Return what one device has, and hands to all others that ask for it."""
+    """Return the data of one device, which sends them to all others on request."""
     if mailbox.device.name != holder:
         mailbox.post(holder, need(mailbox.device.now()))
         return await mailbox.take(answer)
@@ -69,7 +69,7 @@ async def ask(mailbox: Mailbox, holder: str, need: type[Needs], answer: type[K],
 
 
 async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) -> State | None:
-    """Return the weights of the whole network to begin with; None where they are drawn from the seed."""
+    """Return the initial weights of the whole network; None if they are drawn from the seed."""
     if job.problem.workload.model.weights is None:
         return None
     given = await ask(mailbox, job.plan.lead, NeedsWeights, GivenWeights, lambda: GivenWeights(dict(job.weights or {})))
@@ -79,9 +79,9 @@ async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) ->
 async def leave_weights(
     mailbox: Mailbox, job: Job[SlotOptions, SlotDetails], neurons: Neurons, held: Arrangement, until: float
 ) -> None:
-    """Send the own weights to the device that leads, and there expose all that have come until an instant, in seconds.
+    """Send the own weights to the coordinator, which exposes all weights received until an instant, in seconds.
 
-    Those of a device that is off are the first weights.
+    Devices that are off contribute their initial weights.
     """
     device, lead = mailbox.device, job.plan.lead
     rows = {str(layer): list(shard.part.rows) for layer, shard in neurons.shards.items()}

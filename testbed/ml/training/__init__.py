@@ -1,1 +1,1 @@
-"""How a model is trained: optimizer, schedule, loss, clipping, averaging, by the names and with the code of torch."""
+"""Training configuration: optimizer, schedule, loss, clipping, averaging, by torch's names and with its code."""

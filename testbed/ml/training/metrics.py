@@ -1,4 +1,4 @@
-"""What outputs are worth beside their loss: metrics of torchmetrics by name, or functions of a user's file."""
+"""Metrics of outputs beside the loss: metrics of torchmetrics by name, or functions in a user's file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KEY = ("training", "metrics")
 
 
 class Metric(Protocol):
-    """Takes in outputs and labels piece by piece, as torchmetrics does."""
+    """Accumulates outputs and labels piece by piece, like torchmetrics."""
 
     def update(self, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-        """Take in outputs, (samples, ...), and labels, (samples, ...)."""
+        """Add outputs, (samples, ...), and labels, (samples, ...)."""
 
     def compute(self) -> Any:
-        """Return the value over all that was taken in."""
+        """Return the value over all added outputs."""
 
 
 class _OfFile:
@@ -45,10 +45,10 @@ class _OfFile:
 
 
 def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return outputs as torch's losses want them for labels, (samples, ...), of whole numbers or of others.
+    """Return outputs in the layout torch's losses want for labels, (samples, ...), integers or others.
 
-    Of several classes for each token, (samples, length, classes), the classes come second; one number for each sample,
-    (samples, 1), has no axis of its own where its label has none.
+    Classes of tokens, (samples, length, classes), move to the second axis. A single number per sample, (samples, 1),
+    loses its last axis if the labels lack that axis.
     """
     if outputs.ndim != labels.ndim + 1:
         return outputs
@@ -58,10 +58,10 @@ def aligned(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -> Metric:
-    """Return a new metric; raises `InputError` for an unknown one, or where torchmetrics is not installed.
+    """Return a new metric; raises `InputError` for an unknown one, or without an installed torchmetrics.
 
-    ``classes`` are the model's outputs. Whether they are of classes or of several labels follows from the name of the
-    loss where the part does not say ``task``.
+    ``classes`` are the model's outputs. Unless the part gives a ``task``, the loss name decides between single classes
+    and several labels.
     """
     if part.file is not None:
         return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
@@ -79,10 +79,10 @@ def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -
 
 
 def update(metric: Metric, name: str, outputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Let a metric take in outputs and labels, both (samples, ...); raises `InputError` where it does not want them.
+    """Add outputs and labels, both (samples, ...), to a metric; raises `InputError` if the metric rejects them.
 
-    Classes of tokens stay behind for the perplexity, which wants them so, and come second for all others; labels that
-    are yes or no for several classes become whole numbers.
+    Token classes stay last for the perplexity, which expects this layout, and come second for all others; binary labels
+    of several classes become integers.
     """
     try:
         yes_or_no = type(metric).__name__.startswith(("Multilabel", "Binary"))

@@ -1,4 +1,4 @@
-"""Classes of torch by name as scenarios write them, and classes and functions of a user's file."""
+"""Lookup of torch classes by name, and of classes and functions in a user's file."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def find(
     suffix: str = "",
     without: Collection[str] = (),
 ) -> Callable[..., Any]:
-    """Return the class of ``module``, derived from ``base``, that a part names, or what its file defines.
+    """Return the class of ``module``, derived from ``base``, named by a part, or the definition in its file.
 
-    Case, dashes, and a ``suffix`` that all names of the module end in may be left out. ``codes`` has the text of files
-    by `NamedPart.title`. Raises `InputError` naming those there are; ``without`` are names that do not work here.
+    Case, dashes, and a ``suffix`` common to all names of the module are optional. ``codes`` has the text of files by
+    `NamedPart.title`. Raises `InputError` listing the valid names; ``without`` lists unsupported names.
     """
     if part.file is not None:
         return usercode.function(codes[part.title], (*key, "file"))
@@ -44,7 +44,7 @@ def find(
 
 
 def make(called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any) -> Any:
-    """Call a class or function with the options of a part; raises `InputError` saying what is wrong with them."""
+    """Call a class or function with the options of a part; raises `InputError` for wrong options."""
     try:
         return called(*given, **options)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:

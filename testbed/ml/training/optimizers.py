@@ -1,8 +1,8 @@
-"""What updates weights: plain stochastic gradient descent, and every other optimizer as torch has it.
+"""Optimizers: plain stochastic gradient descent, and every other optimizer by torch.
 
-Torch's own optimizers import its compiler when the first of them is made. Every device would pay that at its
-start, and again when it comes back from the dead: 2 s of processor time and 800 modules for three lines of arithmetic.
-So plain descent is written here, to the bit as ``torch.optim.SGD`` computes it.
+Torch's own optimizers import its compiler when the first of them is made. Every device would pay for the import at each
+start: 2 s of processor time and 800 modules for three lines of arithmetic. Plain descent is therefore implemented here,
+bitwise equal to ``torch.optim.SGD``.
 
 The state of an optimizer is tensors by ``kind:parameter``, such as ``momentum:0.weight`` or ``exp_avg:0.weight``.
 """
@@ -22,7 +22,11 @@ AVERAGE = "average:"
 
 
 def is_weight(name: str) -> bool:
-    """Return whether a tensor of a state is the model's own, and does not belong to its optimizer."""
+    """Return whether a tensor of a state is a model weight instead of optimizer state.
+
+    >>> is_weight("0.weight"), is_weight("momentum:0.weight")
+    (True, False)
+    """
     return ":" not in name.partition(".")[0]
 
 
@@ -46,11 +50,11 @@ class Sgd:
         gradients: Mapping[str, torch.Tensor],
         settings: Mapping[str, Any] = {},
     ) -> None:
-        """Take one step along the gradients; a parameter without one stays as it is.
+        """Take one step along the gradients; a parameter without a gradient is unchanged.
 
-        ``settings`` are those of this step, such as ``lr``, where a schedule changes them. With gradient g, decay d,
-        momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b. The decay is that of the
-        parameters which are changed, whichever version the gradients were computed with.
+        ``settings`` are those of this step, such as ``lr``, if a schedule changes them. With gradient g, decay d,
+        momentum m and learning rate r: g += d w; b = m b + g (b = g at first); w -= r b. The decay uses the updated
+        parameters, regardless of the version the gradients were computed with.
         """
         rate, share = settings.get("lr", self._rate), settings.get("momentum", self._momentum)
         with torch.no_grad():
@@ -69,13 +73,13 @@ class Sgd:
         return {MOMENTUM + name: running.clone() for name, running in self.momentum.items()}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over momentum; what is not there starts from nothing."""
+        """Restore momentum; missing momentum starts from zero."""
         found = {name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)}
         self.momentum = {name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in found.items()}
 
 
 class TorchOptimizer:
-    """The same of an optimizer of torch's kind, for parameters that are others in each version of the weights."""
+    """A torch optimizer for parameters that differ in each version of the weights."""
 
     def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
         self._make = make
@@ -89,7 +93,7 @@ class TorchOptimizer:
         gradients: Mapping[str, torch.Tensor],
         settings: Mapping[str, Any] = {},
     ) -> None:
-        """Take one step along the gradients; a parameter without one stays as it is."""
+        """Take one step along the gradients; a parameter without a gradient is unchanged."""
         (group,) = self._optimizer.param_groups
         group |= {"params": [parameters[name] for name in gradients], **settings}
         for name in gradients:
@@ -105,7 +109,7 @@ class TorchOptimizer:
             parameters[name].grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy of what it keeps of each parameter; a number as a tensor without axes."""
+        """Return a copy of the state of each parameter; numbers become tensors without axes."""
         found: dict[str, torch.Tensor] = {}
         for name, kept in self._state.items():
             for kind, value in kept.items():
@@ -116,7 +120,7 @@ class TorchOptimizer:
         return found
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state` returned."""
+        """Restore the result of `state`."""
         self._state = {}
         for key, tensor in state.items():
             if not is_weight(key) and not key.startswith(AVERAGE):
@@ -129,7 +133,7 @@ Optimizer = Sgd | TorchOptimizer
 
 
 class Measured(NamedTuple):
-    """What an optimizer keeps and does for a weight."""
+    """Measured state and operations of an optimizer per weight."""
 
     kept: Kept
     values: float
@@ -139,7 +143,7 @@ class Measured(NamedTuple):
 
 
 def measure(optimizer: TorchOptimizer, shape: tuple[int, ...]) -> Measured:
-    """Let a new optimizer take two steps on a weight of a shape."""
+    """Measure two steps of a new optimizer on a weight of a shape."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""How a model is trained, ready to be done: what a scenario names, found in torch or in the user's files.
+"""The training configuration with all names resolved in torch or in the user's files.
 
-Plain descent and cross-entropy need no torch to be planned. What else a scenario names is looked up in torch, and
-what it keeps and computes for each weight is measured on a small weight.
+Plain descent and cross-entropy need no torch for planning. Other names are looked up in torch, and their state and
+computation per weight are measured on a small weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained; what is wrong with it shows in `check`."""
+    """The training configuration; `check` reports its errors."""
 
     part: TrainingPart = field(default_factory=TrainingPart)
     codes: Mapping[str, Code] = field(default_factory=dict)
@@ -43,19 +43,21 @@ class Recipe:
     """Whether messages and checkpoints carry weights that are not trained."""
 
     def check(self) -> None:
-        """Find all that is named; raises `InputError` with the key in the workload."""
+        """Resolve all names; raises `InputError` with the key in the workload."""
         _ = self.update_flops, self._criterion, self.settings(0), self.metrics()
 
     def optimizer(self) -> Optimizer:
-        """Return a new optimizer, which knows no parameters yet."""
+        """Return a new optimizer without parameters."""
         return Sgd(self.part.optimizer) if self.part.optimizer.plain else TorchOptimizer(self._made)
 
     def settings(self, step: int) -> Mapping[str, Any]:
-        """Return what the schedule says of a step, counted from 0, such as ``lr``; empty where there is none."""
+        """Return the schedule's settings of a step, counted from 0, such as ``lr``; empty without a schedule."""
         return {} if self._schedule is None else self._schedule.at(step)
 
     def kept(self, shape: tuple[int, ...]) -> Kept:
-        """Return what is kept of a weight of a shape after its first update: optimizer state and moving average."""
+        """Return the additional values of a weight of a shape after its first update: optimizer state and moving
+        average.
+        """
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.plain:
             found |= self._measured(shape).kept
@@ -65,17 +67,17 @@ class Recipe:
 
     @cached_property
     def state_values(self) -> float:
-        """Values of state that are kept for each trained value: 1 with momentum, 2 with Adam, and 1 for an average."""
+        """Additional values per trained value: 1 with momentum, 2 with Adam, and 1 for an average."""
         optimizer = self.part.optimizer
         own = bool(optimizer.momentum) if optimizer.plain else self._measured(_PROBE).values
         return own + (self.part.ema is not None)
 
     @cached_property
     def update_flops(self) -> float:
-        """What an optimizer step is charged for each parameter.
+        """Cost of an optimizer step per parameter.
 
-        2 FLOPs for the step itself, 2 more with momentum, weight decay, clipping and a moving average, each; of other
-        optimizers than SGD 2 for each operation that they do on all values.
+        2 FLOPs for the step itself, 2 more with momentum, weight decay, clipping and a moving average, each; optimizers
+        other than SGD cost 2 for each operation on all values.
         """
         part = self.part.optimizer
         plain = 2.0 + 2.0 * bool(part.momentum) + 2.0 * bool(part.weight_decay)
@@ -83,14 +85,14 @@ class Recipe:
         return own + 2.0 * (self.part.clip is not None) + 2.0 * (self.part.ema is not None)
 
     def metrics(self) -> dict[str, Metric]:
-        """Return new metrics, by the names that the scenario gives them."""
+        """Return new metrics by their names in the scenario."""
         part = self.part
         return {name: make(each, self.codes, part.loss.name, self.classes) for name, each in part.metrics.items()}
 
     def weight(self, labels: torch.Tensor) -> float:
-        """Return the share of a batch's mean loss that labels, (samples, ...), carry, in samples.
+        """Return the weight of labels, (samples, ...), in a batch's mean loss, in samples.
 
-        A loss that ignores labels divides by those that it counts, and one that weighs classes by their weights.
+        A loss ignoring labels divides by the counted ones, and a loss with class weights by their sum.
         """
         samples, criterion = len(labels), self._criterion
         if labels.is_meta or labels.is_floating_point() or isinstance(criterion, torch.nn.CTCLoss):
@@ -102,9 +104,9 @@ class Recipe:
         return samples * (float(counted.sum()) / labels.numel())
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor, whole: float | None) -> torch.Tensor:
-        """Return these samples' part of the mean loss of a batch, no axes; arguments are (samples, ...).
+        """Return these samples' part of the mean loss of a batch, without axes; arguments are (samples, ...).
 
-        ``whole`` is the `weight` of all labels of the batch; None: these are all, and at least one of them counts.
+        ``whole`` is the `weight` of all labels of the batch; None if these are all, with at least one of them counting.
         """
         weight = whole if whole is None else self.weight(labels)
         if weight == 0:
@@ -123,14 +125,14 @@ class Recipe:
         return found * (weight / whole)
 
     def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
-        """Return how many answers are right, and how many there are: of samples, (samples, ...), or their tokens."""
+        """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens."""
         if isinstance(self._criterion, torch.nn.CTCLoss):
             return read_right(self._criterion.blank, outputs, labels), len(labels)
         counted = labels >= 0
         return int(((aligned(outputs, labels).argmax(dim=1) == labels) & counted).sum()), int(counted.sum())
 
     def prepare(self, gradients: Mapping[str, torch.Tensor], norms: torch.Tensor | None) -> None:
-        """Clip gradients in place; ``norms`` are those of all the model's, (tensors,), if these are not all."""
+        """Clip gradients in place; ``norms`` are those of the whole model, (tensors,), if these are only a part."""
         clip = self.part.clip
         if clip is None or not gradients:
             return
@@ -184,14 +186,14 @@ class Recipe:
 
 
 def _ignored(criterion: Any) -> int:
-    """Return the label that a loss ignores; a loss that does not say so ignores torch's default."""
+    """Return the label ignored by a loss, by default torch's."""
     options = getattr(criterion, "keywords", {})  # of a function with its options
     found = options.get("ignore_index", getattr(getattr(criterion, "func", criterion), "ignore_index", -100))
     return int(found)
 
 
 def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels): below 0 is none."""
+    """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels), padded below 0."""
     chances = outputs.log_softmax(-1).movedim(1, 0)
     steps = torch.full((len(outputs),), outputs.shape[1], dtype=torch.int64)
     found: torch.Tensor = criterion(chances, labels.clamp(min=0), steps, (labels >= 0).sum(1))
@@ -199,7 +201,7 @@ def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: to
 
 
 def read_right(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return how many samples are read as labelled, the most probable class at each place; shapes as for the loss."""
+    """Return the number of samples decoded exactly as labelled, by the most probable class at each place."""
     right = 0
     for likely, wanted in zip(outputs.argmax(-1), labels, strict=True):
         read = likely.unique_consecutive()

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: torch's schedulers, run ahead on an optimizer that updates nothing."""
+"""The learning rate as a function of the step: torch's schedulers, run ahead on a dummy optimizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LENGTHS = ("T_max", "total_steps")
 
 
 class Schedule:
-    """What the parameters of an optimizer are at every step; nothing depends on which steps were asked for before."""
+    """The settings of an optimizer at every step, independent of the order of queries."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Schedule:
         steps: int | None,
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        """``steps``: of the workload, None where they are not known. Raises `InputError`."""
+        """``steps`` is the length of the workload, None if unknown. Raises `InputError`."""
         _check(parts)
         self._every = every = parts[0].every
         self._last = None if steps is None else (steps - 1) // every
@@ -51,7 +51,7 @@ class Schedule:
         self._known = [self._now()]
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """Return the settings of a step, counted from 0, such as ``lr``; beyond the last those of the last."""
+        """Return the settings of a step, counted from 0, such as ``lr``; later steps have those of the last."""
         wanted = min(step // self._every, step if self._last is None else self._last)
         while len(self._known) <= wanted:
             with warnings.catch_warnings():
@@ -71,7 +71,7 @@ class Schedule:
 
 
 def _check(parts: Sequence[SchedulePart]) -> None:
-    """Raise `InputError` where the lengths of schedules that follow each other do not fit."""
+    """Raise `InputError` for inconsistent lengths of consecutive schedules."""
     every = parts[0].every
     for part in parts[:-1]:
         if part.steps is None:

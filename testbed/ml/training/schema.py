@@ -1,4 +1,4 @@
-"""What a scenario file says about training: names of torch with their options, or a class or function of a file."""
+"""The training keys of a scenario: torch names with options, or a class or function in a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SGD, CROSS_ENTROPY = "sgd", "cross-entropy"
 
 
 class NamedPart(ConfigModel):
-    """Something by name, of torch or of a file, with its options."""
+    """A torch name or a definition in a file, with its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, defer_build=True)
     name: str = Field(description="of the class")
@@ -25,16 +25,16 @@ class NamedPart(ConfigModel):
 
     @property
     def title(self) -> str:
-        """What it is called where a run is shown, and what its text is kept by."""
+        """The name shown for a run, and the key of its source text."""
         return self.name if self.file is None else f"{self.file}:{self.name}"
 
     def options(self) -> dict[str, Any]:
-        """Return the further keys; lists as tuples, as torch wants them."""
+        """Return the further keys; lists become tuples, as torch expects."""
         return {key: tuple(value) if isinstance(value, list) else value for key, value in self.model_extra.items()}  # type: ignore[union-attr]
 
 
 def named_in(part: BaseModel, key: Key) -> Iterator[tuple[Key, NamedPart]]:
-    """Yield what is named somewhere in a part, with its keys below that of the part."""
+    """Yield all named parts within a part, with their keys relative to the part."""
     for name in type(part).model_fields:
         if isinstance(value := getattr(part, name), NamedPart):
             yield (*key, name), value
@@ -64,7 +64,7 @@ class OptimizerPart(NamedPart):
 
     @property
     def plain(self) -> bool:
-        """Whether it is stochastic gradient descent with no options but those of this class."""
+        """Whether the optimizer is stochastic gradient descent with options of this class only."""
         return self.file is None and self.name.lower() == SGD and not self.model_extra
 
     @property
@@ -73,14 +73,14 @@ class OptimizerPart(NamedPart):
         return 0.05 if self.learning_rate is None else self.learning_rate
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of its class: what the scenario gives."""
+        """Return the arguments for the optimizer's class from the scenario."""
         rate = self.rate if self.file is None and self.name.lower() == SGD else self.learning_rate
         own = {"lr": rate, "momentum": self.momentum, "weight_decay": self.weight_decay}
         return {key: value for key, value in own.items() if value is not None} | self.options()
 
 
 class SchedulePart(NamedPart):
-    """How the learning rate changes from step to step."""
+    """Learning rate schedule."""
 
     name: str = Field(
         description="a class of torch.optim.lr_scheduler, such as CosineAnnealingLR, one-cycle or linear; or a "
@@ -98,7 +98,7 @@ class SchedulePart(NamedPart):
 
 
 class LossPart(NamedPart):
-    """What training makes small."""
+    """Loss function."""
 
     name: str = Field(
         CROSS_ENTROPY,
@@ -108,12 +108,12 @@ class LossPart(NamedPart):
 
     @property
     def plain(self) -> bool:
-        """Whether it is cross-entropy without options."""
+        """Whether the loss is cross-entropy without options."""
         return self.file is None and self.name == CROSS_ENTROPY and not self.model_extra
 
 
 class MetricPart(NamedPart):
-    """What outputs are worth."""
+    """Evaluation metric."""
 
     name: str = Field(
         "",
@@ -124,7 +124,7 @@ class MetricPart(NamedPart):
 
 
 class ClipPart(ConfigModel):
-    """How far gradients are let go."""
+    """Gradient clipping."""
 
     norm: float | None = Field(
         None,
@@ -180,7 +180,7 @@ class TrainingPart(ConfigModel):
 
     @property
     def judged(self) -> bool:
-        """Whether evaluations decide when training ends, or what it leaves."""
+        """Whether evaluations decide the end of training, or the final weights."""
         return bool(self.until or self.patience or self.best)
 
     @model_validator(mode="after")
@@ -192,14 +192,14 @@ class TrainingPart(ConfigModel):
         return self
 
     def conditions(self) -> dict[str, Condition]:
-        """Return what has to hold for training to end; raises ValueError for what is no condition."""
+        """Return the stopping conditions; raises ValueError for invalid ones."""
         return {
             name: parse_condition(text, "share" if name == "accuracy" else "number")
             for name, text in self.until.items()
         }
 
     def given(self) -> set[str]:
-        """Return the keys that ask for more than plain descent on cross-entropy, such as ``clip.norm``."""
+        """Return the keys beyond plain descent on cross-entropy, such as ``clip.norm``."""
         asked = {
             "optimizer": not self.optimizer.plain,
             "schedule": self.schedules,
@@ -246,12 +246,12 @@ class TrainingPart(ConfigModel):
 
     @property
     def schedules(self) -> tuple[SchedulePart, ...]:
-        """The schedules in their order."""
+        """The schedules in order."""
         one = self.schedule
         return () if one is None else (one,) if isinstance(one, SchedulePart) else one
 
     def parts(self) -> list[tuple[str, NamedPart]]:
-        """Return what may come from a file, with its key."""
+        """Return the parts that may come from a file, with their keys."""
         return [
             ("optimizer", self.optimizer),
             ("loss", self.loss),

@@ -1,4 +1,4 @@
-"""What evaluations decide: when training is over before its last step, and which weights it leaves."""
+"""Decisions after evaluations: early stopping, and the choice of the final weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ State = Mapping[str, "torch.Tensor"]
 
 
 class Stopping:
-    """Judges one evaluation after the other, on the device that makes them."""
+    """Processes consecutive evaluations on the evaluating device."""
 
     def __init__(self, training: Recipe) -> None:
         part = training.part
@@ -32,7 +32,7 @@ class Stopping:
         self._judged = -1
 
     def judge(self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]) -> None:
-        """Take in an evaluation, once for each step; ``weights`` returns what it was made with."""
+        """Process an evaluation, once for each step; ``weights`` returns the evaluated weights."""
         if step <= self._judged:
             return
         self._judged = step
@@ -47,7 +47,7 @@ class Stopping:
             self.reason = f"{self._worse} evaluations in a row were no better"
 
     def _compare(self, value: float, weights: Callable[[], State]) -> None:
-        """Note whether a value is the best one so far, and keep its weights if that is asked for."""
+        """Record the best value so far, with its weights if requested."""
         rank = -value if self._lower else value
         if self._best is not None and rank <= self._best[0]:
             self._worse += 1
@@ -56,5 +56,5 @@ class Stopping:
         self._best = (rank, weights() if self._keeps else None)
 
     def result(self, newest: State) -> State:
-        """Return what the run leaves: the best weights where they are kept, else the newest."""
+        """Return the final weights: the best ones if kept, else the newest."""
         return newest if self._best is None or self._best[1] is None else self._best[1]
