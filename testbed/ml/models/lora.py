@@ -50,7 +50,7 @@ class AdaptedLinear(nn.Linear):
         nn.init.kaiming_uniform_(self.lora_down, a=math.sqrt(5))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the layer's output plus its adapter's, (..., outputs), for inputs (..., inputs)."""
+        """Return the sum of layer and adapter, of shape (..., outputs), for inputs (..., inputs)."""
         adapted = functional.linear(functional.linear(values, self.lora_down), self.lora_up)
         return functional.linear(values, self.weight, self.bias) + self.scale * adapted
 
