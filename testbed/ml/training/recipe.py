@@ -201,7 +201,7 @@ def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: to
 
 
 def read_right(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return the number of samples decoded exactly as labelled, by the most probable class at each place; shapes as for the loss."""
+    """Return the number of samples decoded exactly as labelled, by the most probable class; shapes as for the loss."""
     right = 0
     for likely, wanted in zip(outputs.argmax(-1), labels, strict=True):
         read = likely.unique_consecutive()
