@@ -147,6 +147,8 @@ class Trial(_Part):
     value: str
     scenario: str
     ours: Expression
+    unit: str = ""
+    """Default: the unit of the row."""
 
 
 class Sensitivity(_Part):

@@ -62,7 +62,7 @@ def _headline(system: System, headline: Headline) -> Iterator[str]:
     yield headline.claim
     if len(rows) == 1:
         yield _paper(rows[0])
-        yield _ours(system.ours(rows[0]), rows[0])
+        yield _ours(system.ours(rows[0]), rows[0].unit)
     else:
         yield from _range(system, rows)
     yield headline.differs
@@ -101,7 +101,7 @@ def _rows(system: System) -> str:
     item = ""
     for row in system.figures.rows:
         ours = system.ours(row)
-        cells = ["" if row.item == item else row.item, row.name, _paper(row), _ours(ours, row), _ratio(ours, row)]
+        cells = ["" if row.item == item else row.item, row.name, _paper(row), _ours(ours, row.unit), _ratio(ours, row)]
         cells += [str(ours.runs) if ours else "", system.word(row), _remarks(row)]
         lines.append(f"| {' | '.join(cells)} |")
         item = row.item
@@ -121,7 +121,7 @@ def _sensitivity(system: System) -> str:
     lines += ["| row | paper | default | parameter | value | ours |", "|---|---|---|---|---|---|"]
     for each in system.figures.sensitivity:
         row = system.figures.row(each.row)
-        head = [row.name, _paper(row), _ours(system.ours(row), row), each.parameter]
+        head = [row.name, _paper(row), _ours(system.ours(row), row.unit), each.parameter]
         for trial in each.values:
             lines.append(f"| {' | '.join([*head, trial.value, _trial(system, row, trial)])} |")
             head = ["", "", "", ""]
@@ -129,7 +129,8 @@ def _sensitivity(system: System) -> str:
 
 
 def _trial(system: System, row: Row, trial: Trial) -> str:
-    return _ours(system.results.ours(trial.scenario, (trial.ours,), row.unit), row)
+    unit = trial.unit or row.unit
+    return _ours(system.results.ours(trial.scenario, (trial.ours,), unit), unit)
 
 
 def _plots(plots: Mapping[str, str]) -> list[str]:
@@ -161,13 +162,13 @@ def _paper(row: Row) -> str:
     return _with_unit(f"{low} to {high}", row.unit)
 
 
-def _ours(ours: Ours | None, row: Row) -> str:
+def _ours(ours: Ours | None, unit: str) -> str:
     if ours is None:
         return NONE
     if ours.low != ours.high:
-        return _with_unit(f"{_number(ours.low)} to {_number(ours.high)}", row.unit)
+        return _with_unit(f"{_number(ours.low)} to {_number(ours.high)}", unit)
     half = "" if ours.half_width is None else f" ± {ours.half_width:.2g}"
-    return _with_unit(f"{_number(ours.low)}{half}", row.unit)
+    return _with_unit(f"{_number(ours.low)}{half}", unit)
 
 
 def _ratio(ours: Ours | None, row: Row) -> str:

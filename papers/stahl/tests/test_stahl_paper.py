@@ -47,16 +47,15 @@ def test_run_times_on_one_channel_rank_as_communication_does(tmp_path: Path) -> 
         tmp_path,
         "stahl-table-2",
         "workload.data.name=photos-160x160",
-        among=lambda point: point.get("network.cells", []) != [],
+        'network.cells=[{"rate": "10mbit"}]',
+        among=lambda point: True,
     )
     by_name = dict(zip(("LOP", "FUSE4", "FUSE3", "FUSE2", "FUSE1"), found, strict=True))
     assert sorted(by_name, key=by_name.__getitem__) == list(ORDER)
 
 
 def test_communication_of_yolov2_is_that_of_table_2() -> None:
-    *plans, best = [
-        prepare(each).plan for each in trials(load("papers/stahl-table-2")) if not each.point.get("network.cells")
-    ]
+    plans = [prepare(each).plan for each in trials(load("papers/stahl-table-2"))]
     printed, needed = (
         [round(getattr(plan.details.figures, name) / 2**20, 1) for plan in plans]
         for name in ("communication_as_printed_bytes", "communication_bytes")
@@ -67,14 +66,12 @@ def test_communication_of_yolov2_is_that_of_table_2() -> None:
     assert needed == [80.1, 81.4, 74.3, 67.3, 68.4]
     by_name = dict(zip(("LOP", "FUSE4", "FUSE3", "FUSE2", "FUSE1"), needed, strict=True))
     assert sorted(by_name, key=by_name.__getitem__) == list(ORDER)
-    # With LIP among the schemes: less than the paper's optimum.
-    assert round(best.details.figures.communication_bytes / 2**20, 1) == 57.0
 
 
 def test_fused_pairs_gain_at_10_mbit_as_in_table_1(tmp_path: Path) -> None:
     def six_at_10_mbit(point: Mapping[str, Any]) -> bool:
         return point.get("devices.worker.count") == 5 and point["devices.source"]["uplink"] == "10mbit"
 
-    # At the paper's size: of smaller images the messages' overhead is a larger part. The third point is FUSE1.
-    lop, fuse, *_ = latencies(tmp_path, "stahl-table-1", among=six_at_10_mbit)
+    # At the paper's size: of smaller images the messages' overhead is a larger part.
+    lop, fuse = latencies(tmp_path, "stahl-table-1", among=six_at_10_mbit)
     assert lop / fuse >= 1.14
