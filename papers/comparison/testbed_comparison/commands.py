@@ -71,15 +71,12 @@ def open_system(folder: Path) -> System:
     return tables.System(folder, load(folder), Results(folder))
 
 
-def write_page(folder: Path) -> None:
-    """Write plots and tables of a system from its results."""
+def _write_page(system: System) -> None:
     from testbed_comparison.plots import draw
     from testbed_comparison.tables import fill, system_page
 
-    system = open_system(folder)
-    page = folder / "README.md"
-    text = page.read_text(encoding="utf-8") if page.is_file() else f"# {system.figures.paper}\n"
-    page.write_text(fill(text, system_page(system, draw(system))), encoding="utf-8")
+    page = system.folder / "README.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), system_page(system, draw(system))), encoding="utf-8")
 
 
 def _compare(folder: Path, *, only: str, jobs: int, again: bool, listing: bool, tables: bool) -> None:
@@ -98,4 +95,4 @@ def _compare(folder: Path, *, only: str, jobs: int, again: bool, listing: bool, 
     if not listing:
         results.prune(figures)
         results.save()
-        write_page(folder)
+        _write_page(system)

@@ -21,17 +21,13 @@ def draw(system: System) -> dict[str, str]:
     for plot in system.figures.plots:
         place = f"{FOLDER}/{plot.file_name}"
         file = system.folder / place
-        if find_spec("matplotlib") and _has_results(system, plot):
+        rows = [system.figures.row(name) for series in plot.series for name in series.rows]
+        if find_spec("matplotlib") and any(map(system.ours, rows)):
             file.parent.mkdir(exist_ok=True)
             _figure(system, plot).savefig(file, metadata={"Date": None})
         if file.is_file():
             found[plot.title] = place
     return found
-
-
-def _has_results(system: System, plot: Plot) -> bool:
-    rows = [system.figures.row(name) for series in plot.series for name in series.rows]
-    return any(system.ours(row) is not None for row in rows)
 
 
 def _figure(system: System, plot: Plot) -> Any:

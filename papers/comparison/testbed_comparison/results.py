@@ -116,14 +116,10 @@ class Results:
 
 def run_command(scenario: str, changes: Mapping[str, Any]) -> list[str]:
     """Return the command that runs a scenario with some keys changed."""
-    return ["testbed", "run", scenario, "--runtime", "simulate", *_options(changes)]
-
-
-def _options(changes: Mapping[str, Any]) -> list[str]:
-    options = []
+    command = ["testbed", "run", scenario, "--runtime", "simulate"]
     for key, value in changes.items():
-        options += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    return options
+        command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    return command
 
 
 def _key(value: Value) -> str:

@@ -14,16 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from testbed import InputError
 
 FILE = "figures.yaml"
-UNITS = {
-    "": 1.0,
-    "x": 1.0,
-    "%": 0.01,
-    "points": 0.01,
-    "s": 1.0,
-    "min": 60.0,
-    "MB": 1e6,
-    "MiB": 2.0**20,
-}
+UNITS = {"": 1.0, "x": 1.0, "%": 0.01, "points": 0.01, "s": 1.0, "min": 60.0, "MB": 1e6, "MiB": 2.0**20}
 """Unit of a paper -> its size in the units of metrics: seconds, bytes, shares and plain numbers."""
 REFERENCE = re.compile(r"\b(figures?|tables?|equations?|sections?|algorithms?|phases?)\s*\(?\d+\)?(\([a-z]\))?", re.I)
 PAPERS_NUMBER = re.compile(r"\b(theirs?|papers?('s)?|authors?('s)?|prints?|printed|says?)\b[^;.]*?\d")

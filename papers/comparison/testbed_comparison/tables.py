@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from testbed_comparison.results import Results
-from testbed_comparison.rows import Figures, Headline, Row, Trial
+from testbed_comparison.rows import Figures, Headline, Row
 from testbed_comparison.words import WORDS, Ours, Word, word_for
 
 MARK = re.compile(r"<!-- comparison -->\n.*?<!-- /comparison -->", re.DOTALL)
@@ -42,13 +42,14 @@ def fill(page: str, content: str) -> str:
 
 def system_page(system: System, plots: Mapping[str, str]) -> str:
     """Return conditions, table, plots and sensitivity of one paper as Markdown."""
-    blocks = [_conditions(system), _rows(system), *_plots(plots), _sensitivity(system), _provenance(system)]
+    pictures = [f"![{title}]({place})" for title, place in plots.items()]
+    blocks = [_conditions(system), _rows(system), *pictures, _sensitivity(system), _provenance(system)]
     return "\n\n".join(block for block in blocks if block)
 
 
 def headline_page(systems: Mapping[str, System]) -> str:
     """Return the table of the headlines of all papers as Markdown."""
-    lines = ["| paper | claim | paper | ours | what differs | |", "|---|---|---|---|---|---|"]
+    lines = ["| | claim | paper | ours | what differs | word |", "|---|---|---|---|---|---|"]
     for name, system in systems.items():
         link = f"[{system.figures.paper}](../papers/{name}/README.md)"
         for headline in system.figures.headlines:
@@ -97,11 +98,11 @@ def _rows(system: System) -> str:
     words = Counter(system.word(row) for row in system.figures.rows)
     summary = ", ".join(f"{words[word]} {word}" for word in WORDS if words[word])
     lines = ["### Figures", "", f"{len(system.figures.rows)} rows: {summary}.", ""]
-    lines += ["| | | paper | ours | ours / paper | runs | | remarks |", "|---|---|---|---|---|---|---|---|"]
+    lines += ["| | | paper | ours | runs | word | remarks |", "|---|---|---|---|---|---|---|"]
     item = ""
     for row in system.figures.rows:
         ours = system.ours(row)
-        cells = ["" if row.item == item else row.item, row.name, _paper(row), _ours(ours, row.unit), _ratio(ours, row)]
+        cells = ["" if row.item == item else row.item, row.name, _paper(row), _ours(ours, row.unit)]
         cells += [str(ours.runs) if ours else "", system.word(row), _remarks(row)]
         lines.append(f"| {' | '.join(cells)} |")
         item = row.item
@@ -123,18 +124,11 @@ def _sensitivity(system: System) -> str:
         row = system.figures.row(each.row)
         head = [row.name, _paper(row), _ours(system.ours(row), row.unit), each.parameter]
         for trial in each.values:
-            lines.append(f"| {' | '.join([*head, trial.value, _trial(system, row, trial)])} |")
+            unit = trial.unit or row.unit
+            ours = _ours(system.results.ours(trial.scenario, (trial.ours,), unit), unit)
+            lines.append(f"| {' | '.join([*head, trial.value, ours])} |")
             head = ["", "", "", ""]
     return "\n".join(lines)
-
-
-def _trial(system: System, row: Row, trial: Trial) -> str:
-    unit = trial.unit or row.unit
-    return _ours(system.results.ours(trial.scenario, (trial.ours,), unit), unit)
-
-
-def _plots(plots: Mapping[str, str]) -> list[str]:
-    return [f"![{title}]({place})" for title, place in plots.items()]
 
 
 def _provenance(system: System) -> str:
@@ -169,12 +163,6 @@ def _ours(ours: Ours | None, unit: str) -> str:
         return _with_unit(f"{_number(ours.low)} to {_number(ours.high)}", unit)
     half = "" if ours.half_width is None else f" ± {ours.half_width:.2g}"
     return _with_unit(f"{_number(ours.low)}{half}", unit)
-
-
-def _ratio(ours: Ours | None, row: Row) -> str:
-    if ours is None or row.kind == "ranking" or isinstance(row.paper, tuple) or not float(row.paper):
-        return ""
-    return f"{ours.low / float(row.paper):.3g}"
 
 
 def _number(value: float) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from testbed.common.intervals import interval
-from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, Saving, Value
+from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, Saving, Value, terms
 
 WITHIN = 0.1
 """Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
 ROUNDING = 1e-9
 Word = Literal["exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run"]
-WORDS: tuple[Word, ...] = ("exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run")
+WORDS: tuple[Word, ...] = get_args(Word)
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,13 @@ def combine(expression: Expression, values: Callable[[Value], Sequence[float]]) 
 
     Repetitions share their seed, so both values of a pair come from the same one.
     """
-    match expression:
-        case Ratio(ratio=(first, second)):
-            return [one / other for one, other in zip(values(first), values(second), strict=False) if other]
-        case Difference(difference=(first, second)):
-            return [one - other for one, other in zip(values(first), values(second), strict=False)]
-        case Saving(saving=(first, second)):
-            return [1 - one / other for one, other in zip(values(first), values(second), strict=False) if other]
-        case _:
-            return list(values(expression))
+    if isinstance(expression, Value):
+        return list(values(expression))
+    pairs = list(zip(*map(values, terms(expression)), strict=False))
+    if isinstance(expression, Difference):
+        return [one - other for one, other in pairs]
+    ratios = [one / other for one, other in pairs if other]
+    return [1 - ratio for ratio in ratios] if isinstance(expression, Saving) else ratios
 
 
 def measure(
@@ -102,15 +100,19 @@ def _contains(row: Row, ours: Ours) -> bool:
 
 def _is_near(row: Row, ours: Ours) -> bool:
     low, high = _printed(row)
-    margin = WITHIN * abs(ours.low)
-    return low - margin <= ours.low and ours.high <= high + margin
+    return low - _margin(row, low) <= ours.low and ours.high <= high + _margin(row, high)
 
 
 def _is_narrow(row: Row, ours: Ours) -> bool:
     """Return whether our interval is known and small."""
     if ours.half_width is None:
         return ours.is_timing or isinstance(row.paper, tuple)
-    return ours.half_width <= WITHIN * abs(ours.low)
+    return ours.half_width <= _margin(row, ours.low)
+
+
+def _margin(row: Row, value: float) -> float:
+    """Return a share of a value; of a ratio, a share of its distance from 1."""
+    return WITHIN * abs(value - (row.unit == "x"))
 
 
 def _printed(row: Row) -> tuple[float, float]:

@@ -69,7 +69,16 @@ def test_a_fitted_row_is_calibrated_where_it_is_near_and_differs_elsewhere():
     fitted = row(("19.5", "21.6"), fitted="speed of a device")
     assert word_for(fitted, timed(7.0, 7.3)) == "differs"
     assert word_for(fitted, timed(19.0, 21.0)) == "calibrated"
-    assert word_for(row("10.0", fitted="latency"), timed(10.0)) == "calibrated"
+    assert word_for(row("10.0", fitted="latency"), timed(10.9)) == "calibrated"
+    assert word_for(row("10.0", fitted="latency"), timed(11.1)) == "differs"
+
+
+def test_a_ratio_is_measured_from_one_so_that_no_effect_is_not_near_a_small_one():
+    speed_up = row("1.06", unit="x", fitted="speed of a device")
+    assert word_for(speed_up, timed(1.055)) == "calibrated"
+    assert word_for(speed_up, timed(1.013)) == "differs"
+    assert word_for(row("2.47", unit="x"), trained(2.5, 0.14)) == "agrees"
+    assert word_for(row("2.47", unit="x"), trained(2.5, 0.2)) == "differs"
 
 
 def test_other_data_are_not_comparable_and_missing_runs_are_not_run():
