@@ -57,6 +57,8 @@ corpus: $(READY) ## trace and cut 87 public architectures, in parts against whol
 	@$(VENV)/bin/python -m tests.corpus.architectures $(ARGS)
 
 papers: $(READY) ## figures of publications that are missing or stale, into papers/ and docs/papers.md; ARGS="stahl --jobs 2"
+	@$(VENV)/bin/python -c 'import testbed_comparison' 2>/dev/null || { \
+		echo "$(VENV) lacks the command 'testbed papers': add it with '$(VENV)/bin/python -m pip install --no-deps --no-build-isolation -e papers/comparison'" >&2; exit 3; }
 	@$(TESTBED) papers $(ARGS)
 
 lint: $(READY) ## ruff and mypy

@@ -88,10 +88,8 @@ def _range(system: System, rows: list[Row]) -> tuple[str, str]:
 
 
 def _conditions(system: System) -> str:
-    lines = ["### Default conditions", ""]
-    for each in system.figures.conditions:
-        lines.append(f"- {each.condition}" + (f" ({each.reason})" if each.reason else ""))
-    return "\n".join(lines)
+    lines = ["### Default conditions", "", "Chosen before the runs.", "", "| condition | reason |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {each.condition} | {each.reason} |" for each in system.figures.conditions)])
 
 
 def _rows(system: System) -> str:

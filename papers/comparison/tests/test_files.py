@@ -107,7 +107,7 @@ def result(folder, **values):
 def test_tables_show_words_intervals_and_provenance(folder):
     result(folder, duration=[59.0, 61.0, 60.5], fast=[0.9, 0.8], slow=[0.7, 0.61])
     page = system_page(System(folder, load(folder), Results(folder)), {})
-    assert "- batches of 100 (Section IV)" in page
+    assert "| batches of 100 | Section IV |" in page
     assert "| Table 1 | run time | 1.0 min | 1.003 ± 0.043 min | 3 | agrees |" in page
     assert "|  | fast above slow | larger | 19.5 ± 6.4 points | 2 | same ranking |" in page
     assert "A processor (AVX2) | 2.9 |" in page
