@@ -5,9 +5,9 @@ A
 slow device replies and is waited for; a silent one, or one without its role, is lost. A reply queues behind
 the device's earlier messages, so a device whose message is still arriving has more time.
 
-Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.FromCheckpoint` stops all devices and
+Two classes implement `RecoveryPolicy`: `testbed.ml.pipeline.checkpointing.CheckpointRecovery` stops all devices and
 resumes from the last
-checkpoint; `testbed.ml.pipeline.recovery.FromReplicas` resumes from replicas that the devices hold for each other. A
+checkpoint; `testbed.ml.pipeline.recovery.ReplicaRecovery` resumes from replicas that the devices hold for each other. A
 method that
 continues without lost devices needs neither: it takes messages with a deadline and asks `Membership` for the present
 devices.
@@ -253,7 +253,7 @@ async def run_with_recovery(
     Set ``recovering`` if devices were lost before the call. Raises `TestbedError` after too many fruitless recoveries.
     Example::
 
-        await run_with_recovery(training, FromCheckpoint(...), supervisor)
+        await run_with_recovery(training, CheckpointRecovery(...), supervisor)
     """
     record = supervisor.device.record
     fruitless = 0

@@ -34,7 +34,7 @@ Fields = tuple[Field, ...]
 
 
 @dataclass(frozen=True)
-class Entering:
+class InputSpec:
     """The input of a network."""
 
     shape: tuple[int, ...]

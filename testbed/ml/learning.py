@@ -17,7 +17,7 @@ from testbed.common.lazy import Lazy
 from testbed.common.seeds import derive
 from testbed.common.usercode import Code
 from testbed.ml import kernels
-from testbed.ml.fields import Entering, Fields
+from testbed.ml.fields import Fields, InputSpec
 from testbed.ml.lazy import torch
 from testbed.ml.method import Job, Method, Problem
 from testbed.ml.models import create
@@ -114,7 +114,7 @@ class Learning(Workload):
         """Create the model on a device."""
         known = Facts.model_validate(facts)
         assert isinstance(given.workload, LearningPart)
-        entering = Entering(known.shape, known.integers, known.fields)
+        entering = InputSpec(known.shape, known.integers, known.fields)
         model = model_of(given.workload, known.model_code, known.classes, entering)
         return _posed(given, method, model, known.samples, known.codes, known.model_code)
 
@@ -317,7 +317,7 @@ def complete(problem: Problem, trained: bytes, given: Weights | None) -> bytes:
     return arrays.pack(whole)
 
 
-def model_of(workload: LearningPart, code: Code | None, classes: int, entering: Entering) -> Model:
+def model_of(workload: LearningPart, code: Code | None, classes: int, entering: InputSpec) -> Model:
     """Return a workload's model for the given data; ``code`` is the text of a user's network. Raises `InputError`."""
     part = workload.model
     lora = workload.training.lora

@@ -20,7 +20,7 @@ from testbed.method import (
     ProblemOptions,
     StepsOrTime,
 )
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.workload import LearningPart
 from testbed.plan import Plan, PlanDetails
 
@@ -50,12 +50,12 @@ class Problem(core.Problem[ProblemOptions]):
     """Whether the method supports ``fixed_units``."""
 
     @cached_property
-    def training(self) -> Recipe:
+    def training(self) -> TrainingConfig:
         """How the model is trained."""
         workload = self.workload
         given = workload.model.weights is not None and not self.frozen_placed
         travels = given or workload.training.exchange == "all"
-        return Recipe(workload.training, self.codes, workload.steps, self.model.classes, travels)
+        return TrainingConfig(workload.training, self.codes, workload.steps, self.model.classes, travels)
 
 
 @dataclass(frozen=True)

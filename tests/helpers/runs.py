@@ -7,7 +7,7 @@ import torch
 
 from testbed.methods import METHODS
 from testbed.ml.data import load
-from testbed.ml.fields import Entering
+from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
 from testbed.ml.method import Problem
 from testbed.plan import Plan
@@ -54,7 +54,7 @@ def problem_of(scenario: Scenario) -> tuple[Problem, object]:
     (trial,) = trials(scenario)
     workload = scenario.workload
     data = _load(workload.data)
-    model = model_of(workload, None, data.classes, Entering(data.shape))
+    model = model_of(workload, None, data.classes, InputSpec(data.shape))
     options = METHODS[workload.method.name].Options.model_validate(workload.method.options())
     devices, links = trial.experiment.devices, trial.experiment.links
     return Problem(devices, links, workload, options, scenario.seed, model=model), data

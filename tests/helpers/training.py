@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.schema import OptimizerPart, TrainingPart
 
 
-def sgd(**options: Any) -> Recipe:
+def sgd(**options: Any) -> TrainingConfig:
     """Return plain descent with these options."""
     return recipe(optimizer=OptimizerPart(**options))
 
 
-def recipe(**keys: Any) -> Recipe:
+def recipe(**keys: Any) -> TrainingConfig:
     """Return what ``workload.training`` with these keys says."""
-    return Recipe(TrainingPart.model_validate(keys))
+    return TrainingConfig(TrainingPart.model_validate(keys))

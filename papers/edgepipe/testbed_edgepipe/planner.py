@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from testbed.ml.method import Baselines, Problem
-from testbed.ml.slots.arrangement import Allocation, Arrangement, partition
+from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
 from testbed.ml.slots.planner import Divide, SlotDetails, SlotOptions, neurons_of
 from testbed.plan import Plan
 
@@ -49,6 +49,6 @@ class EdgePipeOptions(SlotOptions):
         return partial(partition, allocation=self.layers or self.allocation)
 
 
-def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> Arrangement:
+def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> NeuronAssignment:
     """Return who holds what by a plan."""
     return problem.options.divide(neurons_of(problem), plan.details.devices)

@@ -11,11 +11,11 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import Job
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.missing import Arrived, Usable, Work, back
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails
-from testbed.ml.slots.program import KINDS, Fixed, SlotProgram, transmit_of
+from testbed.ml.slots.program import KINDS, FixedAssignment, SlotProgram, transmit_of
 from testbed.ml.slots.weights import Needs, ask, given_weights
 from testbed_edgepipe.planner import INFORMING, EdgePipeOptions, Learns, arrangement
 
@@ -93,7 +93,7 @@ class TreatedAsNull:
         """Need no loss."""
 
 
-async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> Arrangement:
+async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> NeuronAssignment:
     """Return who holds what: as planned, on the device that coordinates, and elsewhere as that one says."""
     planned = arrangement(job.problem, job.plan)
     if not job.problem.options.informs:
@@ -112,7 +112,7 @@ async def run(device: Device, job: Job[EdgePipeOptions, SlotDetails]) -> None:
     async with Mailbox(device, job.problem.links, (*KINDS, NeedsArrangement, Arranged)) as mailbox:
         arranged = await informed(mailbox, job)
         neurons = Neurons(device, job.problem, await given_weights(mailbox, job))
-        held = Fixed(arranged, neurons, device.name)
+        held = FixedAssignment(arranged, neurons, device.name)
         options = job.problem.options
         null = TreatedAsNull(options.learns, job.plan.details.micro_batches, masks=options.masks)
         await SlotProgram(mailbox, job, neurons, held, null, transmit_of(mailbox, job)).run()

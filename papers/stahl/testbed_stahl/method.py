@@ -14,7 +14,7 @@ from testbed.messaging.supervision import Supervisor, Timeouts, run_with_recover
 from testbed.ml.layers.shard import State
 from testbed.ml.method import Alternative, Job, Method, PlannedMessage, Problem
 from testbed.ml.models.sliced import cut_copies
-from testbed.ml.pipeline.checkpointing import FromCheckpoint
+from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.plan import Piece, Plan
 from testbed.trace.events import EventType
@@ -132,7 +132,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             timeouts = Timeouts(options.patience, options.return_window, options.return_window)
             # A member may be sending its share of the activations of the requests in flight.
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory)
-            recovery = FromCheckpoint(
+            recovery = CheckpointRecovery(
                 supervisor,
                 partial(_configure, job, supervisor),
                 partial(over, problem),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.method import Job
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.planner import timetable_of
 from testbed.ml.slots.timeslots import LayerAction, SlotSegment
 from testbed_versatilefl.handover import Arrange, Handover
@@ -85,7 +85,7 @@ class ArrangementController:
         mailbox.on(Leave, lambda message: self._leaving.update({message.sender: None}))
 
     @property
-    def now(self) -> Arrangement:
+    def now(self) -> NeuronAssignment:
         """The newest arrangement."""
         return self._handover.now
 

@@ -10,7 +10,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels, as_channels, pick
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.neurons import Neurons
 
 
@@ -40,11 +40,13 @@ class Handover:
     first weights until then, and keep them if they never come, since the device that had them is dead.
     """
 
-    def __init__(self, mailbox: Mailbox, neurons: Neurons, first: Arrangement, changed: Callable[[int], None]) -> None:
+    def __init__(
+        self, mailbox: Mailbox, neurons: Neurons, first: NeuronAssignment, changed: Callable[[int], None]
+    ) -> None:
         """``first``: the arrangement of the plan, not yet carried out; ``changed`` is called with a layer."""
-        self.known: Arrangement | None = None
+        self.known: NeuronAssignment | None = None
         """The newest arrangement; None: the device has booted, and waits for one."""
-        self.past: dict[int, Arrangement] = {}
+        self.past: dict[int, NeuronAssignment] = {}
         """Arrangements by version, for what is still under way."""
         self._mailbox = mailbox
         self._device = mailbox.device
@@ -58,7 +60,7 @@ class Handover:
         mailbox.on(Moved, self._moved.append)
 
     @property
-    def now(self) -> Arrangement:
+    def now(self) -> NeuronAssignment:
         """The newest arrangement. Raises ValueError where there is none."""
         if self.known is None:
             raise ValueError(f"{self._device.name} has no arrangement yet: nobody has sent one since it booted")
@@ -74,14 +76,14 @@ class Handover:
         if self.known is not None:
             self._receive_until(self.known)
 
-    def _receive_until(self, arrangement: Arrangement) -> None:
+    def _receive_until(self, arrangement: NeuronAssignment) -> None:
         """Take the neurons that were moved by this arrangement or an earlier one."""
         moved = [each for each in self._moved if each.version <= arrangement.version]
         self._moved[:] = [each for each in self._moved if each.version > arrangement.version]
         for each in moved:
             self._receive(arrangement, each)
 
-    def apply(self, arrangement: Arrangement) -> None:
+    def apply(self, arrangement: NeuronAssignment) -> None:
         """Give and take until the own neurons are those of an arrangement; one that is not newer changes nothing."""
         me = self._device.name
         if self.known is not None and arrangement.version <= self.known.version:
@@ -104,14 +106,14 @@ class Handover:
         """Wait until all that was given has arrived."""
         await asyncio.gather(*self._sends)
 
-    def _send(self, arrangement: Arrangement, moved: Moved) -> None:
+    def _send(self, arrangement: NeuronAssignment, moved: Moved) -> None:
         """Send neurons to those who hold them by an arrangement."""
         for owner, neurons in arrangement.layers[moved.layer].items():
             part = as_channels(set(moved.neurons) & set(neurons))
             if part and owner != self._device.name:
                 self._sends.append(self._mailbox.post(owner, _part(moved, part)))
 
-    def _receive(self, arrangement: Arrangement, moved: Moved) -> None:
+    def _receive(self, arrangement: NeuronAssignment, moved: Moved) -> None:
         """Take the neurons that are one's own, and pass on those that are another's by now."""
         own = as_channels(set(moved.neurons) & set(arrangement.of(self._device.name, moved.layer)))
         if own:

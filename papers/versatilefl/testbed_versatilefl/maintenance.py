@@ -16,7 +16,7 @@ from testbed.messaging.typed import Typed
 from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.layers.shard import State
 from testbed.ml.models.slices import Channels
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import Outputs, Transmit, Values
 from testbed.ml.slots.missing import Arrived, Usable, Work, back
 from testbed_versatilefl.planner import VersatileOptions
@@ -106,7 +106,7 @@ class SavedGradients:
 
 
 class Maintenance:
-    """The hook `testbed.ml.slots.missing.OnMissing` of one device.
+    """The hook `testbed.ml.slots.missing.MissingDataPolicy` of one device.
 
     Of a batch that is lost on its way forward, nothing is learnt; where its losses are lost, saved gradients are used.
     """
@@ -262,7 +262,7 @@ class Confirming:
     Those casts are lost as any; then the others count as incomplete.
     """
 
-    def __init__(self, mailbox: Mailbox, arrangement: Callable[[], Arrangement], wait: float) -> None:
+    def __init__(self, mailbox: Mailbox, arrangement: Callable[[], NeuronAssignment], wait: float) -> None:
         """``arrangement`` returns the present one; ``wait`` is in seconds."""
         self._mailbox = mailbox
         self._arrangement = arrangement

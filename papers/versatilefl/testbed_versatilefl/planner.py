@@ -15,7 +15,7 @@ from testbed.common.seeds import derive
 from testbed.ml.method import Baselines, Problem
 from testbed.ml.models.slices import as_channels
 from testbed.ml.slots import planner
-from testbed.ml.slots.arrangement import Allocation, Arrangement, partition
+from testbed.ml.slots.arrangement import Allocation, NeuronAssignment, partition
 from testbed.ml.slots.planner import SlotDetails, SlotOptions
 from testbed.plan import Plan
 from testbed_versatilefl.records import ALPHA
@@ -110,7 +110,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
     return Plan(**{**dict(planned), "details": details})
 
 
-def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> Arrangement:
+def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> NeuronAssignment:
     """Return who holds what at first."""
     options, names = problem.options, details.devices
     sizes = planner.neurons_of(problem)
@@ -125,4 +125,4 @@ def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -
         draws.shuffle(holders)
         layers.append({name: as_channels(n for n, each in enumerate(holders) if each == name) for name in names})
     groups = tuple(range(first, stop) for first, stop in details.groups)
-    return Arrangement(groups, sizes, tuple(layers))
+    return NeuronAssignment(groups, sizes, tuple(layers))

@@ -14,7 +14,7 @@ from typing import Literal
 from testbed.common.errors import TestbedError
 from testbed.common.seeds import derive
 from testbed.ml.models.slices import Channels, as_channels
-from testbed.ml.slots.arrangement import Arrangement, Holders
+from testbed.ml.slots.arrangement import Holders, NeuronAssignment
 
 Cause = Literal["failure", "credibility", "retirement", "join"]
 
@@ -27,7 +27,7 @@ class GroupLostError(TestbedError):
 class Decision:
     """An arrangement, and what led to it."""
 
-    arrangement: Arrangement
+    arrangement: NeuronAssignment
     cause: Cause
     devices: tuple[str, ...]
     """Those that failed, retired or joined, or that are no longer credible."""
@@ -47,7 +47,7 @@ class DecisionRules:
 
 
 def after_window(
-    now: Arrangement, failed: Iterable[str], averages: Mapping[str, float], rules: DecisionRules
+    now: NeuronAssignment, failed: Iterable[str], averages: Mapping[str, float], rules: DecisionRules
 ) -> Iterator[Decision]:
     """Yield what follows from a window: devices that nobody heard leave, groups with a poor device are rearranged.
 
@@ -66,7 +66,9 @@ def after_window(
             yield Decision(now, "credibility", poor)
 
 
-def _poor_members(now: Arrangement, group: int, averages: Mapping[str, float], threshold: float) -> tuple[str, ...]:
+def _poor_members(
+    now: NeuronAssignment, group: int, averages: Mapping[str, float], threshold: float
+) -> tuple[str, ...]:
     """Return the devices of a group with less credibility than the threshold; none while one is unknown."""
     members = now.members(group)
     if not all(name in averages for name in members):
@@ -74,7 +76,7 @@ def _poor_members(now: Arrangement, group: int, averages: Mapping[str, float], t
     return tuple(name for name in members if averages[name] < threshold)
 
 
-def without(now: Arrangement, device: str, averages: Mapping[str, float], seed: int) -> Arrangement:
+def without(now: NeuronAssignment, device: str, averages: Mapping[str, float], seed: int) -> NeuronAssignment:
     """Return the arrangement without a device. Raises `GroupLostError`."""
     group = now.group(device)
     after = left(now, device, averages, seed)
@@ -85,7 +87,7 @@ def without(now: Arrangement, device: str, averages: Mapping[str, float], seed: 
     return after
 
 
-def entered(now: Arrangement, device: str, averages: Mapping[str, float], rules: DecisionRules) -> Decision:
+def entered(now: NeuronAssignment, device: str, averages: Mapping[str, float], rules: DecisionRules) -> Decision:
     """Return what follows from a device that holds nothing, and has booted or is heard again.
 
     The lead takes its own place.
@@ -96,7 +98,7 @@ def entered(now: Arrangement, device: str, averages: Mapping[str, float], rules:
     return Decision(after, "join", (device,), frozenset({device}))
 
 
-def coordinator(now: Arrangement, absent: Collection[str]) -> str | None:
+def coordinator(now: NeuronAssignment, absent: Collection[str]) -> str | None:
     """Return the first member who is not known to be absent; who has the input layer alone hears nobody."""
     hearing = (name for group, layers in enumerate(now.groups) if layers[-1] for name in now.members(group))
     return next((name for name in hearing if name not in absent), None)
@@ -132,13 +134,13 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return found
 
 
-def rearranged(now: Arrangement, group: int, credibility: Mapping[str, float], seed: int) -> Arrangement:
+def rearranged(now: NeuronAssignment, group: int, credibility: Mapping[str, float], seed: int) -> NeuronAssignment:
     """Return the same members of a group with neurons in proportion to their credibility."""
     weights = {name: credibility[name] for name in now.members(group)}
     return _with(now, group, [weights] * len(now.groups[group]), seed)
 
 
-def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: int) -> Arrangement:
+def left(now: NeuronAssignment, device: str, credibility: Mapping[str, float], seed: int) -> NeuronAssignment:
     """Return the arrangement without a device: the others of its group share all neurons by their credibility.
 
     A group without devices keeps none; its neurons wait for a device that joins.
@@ -154,7 +156,7 @@ def left(now: Arrangement, device: str, credibility: Mapping[str, float], seed: 
     return _with(now, group, [weights] * len(now.groups[group]), seed)
 
 
-def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
+def joined(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
     """Return the arrangement with another device, in the group with the fewest; of equals the first.
 
     It takes an even share of each layer, from the others in proportion to what they hold. A group with a layer that has
@@ -175,7 +177,7 @@ def joined(now: Arrangement, device: str, seed: int) -> Arrangement:
     return _with(now, group, weights, seed)
 
 
-def moves(before: Arrangement, after: Arrangement, gone: Collection[str] = ()) -> list[Move]:
+def moves(before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()) -> list[Move]:
     """Return what changes hands; neurons that nobody held, or devices that are ``gone``, begin with new weights."""
     found = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
@@ -190,7 +192,7 @@ def moves(before: Arrangement, after: Arrangement, gone: Collection[str] = ()) -
     return found
 
 
-def _with(now: Arrangement, group: int, weights: Sequence[Mapping[str, float]], seed: int) -> Arrangement:
+def _with(now: NeuronAssignment, group: int, weights: Sequence[Mapping[str, float]], seed: int) -> NeuronAssignment:
     """Return the next arrangement, in which the layers of a group are shared in proportion to weights."""
     layers = list(now.layers)
     for layer, wanted in zip(now.groups[group], weights, strict=True):

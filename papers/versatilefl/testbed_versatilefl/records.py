@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.network.link import Pair
 
 ALPHA = 0.9
@@ -84,7 +84,7 @@ class ReceptionRecords:
             if window > self.newest.get(receiver, (-1, {}))[0]:
                 self.newest[receiver] = (window, {name: tuple(pair) for name, pair in shares.items()})
 
-    def close(self, step: int, arrangement: Arrangement) -> None:
+    def close(self, step: int, arrangement: NeuronAssignment) -> None:
         """Close the window before that of a step, unless that is done."""
         # Backward, a device works on earlier steps than forward.
         before, self._open = self._open, max(step // self._steps, self._open or 0)

@@ -39,10 +39,10 @@ def is_due(done: int, every: float | None) -> bool:
     return bool(every) and done > 0 and done % (every or 1) == 0
 
 
-class Due:
+class IntervalTrigger:
     """Triggers a periodic action, every so many steps or seconds.
 
-    >>> trigger = Due(10, now=0.0)
+    >>> trigger = IntervalTrigger(10, now=0.0)
     >>> trigger(10, now=0.5)
     True
     """

@@ -20,7 +20,7 @@ from testbed.ml.data import files, own, pictures, synthetic, tables
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.data.files import Bytes
 from testbed.ml.data.split import holdout
-from testbed.ml.fields import Entering, Fields
+from testbed.ml.fields import Fields, InputSpec
 from testbed.ml.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
@@ -80,9 +80,9 @@ class DataSource:
     """The inputs that a sample consists of, where there are several."""
 
     @property
-    def entering(self) -> Entering:
+    def entering(self) -> InputSpec:
         """The input of a network trained on the set."""
-        return Entering(self.shape, self.integers, self.fields)
+        return InputSpec(self.shape, self.integers, self.fields)
 
 
 def _all_of(source: DataSource, *folders: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """Costs and memory of a stage: FLOPs and accessed bytes of each operation, bytes of memory.
 
-Forward and backward costs are the units' formulas times the samples. `Recipe.update_flops` gives the cost of updates.
-Copying weights (a checkpoint, a new shard, building one) costs 1 FLOP for each parameter and for each value of the
-optimizer's state, such as momentum. The loss costs nothing.
+Forward and backward costs are the units' formulas times the samples. `TrainingConfig.update_flops` gives the cost of
+updates. Copying weights (a checkpoint, a new shard, building one) costs 1 FLOP for each parameter and for each value of
+the optimizer's state, such as momentum. The loss costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from testbed.ml.method import Problem
 from testbed.ml.models.chain import Unit, backward_of, cost_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.partition.memory import inference_bytes, training_bytes
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 
 
 def parameters(units: Sequence[Unit]) -> int:
@@ -36,23 +36,23 @@ def backward(units: Sequence[Unit], samples: int) -> Cost:
     return backward_of(cost_of(units), samples)
 
 
-def update(units: Sequence[Unit], training: Recipe) -> Cost:
+def update(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of an optimizer step."""
     return Cost(training.update_flops * parameters(units))
 
 
-def copy(units: Sequence[Unit], training: Recipe) -> Cost:
+def copy(units: Sequence[Unit], training: TrainingConfig) -> Cost:
     """Return the cost of copying the transmitted weights and the optimizer's state."""
     return Cost(training.state_values * parameters(units) + weight_bytes(units, training) / BYTES_PER_VALUE)
 
 
-def weight_bytes(units: Sequence[Unit], training: Recipe) -> float:
+def weight_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights."""
     fixed = sum(unit.frozen for unit in units) if training.frozen_travels else 0
     return BYTES_PER_VALUE * (parameters(units) + fixed)
 
 
-def state_bytes(units: Sequence[Unit], training: Recipe) -> float:
+def state_bytes(units: Sequence[Unit], training: TrainingConfig) -> float:
     """Return the bytes of the transmitted weights and the optimizer's state."""
     return BYTES_PER_VALUE * copy(units, training).of().flops
 

@@ -14,8 +14,8 @@ from testbed.ml.data.batches import batch, batch_length, left_out, steps_per_epo
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.metrics import update
-from testbed.ml.training.recipe import Recipe
 from testbed.ml.workload import LearningPart
 
 
@@ -24,13 +24,13 @@ def loss_fields(loss: float, computed: bool) -> dict[str, float]:
     return {"loss": loss} if computed else {}
 
 
-_PLAIN = Recipe()
+_PLAIN = TrainingConfig()
 
 
 class Score:
     """Accumulates correct answers, loss and the configured metrics."""
 
-    def __init__(self, training: Recipe = _PLAIN) -> None:
+    def __init__(self, training: TrainingConfig = _PLAIN) -> None:
         self.samples = 0
         self._training = training
         self._correct = 0

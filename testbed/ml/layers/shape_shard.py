@@ -17,8 +17,8 @@ from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
 from testbed.ml.models.chain import Model, Tied
 from testbed.ml.models.shapes import Shape
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import is_weight
-from testbed.ml.training.recipe import Recipe
 
 
 def shard(problem: Problem, first: int, last: int, device: str) -> Shard | ShapeShard:
@@ -49,7 +49,7 @@ class ShapeShard:
     A loss is no number (nan).
     """
 
-    def __init__(self, model: Model, first: int, last: int, training: Recipe) -> None:
+    def __init__(self, model: Model, first: int, last: int, training: TrainingConfig) -> None:
         self.first = first
         self.last = last
         crossing = [shape for _, shape in model.crossing(last)]

@@ -11,8 +11,8 @@ from testbed.device import Precision
 from testbed.ml.layers.versions import Statistics, Versions
 from testbed.ml.lazy import torch
 from testbed.ml.models.chain import Model, Tied
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.optimizers import AVERAGE, is_weight
-from testbed.ml.training.recipe import Recipe
 from testbed.ml.transfer import codec
 
 State = Mapping[str, "torch.Tensor"]
@@ -67,7 +67,7 @@ class Shard:
     """
 
     def __init__(
-        self, model: Model, first: int, last: int, seed: int, training: Recipe, precision: Precision = "f32"
+        self, model: Model, first: int, last: int, seed: int, training: TrainingConfig, precision: Precision = "f32"
     ) -> None:
         self.first = first
         self.last = last
@@ -135,8 +135,8 @@ class Shard:
         """Forward through the end of the model; return this micro-batch's part of the batch's mean loss.
 
         ``inputs`` is as in `forward`, ``labels`` (samples,) of classes from 0, or another shape the loss accepts.
-        ``whole`` is the `Recipe.weight` of all labels of the batch: each part is weighted by its own labels, so the
-        parts sum to the mean loss, and their gradients to its gradient, for any split of the batch.
+        ``whole`` is the `TrainingConfig.weight` of all labels of the batch: each part is weighted by its own labels, so
+        the parts sum to the mean loss, and their gradients to its gradient, for any split of the batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
         outputs = self._train(key, inputs, version, rows)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from testbed.common.errors import InputError, nearest
 from testbed.device import Device, Span
-from testbed.ml.data.batches import Due
+from testbed.ml.data.batches import IntervalTrigger
 from testbed.ml.data.dataset import Dataset
 from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Answers, Requests, Score, Training, loss_fields
@@ -81,7 +81,7 @@ async def _train(
     training = Training(dataset, problem.workload, problem.seed)
     training.record_left_out(device)
     requests = Requests(dataset, problem.workload.batch_size)
-    due = Due(problem.options.evaluate_every, device.now())
+    due = IntervalTrigger(problem.options.evaluate_every, device.now())
     for step in range(training.steps):
         images, labels = training.batch(step)
         samples = len(labels)

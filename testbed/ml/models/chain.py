@@ -319,11 +319,11 @@ class Model:
 
     def whole(self, index: int) -> nn.Module:
         """Build a unit without layer descriptions, as a module of its flattened and joined inputs."""
-        from testbed.ml.models.modules import Apart
+        from testbed.ml.models.modules import SplitInputs
 
         assert self.builder is not None
         [unit] = self.builder(index, index + 1, 0)
-        return Apart(unit, [self.made(read) for read in self.reads(index)])
+        return SplitInputs(unit, [self.made(read) for read in self.reads(index)])
 
 
 def cost_of(units: Sequence[Unit]) -> Cost:

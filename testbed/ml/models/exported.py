@@ -16,7 +16,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from testbed.common import usercode
 from testbed.common.errors import InputError
-from testbed.ml.fields import Entering, Fields, arguments, entries, entry
+from testbed.ml.fields import Fields, InputSpec, arguments, entries, entry
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.tracer import (
     BATCHES,
@@ -36,7 +36,7 @@ _VALUES = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.defau
 _NORMALISATIONS = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
 
 
-class Given(nn.Module):
+class TensorOutput(nn.Module):
     """Wraps a network to accept samples like a model, or each of several inputs, and to return one tensor."""
 
     def __init__(self, network: nn.Module, fields: Fields) -> None:
@@ -57,12 +57,12 @@ class Given(nn.Module):
         return found
 
 
-def exported(maker: Maker, entering: Entering) -> Traced:
+def exported(maker: Maker, entering: InputSpec) -> Traced:
     """Export and measure a network in training; raises `InputError` for unsupported code or other results in
     evaluation.
     """
     root = seeded(maker, 0).train()
-    given = Given(root, entering.fields)
+    given = TensorOutput(root, entering.fields)
     batches = [samples_of(entering, size) for size in BATCHES]
     parts = entries(entering.fields).values()
     inputs = tuple(entry(batches[0], *part) for part in parts) or (batches[0],)
@@ -100,7 +100,7 @@ def _constant(name: str) -> str:
     return "_tensor_constant_" + name.replace(".", "_")
 
 
-def _check(given: Given, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def _check(given: TensorOutput, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
     """Reject a graph whose results differ from the network's, in training or in evaluation."""
     made = fx.GraphModule(given.network, graph)
     for training in (True, False):

@@ -56,7 +56,7 @@ class Joined(nn.Sequential):
         return output
 
 
-class Apart(nn.Module):
+class SplitInputs(nn.Module):
     """Wraps a unit with several inputs, which arrive as one tensor with all values along one axis."""
 
     def __init__(self, unit: nn.Module, shapes: Sequence[Shape]) -> None:

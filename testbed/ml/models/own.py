@@ -15,7 +15,7 @@ from typing import Any
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.ml.fields import Entering, Fields, all_whole
+from testbed.ml.fields import Fields, InputSpec, all_whole
 from testbed.ml.models.chain import Model
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import Shape
@@ -55,7 +55,7 @@ def create_own(
     wanted = None if units is None else tuple(units)
 
     def made(whole: bool) -> Model:
-        return _traced(text, json.dumps(arguments), Entering(tuple(shape), whole, fields), classes, wanted, lora)
+        return _traced(text, json.dumps(arguments), InputSpec(tuple(shape), whole, fields), classes, wanted, lora)
 
     if fields or not integers:
         return made(bool(fields) and all_whole(fields))
@@ -72,7 +72,7 @@ def create_own(
 def _traced(
     code: str,
     arguments: str,
-    entering: Entering,
+    entering: InputSpec,
     classes: int,
     units: tuple[str, ...] | None,
     lora: LoraPart | None,

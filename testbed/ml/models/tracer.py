@@ -26,7 +26,7 @@ from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.common.seeds import derive
 from testbed.device import Cost, Kind
-from testbed.ml.fields import Entering, arguments, entries, entry
+from testbed.ml.fields import InputSpec, arguments, entries, entry
 from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 
@@ -78,7 +78,7 @@ class Traced:
     """Tensors that `forward` makes of nothing that enters, by the names that the graph reads them by."""
 
 
-def trace(maker: Maker, entering: Entering, whole: Sequence[str] | None) -> Traced:
+def trace(maker: Maker, entering: InputSpec, whole: Sequence[str] | None) -> Traced:
     """Trace and measure a network; raises `InputError` naming the failing line.
 
     The first attempt runs without values, so large networks are described quickly. If the user's code needs values,
@@ -136,7 +136,7 @@ def _made(maker: Maker) -> nn.Module:
     return root
 
 
-def _trace(maker: Maker, entering: Entering, device: str, whole: Sequence[str]) -> Traced:
+def _trace(maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
     tracers = []
     for training in (True, False):
@@ -293,7 +293,7 @@ def single(found: Any) -> Any:
     return made.get("logits", next(iter(made.values())))
 
 
-def samples_of(entering: Entering, size: int) -> torch.Tensor:
+def samples_of(entering: InputSpec, size: int) -> torch.Tensor:
     """Return sample inputs for a network, (size, ...); integers are zero, a valid index of every embedding."""
     samples = torch.rand(size, *entering.shape, generator=torch.Generator().manual_seed(size))
     for begin, end, _, kind in entries(entering.fields).values():
@@ -393,7 +393,7 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, entering: Entering, device: str, whole: Sequence[str], file: str) -> None:
+    def __init__(self, entering: InputSpec, device: str, whole: Sequence[str], file: str) -> None:
         super().__init__(autowrap_functions=_MAKING)
         self._autowrap_search.append(torch)
         self._file = file

@@ -20,7 +20,7 @@ from torch import fx, nn
 from testbed.common import usercode
 from testbed.common.errors import InputError
 from testbed.device import Cost
-from testbed.ml.fields import Entering, entry
+from testbed.ml.fields import InputSpec, entry
 from testbed.ml.models.chain import Model, Tied, Unit, joined
 from testbed.ml.models.described import described
 from testbed.ml.models.making import KEY, CountedUnit, Maker
@@ -30,7 +30,7 @@ from testbed.ml.models.tracer import BATCHES, STACKS, Measure, Traced, by_mode, 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 
-def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] | None = None) -> Model:
+def traced(maker: Maker, entering: InputSpec, classes: int, units: Sequence[str] | None = None) -> Model:
     """Trace, measure and cut a network; raises `InputError` naming the failing line."""
     steps = _steps(maker, _found(maker, entering, units))
     cuts = _automatic(steps) if units is None else _by_hand(steps, units)
@@ -42,7 +42,7 @@ def traced(maker: Maker, entering: Entering, classes: int, units: Sequence[str] 
     return _chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
 
 
-def _found(maker: Maker, entering: Entering, units: Sequence[str] | None) -> Traced:
+def _found(maker: Maker, entering: InputSpec, units: Sequence[str] | None) -> Traced:
     """Trace a network by torch.fx, or by the slower torch.export if torch.fx fails."""
     try:
         return trace(maker, entering, units)
@@ -352,7 +352,7 @@ class TracedUnits:
 
 
 def _chain(
-    maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], entering: Entering, classes: int
+    maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], entering: InputSpec, classes: int
 ) -> Model:
     pieces = list(named.values())
     made = {steps.input: INPUT}

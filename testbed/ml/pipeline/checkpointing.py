@@ -58,7 +58,7 @@ class Collector:
         self._pieces.clear()
 
 
-class FromCheckpoint:
+class CheckpointRecovery:
     """A `testbed.messaging.supervision.RecoveryPolicy`; the device exposes the last checkpoint."""
 
     def __init__(

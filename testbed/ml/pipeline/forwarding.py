@@ -11,7 +11,7 @@ from testbed.ml.layers.feed import Answers, Requests, Score
 from testbed.ml.lazy import torch
 from testbed.ml.method import Job
 from testbed.ml.pipeline.messages import Activation, Output, Purpose
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 
 
 async def forward_all(
@@ -42,7 +42,7 @@ async def forward_all(
         yield output.batch, output.tensor
 
 
-async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: Recipe) -> dict[str, Any]:
+async def evaluate(supervisor: Supervisor, step: int, tests: Requests, training: TrainingConfig) -> dict[str, Any]:
     """Send the test part through the stages, with enough batches to keep all busy; record and return the score."""
     score = Score(training)
     window = 2 * len(supervisor.layout)

@@ -21,7 +21,7 @@ from testbed.ml.method import Problem
 from testbed.ml.partition.asynchronous import UnitTimes
 from testbed.ml.pipeline.messages import Deviates, Measure, Measured, Packet
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
-from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.network.link import Pair
 from testbed.wire.framing import wire_bytes
 
@@ -143,13 +143,13 @@ async def bandwidth(mailbox: Mailbox, peer: str) -> MeasuredLink:
     return MeasuredLink(rate, least)
 
 
-class Survey:
+class LinkProfiler:
     """Measures unknown links while the pipeline is empty, and links to standby devices during training."""
 
     def __init__(
         self,
         supervisor: Supervisor,
-        recovery: FromReplicas,
+        recovery: ReplicaRecovery,
         partitioner: Partitioner,
         problem: Problem[AsynchronousOptions],
         training: Training,

@@ -17,7 +17,7 @@ from testbed.ml.layers import costs
 from testbed.ml.layers.feed import Training
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.method import Job
-from testbed.ml.pipeline.checkpointing import FromCheckpoint
+from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import Serving
 from testbed.ml.pipeline.measuring import LinkWatch, bandwidth
 from testbed.ml.pipeline.messages import (
@@ -36,7 +36,7 @@ from testbed.ml.pipeline.messages import (
 )
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, StagesOptions, SynchronousOptions
-from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.ml.pipeline.stage import Stage, StagePosition, UpdatePolicy
 from testbed.ml.pipeline.training import AsynchronousTrainer, SynchronousTrainer
 from testbed.ml.pipeline.updates import AsynchronousUpdates, SynchronousUpdates
@@ -59,7 +59,7 @@ async def run_synchronous(
 async def run_inference(device: Device, job: Job[StagesOptions], partition: PlanStages, in_flight: int) -> None:
     """Answer requests by stages without updates; requests under way are sent again after a loss."""
 
-    def serving(supervisor: Supervisor, recovery: FromCheckpoint, job: Job[StagesOptions]) -> Serving:
+    def serving(supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[StagesOptions]) -> Serving:
         return Serving(supervisor, job, in_flight)
 
     await _run_with_checkpoints(device, job, FORWARD_KINDS, None, partition, serving)
@@ -72,7 +72,7 @@ async def run_asynchronous(device: Device, job: Job[AsynchronousOptions], partit
         member = ReplicatingMember(mailbox, job)
         # Though all devices answer, they count as lost after so many seconds without anything done.
         supervisor = await _supervisor(mailbox, member.holder, job, max(2 * options.patience, options.return_window))
-        recovery = FromReplicas(supervisor, member.store, partitioner, job, _steps(job))
+        recovery = ReplicaRecovery(supervisor, member.store, partitioner, job, _steps(job))
         await recovery.begin()
         work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)
@@ -87,7 +87,7 @@ async def _run_with_checkpoints(
     kinds: Iterable[type[Typed]],
     updates: Callable[[Stage], UpdatePolicy] | None,
     partition: PlanStages,
-    work: Callable[[Supervisor, FromCheckpoint, Job[O]], ResumableWork],
+    work: Callable[[Supervisor, CheckpointRecovery, Job[O]], ResumableWork],
 ) -> None:
     """Coordinate on the plan's coordinator; run a stage on every device, with the state the coordinator sends."""
     problem, lead = job.problem, job.plan.lead
@@ -101,7 +101,7 @@ async def _run_with_checkpoints(
         holder.follow(Configure, stage_of)
         supervisor = await _supervisor(mailbox, holder, job, job.problem.options.return_window)
         configure = partial(configure_stage, supervisor, _steps(job))
-        recovery = FromCheckpoint(supervisor, configure, partition, len(problem.model.units), job.weights)
+        recovery = CheckpointRecovery(supervisor, configure, partition, len(problem.model.units), job.weights)
         supervisor.start(job.plan.pieces)
         await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
 

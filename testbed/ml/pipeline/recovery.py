@@ -34,7 +34,7 @@ from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner
 from testbed.wire.message import Message
 
 
-class KnownPoints:
+class ReplicaIndex:
     """Tracks replications: which points are valid, safe, or complete on this device; frees all others."""
 
     def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
@@ -176,7 +176,7 @@ class Standby:
         return name in self._silenced and self._members.present.get(name) == self._silenced[name]
 
 
-class FromReplicas:
+class ReplicaRecovery:
     """A `testbed.messaging.supervision.RecoveryPolicy`."""
 
     def __init__(
@@ -192,7 +192,7 @@ class FromReplicas:
         units = len(problem.model.units)
         planned = StagePartition(tuple(piece.device for piece in pieces), (0, *(piece.last for piece in pieces)))
         self._configuration = Configuration(planned)
-        self.points = KnownPoints(supervisor, store, units)
+        self.points = ReplicaIndex(supervisor, store, units)
         supervisor.device.expose(self.points.weights)
         self.recovering = False
         """Whether the next batch done is the first one after a recovery."""

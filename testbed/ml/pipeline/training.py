@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from testbed.messaging.supervision import Lost, Supervisor
-from testbed.ml.data.batches import Due, cut_batch
+from testbed.ml.data.batches import IntervalTrigger, cut_batch
 from testbed.ml.layers.feed import Requests, Training, loss_fields
 from testbed.ml.layers.shard import State
 from testbed.ml.method import Job, Problem
 from testbed.ml.partition.redistribution import StagePartition
-from testbed.ml.pipeline.checkpointing import FromCheckpoint
+from testbed.ml.pipeline.checkpointing import CheckpointRecovery
 from testbed.ml.pipeline.forwarding import evaluate
-from testbed.ml.pipeline.measuring import Survey
+from testbed.ml.pipeline.measuring import LinkProfiler
 from testbed.ml.pipeline.messages import Activation, Drained, End, Labels, Loss, Updated
 from testbed.ml.pipeline.planning import AsynchronousOptions, Partitioner, SynchronousOptions, momentum_advice
-from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.ml.training.stopping import Stopping
 
 
@@ -59,7 +59,7 @@ class Evaluations:
 class SynchronousTrainer:
     """A `testbed.messaging.supervision.ResumableWork`: one step after the other, with checkpoints in between."""
 
-    def __init__(self, supervisor: Supervisor, recovery: FromCheckpoint, job: Job[SynchronousOptions]) -> None:
+    def __init__(self, supervisor: Supervisor, recovery: CheckpointRecovery, job: Job[SynchronousOptions]) -> None:
         assert job.dataset is not None
         self._supervisor = supervisor
         self._recovery = recovery
@@ -67,7 +67,7 @@ class SynchronousTrainer:
         self._training = Training(job.dataset, job.problem.workload, job.problem.seed)
         self._computed = job.problem.workload.numerics != "none"
         self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
-        self._due = Due(self._options.evaluate_every, supervisor.device.now())
+        self._due = IntervalTrigger(self._options.evaluate_every, supervisor.device.now())
         self._reports: dict[str, Loss | Updated] = {}
         """What has been reported of the present step, by kind."""
         supervisor.mailbox.on(Loss, self._report)
@@ -163,7 +163,7 @@ class AsynchronousTrainer:
     def __init__(
         self,
         supervisor: Supervisor,
-        recovery: FromReplicas,
+        recovery: ReplicaRecovery,
         partitioner: Partitioner,
         job: Job[AsynchronousOptions],
     ) -> None:
@@ -178,8 +178,8 @@ class AsynchronousTrainer:
         self._training = Training(job.dataset, problem.workload, problem.seed)
         points = recovery.points
         self._evaluations = Evaluations(supervisor, job, self._training.steps, points.has_all, points.weights)
-        self._survey = Survey(supervisor, recovery, partitioner, problem, self._training)
-        self._due = Due(problem.options.evaluate_every, self._device.now())
+        self._survey = LinkProfiler(supervisor, recovery, partitioner, problem, self._training)
+        self._due = IntervalTrigger(problem.options.evaluate_every, self._device.now())
         self._done = 0
         """The batch after the last one that is done on all stages."""
         self._evaluated = 0

@@ -11,7 +11,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import Hello
 from testbed.ml.layers.shard import Adjust, State
 from testbed.ml.lazy import torch
-from testbed.ml.rounds.layers import Layers, Share
+from testbed.ml.rounds.layers import Layers, LocalDataset
 from testbed.ml.rounds.messages import (
     ActivationGradient,
     Begin,
@@ -39,7 +39,7 @@ class LocalRound:
     steps: range
     """Its iterations, counted through all rounds."""
     layers: Layers
-    share: Share
+    share: LocalDataset
     """The device's samples."""
     start: State
     """Weights and running statistics that the round began with, by name."""
@@ -148,7 +148,7 @@ def with_server(mailbox: Mailbox, server: str) -> TrainLocal:
 class LocalTraining:
     """The local part of a device with data: training rounds on its samples, on request and from given weights."""
 
-    share: Share
+    share: LocalDataset
     length: Length
     layers: Layers
     train_local: TrainLocal = train_whole

@@ -21,7 +21,7 @@ from testbed.ml.data.batches import steps_per_epoch
 from testbed.ml.layers import costs
 from testbed.ml.models.chain import Model, Unit, backward_of, forward_of
 from testbed.ml.models.shapes import BYTES_PER_VALUE
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.transfer import AS_IT_IS, RoundsPart, share
 from testbed.network.link import Link
 from testbed.wire.message import size_around
@@ -139,7 +139,7 @@ def transfer(link: Link, content: float) -> float:
 
 
 def layer_times(
-    model: Model, training: Recipe, device: DeviceSpec, concurrent_clients: float = 1.0
+    model: Model, training: TrainingConfig, device: DeviceSpec, concurrent_clients: float = 1.0
 ) -> tuple[LayerTimes, ...]:
     """Return the time of each layer on a device, by formula.
 

@@ -74,7 +74,7 @@ class Layers:
     ) -> float:
         """Forward a mini-batch through the end of the model; return its part of the mean loss of ``samples`` samples.
 
-        ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `Recipe.weight` of all labels.
+        ``inputs`` are (samples, ...), ``labels`` (samples,); ``whole`` is the `TrainingConfig.weight` of all labels.
         """
         rows = (micro * len(inputs), samples)
         work = partial(self._shard.forward_loss, (step, micro), inputs, labels, whole, rows=rows)
@@ -118,7 +118,7 @@ class Layers:
         return await self._device.compute(work, costs.forward(self._units, len(inputs)), Span("evaluate", index))
 
 
-class Share:
+class LocalDataset:
     """A device's samples in iterations of N mini-batches of floor(B/N).
 
     Each epoch is another permutation of the samples, cut into whole iterations. The remaining samples are skipped in

@@ -26,7 +26,7 @@ from testbed.ml.rounds.client import (
     with_server,
 )
 from testbed.ml.rounds.figures import DECLARED
-from testbed.ml.rounds.layers import Layers, Share
+from testbed.ml.rounds.layers import Layers, LocalDataset
 from testbed.ml.rounds.messages import KINDS
 from testbed.ml.rounds.options import GroupOptions, RoundOptions, transfer_of
 from testbed.ml.rounds.planner import Participants, RoundDetails
@@ -140,7 +140,7 @@ def local_training(device: Device, job: Job[O, RoundDetails], hooks: Hooks = Hoo
     assert job.dataset is not None
     seed = problem.seed if problem.workload.data.shuffle else None
     workload = problem.workload
-    share = Share(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
+    share = LocalDataset(job.dataset, workload.batch_size, mine.parallel, seed, workload.drop_last)
     layers = Layers(device, problem, 0, mine.split, numbers=job.shared is None)
     sent = hooks.sent
     if by := codec(transfer_of(problem.options).updates, problem.codes):

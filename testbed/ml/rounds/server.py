@@ -10,7 +10,7 @@ from typing import Any
 
 from testbed.device import Cost, Device, Span
 from testbed.messaging.mailbox import Mailbox
-from testbed.ml.data.batches import Due
+from testbed.ml.data.batches import IntervalTrigger
 from testbed.ml.layers.feed import Requests, Score, loss_fields
 from testbed.ml.layers.shard import State, restrict
 from testbed.ml.lazy import torch
@@ -126,7 +126,7 @@ class GlobalModel:
         self._extra = extra
         self._layers = layers = Layers(device, problem, 0, len(problem.model.units))
         self._tests = Requests(job.dataset, problem.workload.batch_size)
-        self._due = Due(problem.options.evaluate_every, device.now())
+        self._due = IntervalTrigger(problem.options.evaluate_every, device.now())
         self._last = Participants(problem).length.rounds
         """Rounds of the whole workload; after the last there is always an evaluation."""
         self._ema = problem.workload.training.ema

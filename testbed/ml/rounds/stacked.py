@@ -16,7 +16,7 @@ from testbed.common.errors import InputError
 from testbed.ml.layers.shard import State, draws
 from testbed.ml.lazy import torch
 from testbed.ml.method import Problem
-from testbed.ml.rounds.layers import Share
+from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.training.optimizers import Sgd
 
 TOGETHER = 256
@@ -28,7 +28,7 @@ class Training:
     """One device's round, computed on demand, or earlier together with others."""
 
     stack: Stack
-    share: Share
+    share: LocalDataset
     steps: range
     start: State
     result: tuple[float, State] | None = None
@@ -69,7 +69,7 @@ class Stack:
         self._problem = problem
         self._begun: list[Training] = []
 
-    def begin(self, share: Share, steps: range, start: State) -> Training:
+    def begin(self, share: LocalDataset, steps: range, start: State) -> Training:
         """Register a device's training of some steps on its samples, from given weights."""
         training = Training(self, share, steps, start)
         self._begun.append(training)

@@ -18,7 +18,7 @@ Holders = Mapping[str, Channels]
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class NeuronAssignment:
     """The devices of all neurons. The paper's super neuron SN[w, h] consists of the neurons of the h-th device of group
     w.
 
@@ -91,7 +91,9 @@ class Arrangement:
         return max(outputs + [self.sizes[layer - 1] * values[layer - 1] for layer in held if layer > 1])
 
 
-def partition(neurons: Sequence[int], devices: Sequence[str], allocation: Allocation | int = "hybrid") -> Arrangement:
+def partition(
+    neurons: Sequence[int], devices: Sequence[str], allocation: Allocation | int = "hybrid"
+) -> NeuronAssignment:
     """Divide layers, given by their numbers of neurons from the input layer on, into one super neuron per device.
 
     A number as ``allocation`` is the paper's M_layers, the maximum number of layers per group. Raises `InputError` for
@@ -112,7 +114,7 @@ def partition(neurons: Sequence[int], devices: Sequence[str], allocation: Alloca
                 raise InputError(text, ("method", "allocation"))
             ends = [size * place // count for place in range(count + 1)]
             layers.append({name: range(*each) for name, each in zip(members, pairwise(ends), strict=True)})
-    return Arrangement(tuple(groups), tuple(neurons), tuple(layers))
+    return NeuronAssignment(tuple(groups), tuple(neurons), tuple(layers))
 
 
 def layer_groups(layers: int, devices: int, allocation: Allocation | int) -> list[range]:

@@ -13,7 +13,7 @@ import torch
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.models.slices import Channels, elements, pick
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.missing import Arrived, SenderPart, share_without
 
 
@@ -38,7 +38,7 @@ class Losses(Values, kind="losses"):
 
 
 @dataclass(frozen=True)
-class Heard(Typed, kind="heard"):
+class CastAck(Typed, kind="heard"):
     """Acknowledgement of a cast: kind of message, batch and layer."""
 
     what: str
@@ -46,7 +46,7 @@ class Heard(Typed, kind="heard"):
     layer: int
 
 
-CASTS = (Outputs, Losses, Heard)
+CASTS = (Outputs, Losses, CastAck)
 Sent = TypeVar("Sent", bound=Values)
 
 
@@ -89,7 +89,7 @@ class Acknowledged:
         self._missing: dict[tuple[str, int, int], set[str]] = {}
         """By what was cast, who has not acknowledged it."""
         self._complete: asyncio.Future[None] | None = None
-        mailbox.on(Heard, self._acknowledged)
+        mailbox.on(CastAck, self._acknowledged)
 
     async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast at least once."""
@@ -117,10 +117,10 @@ class Acknowledged:
 
     def heard(self, message: Values) -> None:
         """Acknowledge every arrival again, because earlier acknowledgements may be lost."""
-        answer = Heard(message.kind, message.batch, message.layer)
+        answer = CastAck(message.kind, message.batch, message.layer)
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
 
-    def _acknowledged(self, answer: Heard) -> None:
+    def _acknowledged(self, answer: CastAck) -> None:
         missing = self._missing.get((answer.what, answer.batch, answer.layer))
         if missing is None:
             return  # of a cast that is over: its slot had no time left
@@ -160,7 +160,7 @@ class CastExchange:
     def __init__(
         self,
         mailbox: Mailbox,
-        arrangement: Callable[[], Arrangement],
+        arrangement: Callable[[], NeuronAssignment],
         transmit: Transmit,
         under_way: int,
         values: Sequence[int],

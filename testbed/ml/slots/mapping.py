@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from testbed.common.seeds import derive
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.network.link import Pair
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -26,7 +26,7 @@ In the worst of 800 random topologies of 4 to 7 devices one climb in 13 led to t
 """
 
 
-def passes(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
+def passes(arrangement: NeuronAssignment) -> tuple[tuple[int, ...], ...]:
     """Return the number of transmissions per batch from each super neuron (row) to each other (column)."""
     counted: Counter[Pair] = Counter()
     for source, target in arrangement.passes:
@@ -35,7 +35,7 @@ def passes(arrangement: Arrangement) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(counted[a, b] if a != b else 0 for b in names) for a in names)
 
 
-def connectivity(arrangement: Arrangement) -> Matrix:
+def connectivity(arrangement: NeuronAssignment) -> Matrix:
     """Return the super-neuron topology: transmissions relative to the busiest pair, from 0 to 1."""
     counted = passes(arrangement)
     most = max((value for row in counted for value in row), default=0) or 1

@@ -165,7 +165,7 @@ Work = Callable[[], torch.Tensor | None]
 """Learns, and returns the gradient of the inputs, to be cast to the layer before; None: nothing is cast."""
 
 
-class OnMissing(Protocol):
+class MissingDataPolicy(Protocol):
     """Hook: a method's treatment of incomplete batches."""
 
     announces: bool

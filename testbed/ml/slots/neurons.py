@@ -17,7 +17,7 @@ from testbed.ml.slots.missing import Arrived, Work
 from testbed.ml.slots.planner import LayerCosts, SlotOptions, layer_costs, layers_of, slice_of
 
 Learn = Callable[[LayerShard, torch.Tensor | None], Work | None]
-"""From a layer and the gradient of its outputs to the work of a backward, as `OnMissing.learn` returns it."""
+"""From a layer and the gradient of its outputs to the work of a backward, as `MissingDataPolicy.learn` returns it."""
 
 MOST_KEPT = 1 << 24
 """Bytes of outputs in tests that are kept, about, since they may be wanted again."""

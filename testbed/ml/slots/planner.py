@@ -22,7 +22,7 @@ from testbed.ml.models.layers import Dropout
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 from testbed.ml.models.slices import Channels, Slice
 from testbed.ml.slots import mapping
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.timeslots import MARGIN, Timetable, draw, fill_and_drain, learning, timetable
 from testbed.network.broadcast import broadcast_rate
 from testbed.network.link import Pair
@@ -35,7 +35,7 @@ ANSWER = 0.005
 BYTES_OF_RANGE = 32
 """About what one device's neurons of a layer take in a message."""
 
-Divide = Callable[[Sequence[int], Sequence[str]], Arrangement]
+Divide = Callable[[Sequence[int], Sequence[str]], NeuronAssignment]
 """Hook: from the neurons of each layer, the input layer's first, and the devices to one super neuron a device."""
 
 
@@ -210,7 +210,7 @@ def plan(
     )
 
 
-def _check_micro_batches(problem: Problem[SlotOptions], held: Arrangement, count: int) -> None:
+def _check_micro_batches(problem: Problem[SlotOptions], held: NeuronAssignment, count: int) -> None:
     text = None
     if count > 1 and any(len(group) > 1 for group in held.groups):
         text = "is GPipe, which divides layer by layer: use allocation: vertical and a device for each layer"
@@ -220,7 +220,9 @@ def _check_micro_batches(problem: Problem[SlotOptions], held: Arrangement, count
         raise InputError(text, ("method", "micro_batches"))
 
 
-def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Matrix) -> tuple[mapping.Order, float]:
+def _mapped(
+    problem: Problem[SlotOptions], held: NeuronAssignment, ratios: mapping.Matrix
+) -> tuple[mapping.Order, float]:
     wanted, count = mapping.connectivity(held), len(problem.devices)
     if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
         text = f"{count} devices have too many orders to try: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
@@ -236,7 +238,7 @@ def _mapped(problem: Problem[SlotOptions], held: Arrangement, ratios: mapping.Ma
     return order, mapping.score(wanted, ratios, order)
 
 
-def _check_links(held: Arrangement, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
+def _check_links(held: NeuronAssignment, ratios: Mapping[Pair, float], acknowledged: bool) -> None:
     """Raise `InputError` for missing links between communicating super neurons, or for their acknowledgements."""
     for b in held.devices:
         for a in held.senders(b):
@@ -256,7 +258,7 @@ def test_batch(problem: Problem[SlotOptions]) -> int:
     return problem.options.test_batch or problem.workload.batch_size
 
 
-def _slot(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> float:
+def _slot(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> float:
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
     computing, transmitting = _needed(problem, held, samples)
     needed = computing + transmitting
@@ -297,7 +299,7 @@ def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
     return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin
 
 
-def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> tuple[float, float]:
+def _needed(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
     return (
         max(max(_computation(problem, held, layer, samples)) for layer in range(len(held.sizes))),
@@ -305,7 +307,9 @@ def _needed(problem: Problem[SlotOptions], held: Arrangement, samples: int) -> t
     )
 
 
-def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, samples: int) -> tuple[float, float]:
+def _computation(
+    problem: Problem[SlotOptions], held: NeuronAssignment, layer: int, samples: int
+) -> tuple[float, float]:
     """Return the seconds of a layer's forward, and of its backward with the update, on the slowest device."""
     if layer == 0:
         return 0.0, 0.0
@@ -319,7 +323,7 @@ def _computation(problem: Problem[SlotOptions], held: Arrangement, layer: int, s
     return forward, backward
 
 
-def _longest_transmission(problem: Problem[SlotOptions], held: Arrangement, name: str, samples: int) -> float:
+def _longest_transmission(problem: Problem[SlotOptions], held: NeuronAssignment, name: str, samples: int) -> float:
     """Return the seconds until a device's longest message has arrived everywhere, including repetitions.
 
     With ``ack`` the time includes one acknowledgement.
@@ -350,7 +354,7 @@ def _parameters(layer: GraphLayer, neurons: Channels) -> int:
     return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
 
 
-def _piece(problem: Problem[SlotOptions], table: Timetable, held: Arrangement, name: str) -> Piece:
+def _piece(problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
     group = next(index for index in range(len(held.groups)) if name in held.members(index))
     members, own = held.members(group), held.groups[group]

@@ -18,9 +18,9 @@ from testbed.ml.layers.layer_shard import LayerShard
 from testbed.ml.method import Job
 from testbed.ml.models.slices import Channels, pick
 from testbed.ml.slots import weights
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.casts import CASTS, Acknowledged, CastExchange, Losses, Notes, Outputs, Repeated, Transmit
-from testbed.ml.slots.missing import OnMissing, Usable, Work
+from testbed.ml.slots.missing import MissingDataPolicy, Usable, Work
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions, neuron_values, test_batch, timetable_of
 from testbed.ml.slots.samples import PATIENCE, Gathering, MicroBatches, Tested, TestRuns
@@ -39,7 +39,7 @@ class Arranging(Protocol):
     """Hook: the arrangement of neurons, and its changes between slots."""
 
     @property
-    def now(self) -> Arrangement:
+    def now(self) -> NeuronAssignment:
         """The current arrangement, which includes this device."""
 
     async def wait_for_group(self, until: float) -> int | None:
@@ -53,10 +53,10 @@ class Arranging(Protocol):
         """
 
 
-class Fixed:
+class FixedAssignment:
     """A plan's constant arrangement."""
 
-    def __init__(self, arrangement: Arrangement, neurons: Neurons, device: str) -> None:
+    def __init__(self, arrangement: NeuronAssignment, neurons: Neurons, device: str) -> None:
         self.now = arrangement
         self._device = device
         for layer, holders in enumerate(arrangement.layers):
@@ -105,7 +105,7 @@ class SlotProgram:
         job: SlotJob,
         neurons: Neurons,
         arranging: Arranging,
-        on_missing: OnMissing,
+        on_missing: MissingDataPolicy,
         transmit: Transmit,
         notes: Notes | None = None,
     ) -> None:

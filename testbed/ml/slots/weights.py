@@ -17,7 +17,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.typed import Typed
 from testbed.ml.layers.shard import State, weights_of
 from testbed.ml.method import Job
-from testbed.ml.slots.arrangement import Arrangement
+from testbed.ml.slots.arrangement import NeuronAssignment
 from testbed.ml.slots.neurons import Neurons
 from testbed.ml.slots.planner import SlotDetails, SlotOptions, layers_of
 
@@ -77,7 +77,7 @@ async def given_weights(mailbox: Mailbox, job: Job[SlotOptions, SlotDetails]) ->
 
 
 async def leave_weights(
-    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails], neurons: Neurons, held: Arrangement, until: float
+    mailbox: Mailbox, job: Job[SlotOptions, SlotDetails], neurons: Neurons, held: NeuronAssignment, until: float
 ) -> None:
     """Send the own weights to the coordinator, which exposes all weights received until an instant, in seconds.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from testbed.ml.lazy import torch
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 
 State = Mapping[str, "torch.Tensor"]
 
@@ -14,7 +14,7 @@ State = Mapping[str, "torch.Tensor"]
 class Stopping:
     """Processes consecutive evaluations on the evaluating device."""
 
-    def __init__(self, training: Recipe) -> None:
+    def __init__(self, training: TrainingConfig) -> None:
         part = training.part
         self.reason = ""
         """Why training is over; empty as long as it goes on."""

@@ -14,7 +14,7 @@ from testbed.ml.layers.shard import Shard
 from testbed.ml.models import create
 from testbed.ml.partition.memory import inference_bytes, training_bytes
 from testbed.ml.preparation import load_data
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed.prepare import Prepared, prepare
 from testbed.scenario.expand import trials
 from testbed.simulation import simulate
@@ -32,7 +32,7 @@ def trial(precision: str, workers: int = 2, **keys) -> Prepared:
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "int8"])
 def test_values_are_near_those_of_float32(precision: str) -> None:
-    shards = [Shard(MODEL, 0, len(MODEL.units), 1, Recipe(), each) for each in ("f32", precision)]
+    shards = [Shard(MODEL, 0, len(MODEL.units), 1, TrainingConfig(), each) for each in ("f32", precision)]
     inputs = torch.rand(4, 1, 8, 8)
     exact, found = (shard.infer(inputs) for shard in shards)
     assert found.dtype == torch.float32

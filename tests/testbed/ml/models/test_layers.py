@@ -9,7 +9,7 @@ import torch
 
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.ml.fields import Entering
+from testbed.ml.fields import InputSpec
 from testbed.ml.learning import model_of
 from testbed.ml.models import create
 from testbed.ml.models.layers import bound
@@ -65,6 +65,6 @@ def test_what_draws_no_weights_of_the_catalogue_refuses_it(tmp_path):
     code = Code(name="net", module="net", sources={"net": network})
     workload = scenario(1, workload={"initialisation": "he", "model": {"name": "net", "file": "net.py"}}).workload
     with pytest.raises(InputError, match="draws its weights itself"):
-        model_of(workload, code, 10, Entering((1, 8, 8)))
+        model_of(workload, code, 10, InputSpec((1, 8, 8)))
     with pytest.raises(ValueError, match="have no 'initialisation'"):
         scenario(1, workload={"initialisation": "he", "model": {"name": "mlp", "weights": "w.safetensors"}})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from testbed.ml.models.modules import Apart, ChannelMean, Joined, Segment, Sum
+from testbed.ml.models.modules import ChannelMean, Joined, Segment, SplitInputs, Sum
 
 
 class Plus(nn.Module):
@@ -36,7 +36,7 @@ def test_the_mean_of_a_channel_is_that_of_its_pixels() -> None:
 
 
 def test_a_unit_that_reads_several_is_given_them_along_one_axis_and_keeps_its_names() -> None:
-    apart = Apart(Plus(1), [(2, 2), (4,), (1, 4)])
+    apart = SplitInputs(Plus(1), [(2, 2), (4,), (1, 4)])
     values = torch.arange(24.0).reshape(2, 12)
 
     class Flat(Plus):
@@ -44,7 +44,7 @@ def test_a_unit_that_reads_several_is_given_them_along_one_axis_and_keeps_its_na
             assert [tuple(each.shape) for each in inputs] == [(2, 2, 2), (2, 4), (2, 1, 4)]
             return super().forward(*(each.flatten(1) for each in inputs))
 
-    found = Apart(Flat(1), [(2, 2), (4,), (1, 4)])(values)
+    found = SplitInputs(Flat(1), [(2, 2), (4,), (1, 4)])(values)
     assert found[0].tolist() == [0 + 4 + 8 + 1, 1 + 5 + 9 + 1, 2 + 6 + 10 + 1, 3 + 7 + 11 + 1]
     apart.load_state_dict({"number": torch.tensor(7.0)})
     assert apart.unit.number.item() == 7.0

@@ -9,7 +9,7 @@ from testbed.common.errors import InputError, TestbedError
 from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import RoleHolder
 from testbed.messaging.supervision import Lost, Supervisor, Timeouts
-from testbed.ml.pipeline.checkpointing import Collector, FromCheckpoint
+from testbed.ml.pipeline.checkpointing import CheckpointRecovery, Collector
 from testbed.ml.pipeline.messages import SYNCHRONOUS_KINDS, Configure, UnitState
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
@@ -81,7 +81,7 @@ def recovering(lead, faults=(), window=2.0):
             def configure(part, state):
                 return Configure(mailbox.configuration, supervisor.stages, 10, state is not None, state or {})
 
-            policy = FromCheckpoint(supervisor, configure, plan_over, 2, None)
+            policy = CheckpointRecovery(supervisor, configure, plan_over, 2, None)
             supervisor.start(plan_over(NAMES))
             await policy.establish()
             await lead(policy, supervisor)

@@ -12,7 +12,7 @@ from testbed.messaging.supervision import Lost, Supervisor, Timeouts
 from testbed.ml.partition.redistribution import StagePartition
 from testbed.ml.pipeline.messages import ASYNCHRONOUS_KINDS, Commit, Prepare
 from testbed.ml.pipeline.placement import Point, ReplicaStore
-from testbed.ml.pipeline.recovery import FromReplicas
+from testbed.ml.pipeline.recovery import ReplicaRecovery
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
 
@@ -88,7 +88,7 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             )
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
             job = SimpleNamespace(problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None)
-            found.policy = FromReplicas(supervisor, store, partitioner, job, STEPS)
+            found.policy = ReplicaRecovery(supervisor, store, partitioner, job, STEPS)
             found.supervisor, found.replicas = supervisor, store.replicas
             await lead(found)
 

@@ -8,7 +8,7 @@ from testbed.messaging.mailbox import Mailbox
 from testbed.messaging.membership import Hello
 from testbed.ml.pipeline.messages import ASYNCHRONOUS_KINDS, Fetch, FetchedUnit, Keep, Replica, Replicated
 from testbed.ml.pipeline.placement import BEGINNING, Point, ReplicaStore
-from testbed.ml.pipeline.recovery import KnownPoints
+from testbed.ml.pipeline.recovery import ReplicaIndex
 from testbed.plan import Piece
 from tests.helpers.simulated import simulate
 
@@ -78,7 +78,7 @@ def test_a_point_is_safe_once_all_stages_say_so_and_older_ones_are_freed_then():
         membership = SimpleNamespace(assigned=frozenset({"lead", "keeper"}))
         layout = [Piece(device=name, first=unit, last=unit + 1, memory=0) for unit, name in enumerate(DEVICES)]
         supervisor = SimpleNamespace(mailbox=mailbox, device=mailbox.device, membership=membership, layout=layout)
-        points = KnownPoints(supervisor, store, 2)
+        points = ReplicaIndex(supervisor, store, 2)
         points.branch(0)
         for unit in (0, 1):
             store.replicas.put(Point(1, 8), state_of(unit), [unit])

@@ -80,7 +80,7 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
     outcome = run("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
     prepared = ready("fedprox", workload__steps=2, workload__method__local_steps=2, workload__method__mu=0.7)
     problem, data = prepared.problem, load_data(prepared.scenario.workload.data)
-    from testbed.ml.rounds.layers import Share
+    from testbed.ml.rounds.layers import LocalDataset
 
     states, counts = [], []
     for name in prepared.method.data_owners(problem):
@@ -89,7 +89,7 @@ def test_the_proximal_term_is_the_gradient_of_half_the_squared_distance() -> Non
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         own = share_of(prepared, data, name)
         assert own is not None
-        share = Share(own, 16, 1, problem.seed)
+        share = LocalDataset(own, 16, 1, problem.seed)
         for step in range(2):
             ((images, labels),) = share.iteration(step)
             distance = sum(((now - then) ** 2).sum() for now, then in zip(model.parameters(), start, strict=True))
@@ -128,7 +128,7 @@ SCAFFOLD = {"workload__steps": 15, "workload__method__local_steps": 5, "devices_
 
 def test_scaffold_computes_what_its_paper_says() -> None:
     """Algorithm 1 with option II and a global rate of 1, in plain torch."""
-    from testbed.ml.rounds.layers import Share
+    from testbed.ml.rounds.layers import LocalDataset
 
     outcome, prepared = run("scaffold", **SCAFFOLD), ready("scaffold", **SCAFFOLD)
     problem, data, rate = prepared.problem, load_data(prepared.scenario.workload.data), 0.05
@@ -142,7 +142,7 @@ def test_scaffold_computes_what_its_paper_says() -> None:
         for name in names:
             samples = share_of(prepared, data, name)
             assert samples is not None
-            share = Share(samples, 16, 1, problem.seed)
+            share = LocalDataset(samples, 16, 1, problem.seed)
             for weight, begin in zip(model.parameters(), x, strict=True):
                 weight.data = begin.clone()
             for step in range(number * 5, number * 5 + 5):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from testbed.ml.data.dataset import Dataset
-from testbed.ml.rounds.layers import Share
+from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.rounds.options import Length
 
 
@@ -19,7 +19,7 @@ def test_rounds_are_epochs_or_iterations_and_the_last_may_be_shorter() -> None:
 
 
 def test_an_epoch_is_of_whole_iterations_of_equal_mini_batches() -> None:
-    share = Share(data(50), 20, 3, seed=1)
+    share = LocalDataset(data(50), 20, 3, seed=1)
     assert (share.mini_batch, share.per_epoch) == (6, 2)
     seen = [image.item() for step in range(2) for images, _ in share.iteration(step) for image in images]
     assert len(seen) == len(set(seen)) == 36
@@ -27,14 +27,14 @@ def test_an_epoch_is_of_whole_iterations_of_equal_mini_batches() -> None:
 
 
 def test_without_numbers_every_iteration_is_the_first_read_once() -> None:
-    share = Share(data(50), 20, 2, seed=1)
+    share = LocalDataset(data(50), 20, 2, seed=1)
     assert share.iteration(3, numbers=False) is share.iteration(0, numbers=False)
     shapes = [[images.shape for images, _ in share.iteration(3, numbers=numbers)] for numbers in (True, False)]
     assert shapes[0] == shapes[1] == [(10, 1, 1, 1)] * 2
 
 
 def test_few_samples_are_one_iteration() -> None:
-    share = Share(data(7), 20, 2, seed=1)
+    share = LocalDataset(data(7), 20, 2, seed=1)
     assert (share.mini_batch, share.per_epoch) == (3, 1)
     with pytest.raises(ValueError, match="2 samples do not make 3 mini-batches"):
-        Share(data(2), 20, 3, seed=1)
+        LocalDataset(data(2), 20, 3, seed=1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from testbed.messaging.mailbox import Mailbox
-from testbed.ml.slots.arrangement import Arrangement
-from testbed.ml.slots.casts import CASTS, Acknowledged, CastExchange, Heard, Losses, Outputs, Repeated
+from testbed.ml.slots.arrangement import NeuronAssignment
+from testbed.ml.slots.casts import CASTS, Acknowledged, CastAck, CastExchange, Losses, Outputs, Repeated
 from testbed.network.link import Link
 from tests.helpers.worlds import events, world
 
 LINK = Link(rate=8e6, delay=0.01)
-ARRANGEMENT = Arrangement(
+ARRANGEMENT = NeuronAssignment(
     (range(2), range(2, 3)),
     (4, 3, 2),
     ({"a": range(4)}, {"a": range(3)}, {"b": (0,), "c": (1,)}),
@@ -167,7 +167,7 @@ def test_what_a_device_has_for_itself_costs_no_cast_and_is_not_counted():
 
 
 def test_of_losses_a_device_takes_those_of_its_own_neurons():
-    arranged = Arrangement(
+    arranged = NeuronAssignment(
         (range(2), range(2, 3)), (2, 3, 2), ({"a": range(2)}, {"a": (0, 2), "d": (1,)}, {"b": range(2)})
     )
 
@@ -206,4 +206,4 @@ def test_a_layer_whose_sender_has_nothing_is_announced_and_not_there():
 
 def test_acknowledgements_are_made_of_every_arrival():
     made = run({"a": cast(lambda mailbox: Repeated(mailbox, 2), message()), "b": ear(True), "c": ear(False)})
-    assert [each["message"] for each in events(made, "cast", "b")] == [Heard.kind] * 2
+    assert [each["message"] for each in events(made, "cast", "b")] == [CastAck.kind] * 2

@@ -7,7 +7,7 @@ import torch
 
 from testbed.ml.data.batches import cut_batch
 from testbed.ml.layers.feed import Score
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed_controller.api import load, simulate
 from tests.helpers.training import recipe
 
@@ -23,7 +23,7 @@ LOSSES = {
 }
 
 
-def in_parts(training: Recipe, outputs: torch.Tensor, labels: torch.Tensor, parts: int):
+def in_parts(training: TrainingConfig, outputs: torch.Tensor, labels: torch.Tensor, parts: int):
     """Return loss and gradient of outputs that pass in parts, as the stages of a pipeline compute them."""
     outputs = outputs.clone().requires_grad_()
     loss = 0.0

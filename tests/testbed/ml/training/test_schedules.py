@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 
 from testbed.common.errors import InputError
 from testbed.common.usercode import Code
-from testbed.ml.training.recipe import Recipe
+from testbed.ml.training.config import TrainingConfig
 from testbed.ml.training.schedules import Schedule
 from testbed.ml.training.schema import SchedulePart, TrainingPart
 
@@ -23,7 +23,7 @@ SCHEDULES = {
 
 def scheduled(*schedule, codes=None):
     keys = {"optimizer": {"name": "adam", "learning_rate": 0.1}, "schedule": [*schedule]}
-    return Recipe(TrainingPart.model_validate(keys), codes or {}, 40)
+    return TrainingConfig(TrainingPart.model_validate(keys), codes or {}, 40)
 
 
 def expected(make, steps):

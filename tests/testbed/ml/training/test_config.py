@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from testbed.ml.preparation import load_data
-from testbed.ml.training.recipe import read_right
+from testbed.ml.training.config import read_right
 from testbed.prepare import prepare
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load

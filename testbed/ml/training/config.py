@@ -29,7 +29,7 @@ _MEASURED: dict[tuple[str, str, tuple[int, ...]], Measured] = {}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingConfig:
     """The training configuration; `check` reports its errors."""
 
     part: TrainingPart = field(default_factory=TrainingPart)
