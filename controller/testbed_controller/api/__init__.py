@@ -1,4 +1,4 @@
-"""The public Python interface, the same as that of the command line; users import it as ``testbed``.
+"""The public Python interface, equivalent to the command line; users import ``testbed``.
 
 Errors are those of `testbed.common.errors`: `InputError` reports in one line a mistake and its correction.
 """
@@ -76,12 +76,12 @@ class Result:
 
     @property
     def path(self) -> Path:
-        """The folder of its results."""
+        """The results folder."""
         return self.run.path
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Its figures of one value by name; `docs/metrics.md` and `testbed show methods` say what they mean."""
+        """Scalar metrics by name; see `docs/metrics.md` and `testbed show methods` for their meaning."""
         return {row["figure"]: row["value"] for row in rows(self.run, "figures")}
 
     def rows(self, table: str) -> list[Row]:
@@ -89,12 +89,12 @@ class Result:
         return rows(self.run, table)
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return such a table as a pandas frame."""
+        """Return a table as a pandas frame."""
         return frame(self.rows(table))
 
     @property
     def plots(self) -> dict[str, Figure]:
-        """The plots of its report by title, as matplotlib has them: a notebook shows them, `savefig` saves them.
+        """Matplotlib plots of the report by title: notebooks display them, and `savefig` writes files.
 
         Raises `InputError` where matplotlib, the extra ``plots``, is not installed.
         """
@@ -105,7 +105,7 @@ class Result:
         return {title: draw(plot) for title, _, plot in charts(self.run) if plot is not None}
 
     def plot(self, title: str) -> Figure:
-        """Return one of `plots`; raises `InputError` naming those there are."""
+        """Return a plot by title. Raises `InputError` listing the available titles."""
         found = self.plots
         if title not in found:
             raise InputError(f"there is no plot '{title}': there are {', '.join(found)}")
@@ -122,7 +122,7 @@ class Result:
 
 
 class Results(list[Result]):
-    """The runs of a sweep, in its order.
+    """The runs of a sweep, in order.
 
     >>> import testbed
     >>> scenario = testbed.load("smoke/single-mlp", {"workload.epochs": 1, "expect": {}})
@@ -132,10 +132,10 @@ class Results(list[Result]):
     """
 
     refused: Sequence[str] = ()
-    """A text for each point that cannot be run, with its seed."""
+    """Error text of each rejected point, with its seed."""
 
     def rows(self) -> list[Row]:
-        """Return a row for each run: its point of the sweep, and its figures."""
+        """Return a row for each run, with the swept values and the metrics."""
         return points([each.run for each in self])
 
     def frame(self) -> pd.DataFrame:
@@ -156,21 +156,21 @@ class Live:
     """
 
     run: str
-    """Its id, as `testbed ps` has it."""
+    """Name of the run, as in `testbed ps`."""
 
     def state(self) -> dict[str, Any]:
-        """Return ``devices``, each with its state (up, down or paused), and ``in_force``, what struck by its handle."""
+        """Return ``devices`` with their states (up, down or paused), and ``in_force``, the active faults by handle."""
         return self._ask({"show": None})
 
     def strike(self, **action: Any) -> str:
-        """Carry out an action as a scenario writes it, such as ``kill="worker1"``; return the handle that `undo` takes.
+        """Apply an action in scenario form, such as ``kill="worker1"``; return the handle for `undo`.
 
         Raises `InputError` where a scenario could not have it either.
         """
         return str(self._ask({"strike": action})["handle"])
 
     def undo(self, handle: str) -> None:
-        """Take back an action; raises `InputError` where it is not in force."""
+        """Revert an action. Raises `InputError` for an inactive handle."""
         self._ask({"undo": handle})
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def live(run: str | None = None) -> Live:
 
 
 def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scenario:
-    """Return a scenario from its file, or by its name in ``scenarios/``, with some dotted keys changed.
+    """Load a scenario from a file, or by its name in ``scenarios/``, and change some dotted keys.
 
     Raises `InputError` with file, line and key of each mistake.
 
@@ -208,7 +208,7 @@ def load(scenario: str | Path, changes: Mapping[str, Any] | None = None) -> Scen
 
 
 def build(**keys: Any) -> Scenario:
-    """Return a scenario from the keys of a scenario file; files that it names are relative to the working directory.
+    """Build a scenario from keys; file names are relative to the working directory.
 
     >>> import testbed
     >>> scenario = testbed.build(
@@ -238,7 +238,7 @@ def run(scenario: Scenario, out: str | Path | None = None, *, runtime: Runtime =
 
 
 def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Sequence[Callback] = ()) -> Result:
-    """Run a scenario on the virtual clock; its results go to ``out``, by default to ``results/<name>``.
+    """Run a scenario on the virtual clock; results are written to ``out``, by default ``results/<name>``.
 
     ``callbacks`` are called with steps, tests, requests, faults and the end in the order of events.
 
@@ -262,7 +262,7 @@ def emulate(
     lab: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Run a scenario in containers; the options are those of `testbed run`, ``callbacks`` those of `simulate`.
+    """Run a scenario in containers. The options are those of `testbed run`; ``callbacks`` is as in `simulate`.
 
     >>> import testbed
     >>> result = testbed.emulate(testbed.load("quickstart"), accept_links=True)  # doctest: +SKIP
@@ -293,7 +293,7 @@ def sweep(
     together: bool = False,
     cluster: Client | str | None = None,
 ) -> Results:
-    """Run a scenario at all combinations of some keys' values, or at the points of its own sweep.
+    """Run a scenario at all combinations of the given values, or at the points of its own sweep.
 
     ``together`` takes the first values of all keys, then the second ones, and so on. ``cluster`` is a
     `dask.distributed.Client`, or the address of its scheduler, on whose workers the runs are simulated.
@@ -328,7 +328,7 @@ def sweep(
 
 
 def open_results(folder: str | Path) -> Results:
-    """Return the runs that a folder of results holds, one or those of a sweep.
+    """Open a results folder: one run, or all runs of a sweep.
 
     Runs with ``--no-events`` have figures, and no tables of events.
 
@@ -366,7 +366,7 @@ def _silent() -> Console:
 
 
 def _in_its_own_loop(act: Callable[[], T]) -> T:
-    """Do something that has an event loop of its own, in a thread where this one has one already, as in a notebook."""
+    """Run a function with an event loop, in a new thread if one is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The executor of a Dask cluster: its workers simulate trials, and the folders of results lie here."""
+"""Executor on a Dask cluster: workers simulate trials and return their results folders."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ SECONDS = 10
 PATIENCE = 600.0
 """Seconds for which a cluster may be without any worker."""
 DEATHS = 3
-"""Workers that died while they ran the same trial, after which that trial is given up."""
+"""Maximum number of workers that may die during a trial before giving up."""
 _ONE_AT_A_TIME = threading.Lock()
 
 Files = dict[str, bytes]
-"""Files of a folder, by their names within it."""
+"""Files of a folder by relative name."""
 
 
 @contextmanager
 def connected(address: str) -> Iterator[Client]:
-    """Have a client of the scheduler at an address, such as ``tcp://10.0.0.1:8786``.
+    """Connect to the scheduler at an address such as ``tcp://10.0.0.1:8786`` within the block.
 
     Raises InputError where the extra is not installed, HostError where no scheduler answers.
     """
@@ -67,7 +67,7 @@ def connected(address: str) -> Iterator[Client]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Simulates runs on the workers of a cluster, each as one task, and takes in their folders.
+    """Simulate runs on the workers of a cluster, one task per run, and store the returned folders.
 
     A trial whose worker dies is run by another one; after `DEATHS` deaths it is given up, and named at the end. Dask
     counts a death for all tasks that a worker was to run, so the trials that really began are counted here.
@@ -78,10 +78,10 @@ class Cluster:
     options: RunOptions = DEFAULTS
 
     def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
-        """See `Executor.execute`.
+        """Execute all runs; see `Executor.execute`.
 
-        Raises HostError where there is no worker, none for `PATIENCE` seconds later on, or one has another version of
-        the testbed; InputError for files that cannot travel; TestbedError for trials that are given up.
+        Raises HostError for a cluster without workers (at the start, or later for `PATIENCE` seconds) or with another
+        version of the testbed; InputError for files that cannot be sent; TestbedError for abandoned trials.
         """
         packed = {number: _packed(run.trial) for number, run in runs.items()}
         scheduler = self.scheduler
@@ -132,7 +132,7 @@ class _Batch:
             )
 
     def _begun(self, number: int) -> str:
-        """Return the name of the queue that counts how often a run began."""
+        """Return the name of the queue that counts the starts of a run."""
         return f"{self._runs[number].folder.name}-{self._id}"
 
     def _submit(self, number: int) -> Future[Files]:
@@ -144,7 +144,7 @@ class _Batch:
         return submitted
 
     def _take(self, number: int, ended: Future[Files]) -> Path:
-        """Write the files of a run that ended; the folder appears with all of them."""
+        """Write the files of a finished run; the folder appears complete."""
         folder = self._runs[number].folder
         draft = folder.with_name(f".{folder.name}")
         shutil.rmtree(draft, ignore_errors=True)
@@ -168,7 +168,7 @@ class _Batch:
 
 
 class _Watch:
-    """Says when all workers of a cluster are gone; raises HostError when they stay away for `PATIENCE` seconds."""
+    """Detects the loss of all workers. Raises HostError after `PATIENCE` seconds without any."""
 
     def __init__(self, client: Client, console: Console) -> None:
         self._client, self._console = client, console
@@ -189,7 +189,7 @@ def _workers(client: Client) -> int:
 
 
 def version() -> str:
-    """Return the version of the testbed with a hash of its code and of all methods: results may differ between two."""
+    """Return the version of the testbed with a hash of all code, because results may differ between versions."""
     digest = hashlib.sha256()
     names = {"testbed", "testbed_controller"}
     names |= {point.module.partition(".")[0] for point in plugins.installed("testbed.methods").values()}
@@ -205,7 +205,7 @@ def version() -> str:
 
 
 def _check(client: Client) -> None:
-    """Raise HostError where there is no worker, or one that has another version, or none."""
+    """Raise HostError for missing workers or another version."""
     ours = version()
     try:
         found: Mapping[str, str] = client.run(_version_there)
@@ -227,12 +227,12 @@ def _version_there() -> str:
 
 
 def _bound_deaths(dask_scheduler: Any) -> None:
-    """Have a task given up with its third worker: those that a scheduler allows are survived."""
+    """Configure the scheduler to abandon a task when its third worker dies."""
     dask_scheduler.allowed_failures = min(dask_scheduler.allowed_failures, DEATHS - 1)
 
 
 def _packed(trial: Trial) -> tuple[Trial, Files]:
-    """Return a trial as it can lie beside the Python files that it names, and these files."""
+    """Return a trial with relative file names, and the Python files that it names."""
     from testbed_controller.results.recorder import with_local_sources
 
     scenario = trial.scenario
@@ -253,7 +253,7 @@ def _write(files: Files, folder: Path) -> None:
 
 
 def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
-    """Note in a queue of this name that the trial begins, and simulate it."""
+    """Count the start of a trial in a queue and simulate the trial."""
     from distributed import Queue
 
     # One at a time in a process: user code and random numbers are global in it.
@@ -263,7 +263,7 @@ def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
 
 
 def _simulate(trial: Trial, files: Files, argv: Sequence[str], wanted: str, there: str, options: RunOptions) -> Files:
-    """Simulate a trial, in a worker, and return the files of its folder, which is to lie ``there``."""
+    """Simulate a trial in a worker and return the files for the folder ``there``."""
     if version() != wanted:  # a worker that joined later
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:

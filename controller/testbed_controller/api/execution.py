@@ -1,4 +1,4 @@
-"""One recorded run: a prepared trial on either clock, and the folder of its results."""
+"""Execution of a prepared trial on either clock, with its results folder."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ Runtime = Literal["emulate", "simulate"]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is shown and recorded and, in containers, on which lab it takes place."""
+    """Options for display and recording of a run and, in containers, for its lab."""
 
     events: bool = True
-    """Whether its events are written to its folder."""
+    """Whether to write events to the results folder."""
     watch: bool = False
-    """Whether a page shows it in the browser meanwhile."""
+    """Whether to show a live page in the browser."""
     streams: Sequence[str] = ()
-    """Names of `testbed_controller.results.streams`, in addition to those that the scenario names."""
+    """Further exporters of `testbed_controller.results.streams`, besides those of the scenario."""
     callbacks: Sequence[Callback] = ()
     links: str = "auto"
     accept_links: bool = False
-    """Whether it begins although a link is outside its tolerance."""
+    """Whether to run despite links outside the tolerance."""
     keep: bool = False
-    """Whether its containers stay up afterwards."""
+    """Whether to keep the containers afterwards."""
     where: LabPart | None = None
-    """The hosts of its containers; None is the engine of this machine."""
+    """Hosts of the containers; None for the engine of this machine."""
     standing: AnyLab | None = None
-    """A lab that is up, to run on instead of a new one; it stays up."""
+    """A running lab to use instead of a new one; kept afterwards."""
 
 
 DEFAULTS = RunOptions()
@@ -65,7 +65,7 @@ def run_recorded(
     console: Console,
     options: RunOptions = DEFAULTS,
 ) -> Run:
-    """Execute one trial and return its run, which is written to ``folder`` from its first event on.
+    """Execute a trial and return the run, recorded in ``folder`` from the first event.
 
     Raises the errors of the runtime; everything recorded before an error is in the folder.
     """
@@ -95,7 +95,7 @@ def run_recorded(
 
 @contextmanager
 def _page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
-    """Show a run in the browser until it is over and the page has had the time to hear of it."""
+    """Serve a live page until the end of the run, with time for the page to receive the last events."""
     from testbed_controller.lab import runstate
     from testbed_controller.running.control import strike
     from testbed_controller.watch.server import PageServer
@@ -119,7 +119,7 @@ def _follow(
     stream: Following,
     options: RunOptions,
 ) -> Outcome:
-    """Run one trial and show its progress in the terminal."""
+    """Execute a trial and show its progress in the terminal."""
     scenario = prepared.scenario
     weights, data = initial.weights_for(prepared), prepared.workload.load(prepared)
     with LiveProgress(console, scenario.name, batches(scenario, prepared.plan), f"{scenario.workload.unit}s") as live:

@@ -1,7 +1,7 @@
-"""Executors of prepared runs: in turn in this process, in several processes, or one run on each host.
+"""Executors of prepared runs: sequentially in this process, in several processes, or one run per host.
 
-All of them, `testbed_controller.api.cluster.Cluster` among them, are an `Executor`. A run travels to another process as
-its `Trial`, which is plain data. Method, model and plan may hold code of the user's: `prepare` makes them again there.
+All executors implement `Executor`, including `testbed_controller.api.cluster.Cluster`. A run is sent to another process
+as its `Trial`, which is plain data, and prepared there again, because method, model and plan may hold user code.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOOK_SECONDS = 5.0
 Done = Callable[[int, Run], None]
-"""Receives the number of a run, and the run when it is over."""
+"""Callback with the number of a run and the finished run."""
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A prepared trial and the folder for its results."""
+    """A prepared trial and its results folder."""
 
     prepared: Prepared
     folder: Path
 
     @property
     def trial(self) -> Trial:
-        """The part of it that travels."""
+        """The serialisable part of the run."""
         return self.prepared.trial
 
 
@@ -60,7 +60,7 @@ class Executor(Protocol):
     """Executes runs, each into its own folder."""
 
     def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
-        """Execute all runs, which are given by their numbers; ``done`` receives each as soon as it is over.
+        """Execute all runs, given by number; call ``done`` with each finished run.
 
         A run that cannot be executed ends all, once those under way are over.
         """
@@ -68,7 +68,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class InTurn:
-    """Executes one run after another in this process, until the last or until the user stops one."""
+    """Executes runs sequentially in this process, until the last one or until the user interrupts."""
 
     runtime: Runtime
     options: RunOptions = DEFAULTS
@@ -89,7 +89,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Processes:
-    """Simulates several runs at once, each in a process of its own."""
+    """Simulates several runs in parallel, each in its own process."""
 
     jobs: int
     options: RunOptions = DEFAULTS
@@ -108,7 +108,7 @@ class Processes:
 
 @dataclass(frozen=True)
 class OneRunPerHost:
-    """Executes runs in containers, one at a time on each host, each in a process of its own."""
+    """Executes runs in containers, one at a time per host, each in its own process."""
 
     hosts: tuple[str, ...]
     options: RunOptions = DEFAULTS
@@ -146,7 +146,7 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _prepare_child(level: int) -> None:
-    """Log from the parent's level on, and end this process with it: it would finish its run, and then wait for ever."""
+    """Use the parent's log level, and exit when the parent dies; an orphan would wait forever."""
     for name in PACKAGES:
         logging.getLogger(name).setLevel(level)
     parent = parent_process()
@@ -160,7 +160,7 @@ def _prepare_child(level: int) -> None:
 
 
 def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
-    """Simulate a trial that has travelled to this process; return the folder of its results."""
+    """Simulate a trial received from another process; return its results folder."""
     return _execute(prepare(trial), "simulate", folder, options)
 
 
@@ -197,7 +197,7 @@ def collect(
     at_once: Callable[[], int] = lambda: sys.maxsize,
     look: Callable[[], None] = lambda: None,
 ) -> None:
-    """Submit runs, at most ``at_once()`` at a time, and pass each to ``done`` when it ends.
+    """Submit runs, at most ``at_once()`` at a time, and call ``done`` with each finished one.
 
     ``place`` returns the folder of a run that ended. ``lost`` decides about one that has none: to submit it again or
     to give it up. ``look`` is called every `LOOK_SECONDS` in which none ends.

@@ -1,4 +1,4 @@
-"""`testbed show`: the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios."""
+"""`testbed show`: list the methods, models, data sets and profiles available to scenarios, and print the schema."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=CommandGroup)
 def show() -> None:
-    """Show the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios."""
+    """List the methods, models, data sets and profiles available to scenarios, and print the schema."""
 
 
 show.add_command(data)
@@ -38,7 +38,7 @@ show.add_command(data)
 @click.argument("name", required=False)
 @as_json
 def methods(name: str | None, as_json: bool) -> None:
-    """List the methods a scenario can name: what each does, for which tasks, and its options. With NAME, one of them.
+    """List the available methods with their tasks and options. With NAME, show one of them.
 
     \b
     Example:
@@ -148,7 +148,7 @@ def models(
 
 
 def _model(name: str, function: str | None, data: str) -> Model:
-    """Return the model of that name, or that a function in the file of that name returns, for a data set."""
+    """Return a model for a data set, by name or from a function in a file."""
     from testbed.common import usercode
     from testbed.ml.data.catalog import describe_part, part_of
     from testbed.ml.models.catalog import code_of, create
@@ -188,7 +188,7 @@ def _print_units(figures: Mapping[str, Any], data: str) -> None:
 
 
 def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json: bool) -> None:
-    """Measure a model here; print the times of its layers, and what they are charged."""
+    """Measure a model on this machine; print the time and the predicted cost of each layer."""
     from testbed.scenario.devices import profiled
     from testbed_controller.profiling.layers import measure, measure_whole
 
@@ -242,7 +242,7 @@ def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
 @show.command()
 @as_json
 def profiles(as_json: bool) -> None:
-    """List device profiles, link presets and radios, each with the source of its figures.
+    """List device profiles, link presets and radios, each with the source of its values.
 
     The speed is what the pacing charges computing at. Most are results of HPL, which is a device's best in large
     float64 matrix products: measure your own network and override `speed` where the absolute time matters.
@@ -293,7 +293,7 @@ _RADIO = "sent with, still received"
 
 
 def _basis(profile: Profile) -> str:
-    """Say where a speed comes from, and of how many processors it is the speed of each."""
+    """Describe the origin of a speed, and the number of processors."""
     return (f"{profile.processors} processors, each: " if profile.processors > 1 else "") + profile.basis
 
 

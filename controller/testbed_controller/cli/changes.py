@@ -1,4 +1,4 @@
-"""`testbed fault` and `link`: break, change, measure and mend a lab that is up.
+"""`testbed fault` and `testbed link`: inject and revert faults, and change and measure links of a running lab.
 
 Options of commands that set a part of a scenario are made from the part's schema, one for each of its keys.
 """
@@ -31,13 +31,13 @@ from testbed_controller.running import control
 
 
 def part_of(field: FieldInfo) -> type[ConfigModel] | None:
-    """Return the part that a key holds, None where it holds a plain value."""
+    """Return the section class of a key; None for a plain value."""
     kinds = (field.annotation, *get_args(field.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ConfigModel)), None)
 
 
 def options_of(part: type[ConfigModel], leave_out: Collection[str] = ()) -> list[click.Parameter]:
-    """Return an option for each key of a part but some; its help is the key's description, with an example."""
+    """Return an option for each key of a section except some; the help is the key's description with an example."""
     described = part.model_json_schema()["properties"]
     return [
         click.Option(
@@ -53,7 +53,7 @@ def options_of(part: type[ConfigModel], leave_out: Collection[str] = ()) -> list
 
 
 def _type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
-    """Return what a value is; a quantity is a text, which the scenario's reader understands."""
+    """Return the click type of a value. Quantities are text, parsed by the scenario's validators."""
     for each in (schema, *schema.get("anyOf", ())):
         if "enum" in each:
             return click.Choice(each["enum"])
@@ -69,7 +69,7 @@ def _help(description: str, schema: dict[str, Any]) -> str:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """Read the keys of a part that is in the part, as in ``p=1%,r=20%``."""
+    """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
     pairs = [each.partition("=") for each in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
         raise InputError(f"'{text}' is no list such as p=1%,r=20%")
@@ -78,7 +78,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 @click.group(cls=CommandGroup)
 def fault() -> None:
-    """Inject faults into the devices and links of a lab that is up, and undo them.
+    """Inject faults into the devices and links of a running lab, and revert them.
 
     SOURCE and DESTINATION name the link between two devices, in both directions; SOURCE alone stands for all of its
     links. GROUPS are comma-separated names.
@@ -97,7 +97,7 @@ def fault() -> None:
 
 
 def _parameters(action: str, part: type[ConfigModel] | None) -> list[click.Parameter]:
-    """Return what a command takes to say what a scenario says of an action."""
+    """Return the command parameters equivalent to an action's scenario keys."""
     if part is not None and issubclass(part, LinkSetPart):
         ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]
         one_way = click.Option(["--one-way"], is_flag=True, help="Only from SOURCE to DESTINATION.")
@@ -109,7 +109,7 @@ def _parameters(action: str, part: type[ConfigModel] | None) -> list[click.Param
 
 
 def _value(given: dict[str, Any]) -> object:
-    """Return what a scenario would say of an action, from the parameters of its command."""
+    """Convert command parameters to the scenario value of an action."""
     if "groups" in given:
         return [group.split(",") for group in given["groups"]]
     found = {key: value for key, value in given.items() if value is not None}
@@ -122,7 +122,7 @@ def _value(given: dict[str, Any]) -> object:
 
 
 def _add(action: str) -> None:
-    """Add the command of an action, whose parameters are those of its part of a scenario."""
+    """Add the command of an action, with parameters from the action's scenario keys."""
     field = ActionPart.model_fields[action]
     part = part_of(field)
 
@@ -146,7 +146,7 @@ fault.commands[Flap.name].params.insert(-1, click.Option(["--for", "for_"], help
 
 
 def _devices_of(run: str, host: str) -> list[str]:
-    """Return the devices on a host of a run; raise InputError where it has none there."""
+    """Return the devices of a run on a host. Raises InputError for a host without devices."""
     hosts = runstate.hosts_of(run)
     if not hosts.get(host):
         known = ", ".join(name for name, devices in hosts.items() if devices) or "it is on one engine"
@@ -180,7 +180,7 @@ def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
 
 
 def _flap(run_id: str | None, given: Any, for_: str | None) -> None:
-    """Take links down and up until it is over, or Ctrl-C; either way the links are up at the end."""
+    """Take links down and up until the end or Ctrl-C; the links are up in either case."""
     action = parse(ActionPart, {"flap": given}).action
     if for_ is not None and action.takes_no_for is not None:
         raise InputError(action.takes_no_for)
@@ -209,7 +209,7 @@ def undo(handle: str, run_id: str | None) -> None:
 
 @click.group(cls=CommandGroup)
 def link() -> None:
-    """Show, change and measure the links of a lab that is up.
+    """Show, change and measure the links of a running lab.
 
     Links are directed and delays one-way.
 
@@ -230,7 +230,7 @@ link.renamed = {"probe": "testbed link measure"}
 @run_option
 @as_json
 def show(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
-    """Show the links in force, all or those from SOURCE to DESTINATION; exit 1 where the kernel holds another.
+    """Show the links in force, all or only from SOURCE to DESTINATION; exit 1 if the kernel's settings differ.
 
     What was applied is read back from every device's interface as this command runs.
     """
@@ -266,7 +266,7 @@ def change(
     run_id: str | None,
     **figures: Any,
 ) -> None:
-    """Change the link from SOURCE to DESTINATION while it is used; what is not given stays as it is.
+    """Change the link from SOURCE to DESTINATION while in use; other properties are unchanged.
 
     No other link notices. The figures hold for the rest of the run: faults that touch the link later, and devices that
     restart, start from them. A fault that is in force on the link goes on hiding what it changes.
@@ -291,7 +291,7 @@ change.params += options_of(LinkPart)
 @run_option
 @as_json
 def measure(source: str | None, destination: str | None, run_id: str | None, as_json: bool) -> None:
-    """Measure the links as they are now, all or those from SOURCE to DESTINATION; exit 1 outside tolerance.
+    """Measure the current links, all or only from SOURCE to DESTINATION; exit 1 outside the tolerance.
 
     Delay and loss are measured on every link, the rate on one of each kind. A run that uses the links meanwhile
     disturbs the figures.

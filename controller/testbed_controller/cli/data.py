@@ -1,4 +1,4 @@
-"""`testbed show data` and `testbed setup data`: the data sets there are, their samples, and their download."""
+"""`testbed show data` and `testbed setup data`: list, display and download data sets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def data(
 
 
 def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
-    """Return the part of a scenario that asks for data of that name and split."""
+    """Return the scenario section for a data set and split."""
     from testbed.ml.data import catalog
     from testbed.ml.workload import DataPart
 
@@ -160,7 +160,7 @@ def _describe(name: str) -> dict[str, Any]:
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where to.  [default: data/NAME]")
 @click.option("--from", "bases", multiple=True, metavar="URL", help="A folder to try first, such as a mirror.")
 def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
-    """Download the files of a data set, each checked against its published checksum.
+    """Download the files of a data set and verify their published checksums.
 
     Files that are there already are left alone. Where a machine has no way to the internet, copy the files into
     data/NAME by hand, or name a mirror.
@@ -198,7 +198,7 @@ def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
 
 
 def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
-    """Return the samples of each device, of each class where there are classes."""
+    """Return the samples of each device, by class if the data set has classes."""
     from testbed.ml.data.split import is_class
     from testbed.ml.data.split import split as shared
 
@@ -245,7 +245,7 @@ def _print_samples(dataset: Dataset, count: int, label: str) -> None:
 
 
 def _draw(image: npt.NDArray[np.float32]) -> str:
-    """Draw (channels, height, width) in [0, 1] with characters, two for a pixel as they are twice as high as wide."""
+    """Draw an image of (channels, height, width) in [0, 1] as text, two characters per pixel for a square aspect."""
     grey = image.mean(axis=0)
     levels = (grey * (len(_SHADES) - 1)).round().astype(int)
     return "\n".join("  " + "".join(_SHADES[level] * 2 for level in row).rstrip() for row in levels)

@@ -13,7 +13,7 @@ from testbed_controller.cli.printing import say
 
 
 class _OfRuns(CommandGroup):
-    """Takes what names no other kind of export for a run."""
+    """Command group that treats an unknown export kind as the name of a run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in ("-h", "--help", *self.commands):
@@ -43,7 +43,7 @@ def export() -> None:
 )
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder.  [default: RESULTS_DIR/export]")
 def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> None:
-    """Write the tables of a run (figures, events, devices, ...) for other programs, or its plots for a paper.
+    """Write the tables of a run (metrics, events, devices, ...) for other programs, or its plots for a paper.
 
     RESULTS_DIR is what `testbed run` wrote; for a sweep, one table is written, with a row for each run.
 

@@ -1,4 +1,4 @@
-"""What is printed and written once runs are over, by `run` and `report` alike."""
+"""Output of finished runs, shared by `run` and `report`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def explaining(console: Console) -> Iterator[None]:
-    """Print the links that were measured, where a run in the block is refused for them."""
+    """Print the measured links if a run in the block is rejected because of them."""
     from testbed_controller.report.tables import draw
     from testbed_controller.report.terminal import measurements_table
     from testbed_controller.running.fidelity import LinksError
@@ -30,7 +30,7 @@ def explaining(console: Console) -> Iterator[None]:
 
 
 def show_run(console: Console, finished: Run, *, brief: bool) -> None:
-    """Print what came of a run, in a line or two where it is one of many."""
+    """Print the results of a run; in brief, one or two lines."""
     from testbed_controller.report.terminal import show, show_briefly
 
     if brief and finished.outcome.status == "finished":
@@ -40,7 +40,7 @@ def show_run(console: Console, finished: Run, *, brief: bool) -> None:
 
 
 def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]:
-    """Write and print what runs in a folder come to together; return it."""
+    """Write, print and return the summary of all runs in a folder."""
     from testbed_controller.report import sweep
     from testbed_controller.results import summary
 
@@ -51,13 +51,13 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
 
 
 def _reason(error: str) -> str:
-    """Return the line of an error that names it: the last one of a traceback, else the first."""
+    """Return the most informative line of an error: the last one of a traceback, else the first."""
     lines = error.strip().splitlines() or ["no reason known"]
     return lines[-1] if "Traceback" in error else lines[0]
 
 
 def judge(runs: list[Run]) -> None:
-    """Raise what decides the exit status: a run that failed or diverged, or an expectation that does not hold."""
+    """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
     for finished in runs:
         _check_finished(finished)
     diverged = [f"{finished.path.name} ({finished.metrics['divergence']})" for finished in runs if _diverged(finished)]
@@ -73,7 +73,7 @@ def judge(runs: list[Run]) -> None:
 
 
 def _check_finished(run: Run) -> None:
-    """Raise the error of a run that did not finish."""
+    """Raise the error of an unfinished run."""
     status = run.outcome.status
     if status == "finished":
         return
@@ -84,7 +84,7 @@ def _check_finished(run: Run) -> None:
 
 
 def _diverged(run: Run) -> bool:
-    """Whether a run diverged, and its scenario expects nothing about that."""
+    """Return whether a run diverged without an expectation about divergence."""
     return bool(run.metrics.get("diverged")) and all(each.key != "diverged" for each in run.expectations)
 
 

@@ -1,4 +1,4 @@
-"""`testbed up`, `down`, `ps`, `logs`, `exec` and `watch`: labs that are up, and what is left of any."""
+"""`testbed up`, `down`, `ps`, `logs`, `exec` and `watch`: create, inspect and remove labs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 ERRORS = 2
 """Number of the stream of standard error, in the engine's frames."""
 PIECE = 1 << 16
-"""Bytes of standard input that are passed on at once."""
+"""Bytes of standard input forwarded at once."""
 
 
 @click.command()
@@ -48,7 +48,7 @@ def up(
     where: LabPart,
     as_json: bool,
 ) -> None:
-    """Create the devices and links of SCENARIO and leave them up, with nothing running on them.
+    """Create the devices and links of SCENARIO and keep them running without a workload.
 
     For a sweep, the first point is used. `testbed run SCENARIO --on` runs a scenario on it, `exec` a command on a
     device; `fault`, `link`, `ps` and `logs` work on it; `testbed down` removes it.
@@ -74,13 +74,13 @@ def up(
 @click.option("--all", "everything", is_flag=True, help="Remove all runs of yours, and abandoned runs of anybody.")
 @click.option("--everyone", is_flag=True, help="Also remove runs of other users that are in progress.")
 def down(run: str | None, everything: bool, everyone: bool) -> None:
-    """Remove a run: its containers, networks and state, even if only part of it is left.
+    """Remove a run: its containers, networks and state, including remains of an incomplete removal.
 
-    RUN may be a pattern such as 'quickstart-*'; without RUN it is the only one there is. What is already gone is no
-    error; a run of which nothing is left ends with 2.
+    RUN may be a pattern such as 'quickstart-*'; without RUN, the only run is removed. Missing parts are ignored; a run
+    without any remains ends with exit status 2.
 
-    A run of another user (or of another state folder) is removed if RUN is its whole name, if it is abandoned (none of
-    its containers runs), or with --everyone.
+    A run of another user (or of another state folder) is removed if RUN is its full name, if the run is abandoned (no
+    container is running), or with --everyone.
     """
     from testbed_controller.hosts.removal import remove
 
@@ -108,7 +108,7 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
 
 
 def _removable(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
-    """Return the engine of each run on an engine, and the runs that are removed without --everyone."""
+    """Return the engine of each matching run, and the runs removable without --everyone."""
     from testbed_controller.lab.engine import connect_to_all
     from testbed_controller.lab.removal import abandoned_runs, labelled_runs
 
@@ -123,7 +123,7 @@ def _removable(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
 @click.command()
 @as_json
 def ps(as_json: bool) -> None:
-    """List the containers of every run on the engine, what each device does, and how far the run has come.
+    """List the containers of every run, with the activity of each device and the progress of the run.
 
     Runs of yours on another engine, which you used before, are listed as well.
     """
@@ -152,7 +152,7 @@ def ps(as_json: bool) -> None:
 
 
 def _running_labs() -> dict[str, list[RunningContainer]]:
-    """Return the containers of each run, on this engine and on the hosts of runs over several."""
+    """Return the containers of each run, on this engine and on the hosts of distributed runs."""
     from testbed_controller.hosts.contexts import reach
     from testbed_controller.lab.containers import running_labs
     from testbed_controller.lab.engine import connect_to_all
@@ -172,7 +172,7 @@ def _running_labs() -> dict[str, list[RunningContainer]]:
 @run_option
 @click.option("--follow", "-f", is_flag=True, help="Go on until the container ends.")
 def logs(device: str, run_id: str | None, follow: bool) -> None:
-    """Print the log of DEVICE and the output of its program (`shaper` for the one that shapes the links)."""
+    """Print the log of DEVICE with the output of its program (`shaper` for the container that shapes links)."""
     from testbed_controller.hosts.lab import engine_of
     from testbed_controller.lab.containers import container_logs
 
@@ -191,7 +191,7 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
 @click.option("-i", "--input", "pass_input", is_flag=True, help="Pass the standard input on, such as a file.")
 @run_option
 def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_input: bool) -> None:
-    """Run COMMAND in the container of DEVICE, and exit with its status.
+    """Run COMMAND in the container of DEVICE and exit with its status.
 
     Other devices can be reached by their names, over the shaped links.
 
@@ -225,7 +225,7 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
 
 
 def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
-    """Start a command, pass on what can be read of ``given``, and yield (stream, bytes) of what it writes."""
+    """Start a command, forward input from ``given``, and yield (stream, bytes) of the output."""
     from docker.utils import socket as frames
 
     # The engine's client wraps the connection as a file to be read; what is written goes past that.
@@ -249,7 +249,7 @@ def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[t
 @click.option("--pace", type=click.FloatRange(min=0, min_open=True), help="Seconds of the run to show in each second.")
 @click.option("--open/--no-open", "show_page", default=True, help="Open the page in a browser.  [default: open]")
 def watch(run: str | None, pace: float | None, show_page: bool) -> None:
-    """Show RUN on a page in the browser: devices, links, learning, what each device does, and faults.
+    """Show RUN on a page in the browser: devices, links, learning curves, activity, and faults.
 
     RUN is a run that is up (default: the only one), or a folder of results, which is replayed at --pace (1: real time).
     While a run is up, faults can be injected from the page. It is served on 127.0.0.1 until Ctrl-C.

@@ -1,4 +1,4 @@
-"""`testbed doctor` and `setup`: check this machine and prepare it: images, hosts, data sets, a device profile."""
+"""`testbed doctor` and `testbed setup`: check this machine, build images, find hosts, measure a profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.group(cls=CommandGroup)
 def setup() -> None:
-    """Prepare this machine: build images, look at hosts, download data sets, measure a device profile."""
+    """Prepare this machine: build images, inspect hosts, download data sets, measure a device profile."""
 
 
 @click.command()
@@ -32,7 +32,7 @@ def setup() -> None:
 @on_hosts
 @as_json
 def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
-    """Report what the testbed finds on this machine, and how to fix what is missing.
+    """Check this machine for the testbed's requirements, with a remedy for each problem.
 
     With --hosts, also whether runs can go there; `testbed setup hosts` shows more of them.
 
@@ -68,7 +68,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 @click.option("--prune", is_flag=True, help="Remove the testbed's images that the current files do not need.")
 @click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
-    """Build the images that the current files need, unless they exist, and list them."""
+    """Build missing images for the current files, and list them."""
     from testbed_controller.lab.engine import connect, ensure_engine
     from testbed_controller.lab.images import ensure_images, exists, image_size, remove_images
 
@@ -102,7 +102,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
 @click.argument("contexts", nargs=-1)
 @as_json
 def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
-    """List the engines of docker contexts: what runs over several hosts find there, and what is missing.
+    """List the engines of docker contexts, their capabilities and missing requirements.
 
     CONTEXTS are those to look at, by default all there are. Clock, round trip and rate are measured over the
     connection of each context, by a container that is removed at once, where the images are there already.
@@ -133,7 +133,7 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
 
 
 def _written(value: float | None, form: str, factor: int | float = 1) -> str:
-    """Return a value in that form, nothing if it is unknown."""
+    """Format a value; empty for an unknown one."""
     return "" if value is None else form.format(value * factor)
 
 
@@ -143,7 +143,7 @@ def _written(value: float | None, form: str, factor: int | float = 1) -> str:
 @click.option("--serve", is_flag=True, help="Be the peer of one measurement, on port 8720.")
 @click.option("--program", is_flag=True, help="Print the program that measures, for a board without the testbed.")
 def profile(out: Path | None, peer: str | None, serve: bool, program: bool) -> None:
-    """Measure this machine: how fast it trains layers of several kinds and sizes, its memory, and the link to a peer.
+    """Measure this machine: training speed by kind and size of layer, memory, and the link to a peer.
 
     The file is a profile for `devices.<name>.profile`. A board needs Python and torch alone: what --program prints is
     run there, and takes --peer and --serve as well.

@@ -1,4 +1,4 @@
-"""The `testbed` command. Subcommands are imported only when they are called, so that each answers at once."""
+"""The `testbed` command. Subcommands are imported on use, to keep the start of each one fast."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ COMMANDS = {
         "Prepare this machine: build images, look at hosts, download data sets, measure a device profile.",
     ),
 }
-"""The name of each command, its object, and the line of `testbed --help`; the object is imported on use."""
+"""Name, import path and summary of each command; the object is imported on use."""
 RENAMED = {
     "start": "testbed run SCENARIO --on",
     "schema": "testbed show schema",
@@ -102,9 +102,9 @@ RENAMED = {
     "hosts": "testbed setup hosts",
     "bench": "make bench' in a checkout, or 'python -m tools.bench",
 }
-"""Former names of commands, each with what replaces it."""
+"""Former names of commands, with their replacements."""
 GROUP = "testbed.commands"
-"""Entry points under which an installed package registers its commands: ``name = "module:command"``, by click."""
+"""Entry point group of commands in installed packages: ``name = "module:command"``, with click commands."""
 
 
 def _command_of(found: object) -> click.Command:
@@ -114,7 +114,7 @@ def _command_of(found: object) -> click.Command:
 
 
 class _LazyGroup(CommandGroup):
-    """A group whose subcommands live in modules that are imported on use."""
+    """A command group whose subcommands are imported on use."""
 
     renamed = RENAMED
 
@@ -157,7 +157,7 @@ def testbed(log_level: str) -> None:
 
 
 class _TerminalHandler(logging.Handler):
-    """Writes to standard error as it is by then: a run that is shown in place redirects it."""
+    """Handler that writes to the current standard error, which a live display may have redirected."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo("\n".join(map(visible, self.format(record).splitlines())), err=True)
@@ -177,7 +177,7 @@ def log_to_terminal(level: str) -> None:
 
 
 def _say_what_was_left() -> None:
-    """Offer to remove what is left of runs that nobody removes any more."""
+    """Suggest the removal of abandoned runs."""
     if sys.argv[1:2] != ["down"]:
         for run in abandoned():
             text = "was killed together with its reaper, and is still there: remove it with"
@@ -185,13 +185,13 @@ def _say_what_was_left() -> None:
 
 
 def _drop_interrupt(unraisable: sys.UnraisableHookArgs) -> None:
-    """Say nothing of a Ctrl-C that came while an object was freed, where Python drops it; the next one is heard."""
+    """Silence KeyboardInterrupt raised inside ``__del__``, which Python ignores. The next one is handled."""
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 
 
 def main() -> None:
-    """Run the command line; turn a `TestbedError` into one line and its exit status."""
+    """Run the command line; print a `TestbedError` as one line and exit with its status."""
     collect_rarely()
     atexit.register(keep_everything)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was seen of a run is kept
@@ -223,7 +223,7 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> tuple[str | None, int]:
-    """Return what the user should read of an error that nobody expected, and the exit status; None: its traceback."""
+    """Return message and exit status for an expected kind of foreign error; None to show the traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
         return text, HostError.exit_code

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how groups of commands list them."""
+"""Options shared by several commands, and the format of command groups."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _lab = click.option(
 
 
 def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say where a run goes, which the command takes together as ``where``, a `LabPart`."""
+    """Add the options for the hosts of a run, combined into the argument ``where``, a `LabPart`."""
 
     @wraps(command)
     def found(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
@@ -111,22 +111,22 @@ metrics_as_json = click.option(
 
 
 class CommandGroup(click.Group):
-    """Lists its commands with their first sentences whole; click cuts them at the width."""
+    """A group with complete first sentences in its list of commands; click truncates them."""
 
     renamed: Mapping[str, str] = {}
-    """Former names of its commands, each with the command line that replaces it."""
+    """Former names of commands, with the replacement command lines."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments name; refuse a former name with the present one."""
+        """Return the named command. Rejects a former name with its replacement."""
         name = args[0]
         if name in self.renamed and self.get_command(ctx, name) is None:
             ctx.fail(f"'{name}' has been replaced: use '{self.renamed[name]}'")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands, each with its sentence."""
+        """Write the commands with their summaries."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, self.describe(ctx, name)) for name in self.list_commands(ctx)])
 
@@ -142,6 +142,6 @@ def sentence(command: click.Command) -> str:
 
 
 def in_results(scenario: Scenario) -> bool:
-    """Say whether a scenario names Python files beside the results of a run, which may have come from somebody else."""
+    """Return whether a scenario uses Python files stored with the results of a run, whose origin may be unknown."""
     named = any(part.file is not None for part in scenario.workload.sources().values())
     return named and (scenario.source.folder / "manifest.json").is_file()

@@ -1,4 +1,4 @@
-"""`testbed plan`: who holds what, and what that costs, before anything runs."""
+"""`testbed plan`: show the placement of the model and its predicted cost before a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from testbed_controller.cli.printing import dump, make_console
 from testbed_controller.report.tables import Column, Section, draw, figures, plain
 
 CLASSES_SHOWN = 4
-"""Classes shown of a device, those with most samples; all of them are in the JSON."""
+"""Maximum number of classes shown per device, by number of samples; the JSON contains all."""
 
 if TYPE_CHECKING:
     from testbed.method import Alternative
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @on_hosts
 @as_json
 def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: bool) -> None:
-    """Show who holds which part of the model, and what that costs, without running anything.
+    """Show the placement of the model and its predicted cost without running anything.
 
     The table shows the units of each device, their parameters, the memory they need as a share of what the device has,
     and the FLOPs computed in a step. Below it are the step time that the planner predicts and, for a pipeline, the
@@ -77,7 +77,7 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
 
 @dataclass(frozen=True)
 class PieceView:
-    """One piece of the model: its device, and the part of the device that it takes."""
+    """A piece of the model with its device and its share of the device's memory."""
 
     device: str
     profile: str
@@ -109,7 +109,7 @@ class PieceView:
 
 @dataclass(frozen=True)
 class DataView:
-    """Owners of training samples, each with its samples of each class."""
+    """Data owners with their samples by class."""
 
     samples: int
     owners: list[dict[str, Any]]
@@ -117,7 +117,7 @@ class DataView:
 
 @dataclass(frozen=True)
 class RadioView:
-    """Positions of devices, and the share of each sender's casts that the others receive."""
+    """Positions of devices, and the reception ratio of each directed pair."""
 
     area: list[float]
     positions: dict[str, list[float]]
@@ -126,7 +126,7 @@ class RadioView:
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan as it is printed; as JSON, the keys of `testbed plan --json`."""
+    """A plan in display form; its JSON form has the keys of `testbed plan --json`."""
 
     scenario: str
     point: dict[str, Any]
@@ -192,7 +192,7 @@ def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
 
 
 def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[dict[str, Any]]]:
-    """Return for each plan what `testbed_controller.hosts.placement.described` does."""
+    """Return, for each plan, the result of `testbed_controller.hosts.placement.described`."""
     from testbed_controller.hosts.contexts import reach_all
     from testbed_controller.hosts.lab import capacities, placed_on
     from testbed_controller.hosts.placement import described
@@ -204,7 +204,7 @@ def _describe_hosts(prepared: Sequence[Prepared], where: LabPart) -> list[list[d
 
 
 def _even_time(prepared: Prepared) -> float | None:
-    """Return the step time that an even partition is predicted to take, in seconds; None where none is searched for."""
+    """Return the predicted step time of an even partition in seconds; None for methods without a search."""
     options = prepared.problem.options
     if getattr(options, "partition", None) != "optimal":
         return None
@@ -213,7 +213,7 @@ def _even_time(prepared: Prepared) -> float | None:
 
 
 def _plain_time(prepared: Prepared) -> float | None:
-    """Return the step time that is predicted if all devices compute in float32; None where they do anyway."""
+    """Return the predicted step time with all devices in float32; None if all are already."""
     problem = prepared.problem
     if all(device.precision == "f32" for device in problem.devices):
         return None
@@ -222,7 +222,7 @@ def _plain_time(prepared: Prepared) -> float | None:
 
 
 def _fastest_alone(prepared: Prepared) -> dict[str, Any] | None:
-    """Return the device that alone would be quicker than the plan and its step time; None where no device is.
+    """Return the fastest single device and its step time, if faster than the plan; else None.
 
     Only plans whose devices share one copy of the model are compared: devices with copies of their own do more work.
     """
@@ -311,7 +311,7 @@ def _print(views: Sequence[PlanView]) -> None:
 
 
 def _blocks(view: PlanView) -> Iterator[Section | str]:
-    """Yield tables, and lines of markup between them."""
+    """Yield tables and lines of markup."""
     if view.programs:
         yield f"{view.title}: programs\n"
         yield programs_table(view)
@@ -344,7 +344,7 @@ def programs_table(view: PlanView) -> Section:
 
 
 def pieces_table(view: PlanView) -> Section:
-    """Return the pieces of each device, one below the other; its share of memory is that of all of them."""
+    """Return the table of pieces by device; the memory share is the total of a device's pieces."""
     rows: list[Sequence[str]] = []
     before = ""
     for piece in view.pieces:
@@ -370,7 +370,7 @@ def pieces_table(view: PlanView) -> Section:
 
 
 def times(view: PlanView) -> Iterator[str]:
-    """Yield the predicted time of a step or request, and what would make it shorter."""
+    """Yield the predicted time of a step or request, and possible improvements."""
     if view.step_time is not None:
         text = f"predicted {view.unit} time: [bold]{formats.seconds(view.step_time)}[/bold]"
         if view.even_step_time is not None:

@@ -1,4 +1,4 @@
-"""What commands that only look at things print with: a console, JSON, options of a model or a method."""
+"""Output of read-only commands: console, JSON, and options of models and methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_console(**options: Any) -> Console:
-    """Return a console that colours nothing by itself, and shows control characters instead of passing them on."""
+    """Return a console without automatic colours that escapes control characters."""
     from testbed_controller.report.tables import VisibleConsole
 
     return VisibleConsole(highlight=False, **options)
@@ -33,21 +33,21 @@ def say(text: str) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as they need to be, plain enough to cut up with awk."""
+    """Print aligned columns, suitable for processing with awk."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     for row in [header, *rows]:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def print_section(console: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table as reports have them."""
+    """Print a table in the format of reports."""
     from testbed_controller.report.tables import draw, plain
 
     console.print(draw(plain(columns, rows), console.width))
 
 
 def options(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """Describe what a method or a model lets the scenario choose."""
+    """Describe the scenario options of a method or model."""
     properties = model.model_json_schema().get("properties", {})
     defaults = model.model_construct().model_dump(mode="json", warnings=False)
     return [
@@ -68,7 +68,7 @@ def _choices(schema: dict[str, Any]) -> list[Any]:
 
 
 def print_catalogue(entries: Sequence[dict[str, Any]], about: Callable[[dict[str, Any]], str]) -> None:
-    """Print entries one below the other, each with its options; ``about`` says what it is."""
+    """Print entries with their options; ``about`` returns the description of an entry."""
     from testbed_controller.report.tables import Cell, Column, Section, draw
 
     console, columns = make_console(), (Column("", "name"), Column(""))

@@ -1,4 +1,4 @@
-"""`testbed report` and `testbed compare`: what runs left behind, read again."""
+"""`testbed report` and `testbed compare`: reports and comparisons of finished runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testbed_controller.cli.printing import dump, make_console
 @click.option("--runs", "every_run", is_flag=True, help="For a sweep, rebuild the report of every run as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print the metrics (of a sweep: its summary) as JSON.")
 def report(folder: Path, show_page: str, every_run: bool, as_json: bool) -> None:
-    """Rebuild the report of a run from its events and print its table.
+    """Rebuild the report of a run from its events and print the summary.
 
     RESULTS_DIR is what `testbed run` wrote, such as results/quickstart: figures, verdict, Perfetto trace and HTML
     report are written again. For the folder of a sweep, the summary and pages are written again from the figures of its
@@ -86,7 +86,7 @@ def compare(
     series: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Compare the figures of runs side by side, each also as a ratio to the first run's.
+    """Compare the metrics of runs side by side, each with its ratio to the first run.
 
     A folder of a sweep stands for all of its runs; repetitions of one point become one column.
     Differences between the scenarios that no sweep asked for are warned about. An emulated and a simulated run of one

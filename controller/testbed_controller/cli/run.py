@@ -38,7 +38,7 @@ from testbed_controller.results.recorder import numbered
 from testbed_controller.results.run import Run, run_name
 
 WEIGHTS = "weights.safetensors"
-"""What a run leaves in its results."""
+"""File name of the weights in the results of a run."""
 
 if TYPE_CHECKING:
     from testbed.scenario.schema import Scenario, Trial
@@ -69,11 +69,11 @@ class RunRequest:
     events: bool
     keep: bool
     lab: str | None
-    """The run of a lab that is up; empty for the only one."""
+    """Name of the running lab to use; empty for the only one."""
     as_json: bool
 
     def execute(self) -> None:
-        """Run all runs of the scenario that are not there yet, and print their results."""
+        """Run all pending runs of the scenario and print their results."""
         self.check()
         loaded = load(self.scenario, self.changes)
         planned = self._trials(loaded)
@@ -120,7 +120,7 @@ class RunRequest:
             raise InputError(f"--each-on-one-host: {text}")
 
     def _check_together(self, option: str) -> None:
-        """Raise InputError for options that serve a single run at a time."""
+        """Raise InputError for options limited to one run at a time."""
         if option in ("--cluster", "--jobs") and self.runtime != "simulate":
             text = "containers need the host to themselves: add --runtime simulate, or leave"
             raise InputError(f"{option}: {text} {option} away")
@@ -138,7 +138,7 @@ class RunRequest:
 
     @property
     def changes(self) -> list[str]:
-        """The changes of the scenario, as `--set` has them: those of options of their own come last."""
+        """Return the changes of the scenario in the form of `--set`, followed by those of dedicated options."""
         given: dict[str, object] = {"seed": self.seed, "repetitions": self.repetitions}
         if self.weights is not None:
             # In quotes: whatever the path holds is text.
@@ -146,7 +146,7 @@ class RunRequest:
         return [*self.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)]
 
     def _open_lab(self, trial: Trial) -> AnyLab | None:
-        """Return the lab that is up to run on, once its devices and network are known to be those of the trial."""
+        """Open the running lab, after checking that its devices and network match the trial."""
         if self.lab is None:
             return None
         from testbed_controller.hosts.lab import open_lab
@@ -157,7 +157,7 @@ class RunRequest:
         return lab
 
     def executor(self, lab: AnyLab | None = None) -> Executor:
-        """Return the executor that the options ask for."""
+        """Return the executor selected by the options."""
         together = self._together
         if together == "--cluster":
             from testbed_controller.api.cluster import Cluster
@@ -180,7 +180,7 @@ class RunRequest:
         return InTurn(self.runtime, options)
 
     def _trials(self, loaded: Scenario) -> list[Trial]:
-        """Return the trials, with the faults of hosts among their own; on a lab that is up, the first alone."""
+        """Return the trials, including host faults; on a running lab, only the first one."""
         planned = trials(loaded)
         if self.lab is not None:
             return planned[:1]
@@ -192,7 +192,7 @@ class RunRequest:
         return planned
 
     def _folders(self, planned: Sequence[Trial]) -> list[Path]:
-        """Return the folder of each run; those of a sweep lie together, and never among those of an earlier sweep."""
+        """Return the folder of each run. Runs of one sweep share a new parent folder."""
         names = [run_name(trial) for trial in planned]
         asked = self.resume or self.out
         if len(names) == 1:
@@ -277,7 +277,7 @@ class RunRequest:
 )
 @metrics_as_json
 def run(**given: Any) -> None:
-    """Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.
+    """Run SCENARIO (a file, or a name in scenarios/) and print the results.
 
     Everything is checked and planned before the first container exists. The exit status is 0; 1 when the run or one of
     its `expect` conditions fails; 2 for invalid input; 3 when this machine cannot run it; 4 when training diverged (its
@@ -300,13 +300,13 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
 
 
 def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
-    """Fix the kernels of simulations that ask for it; devices on containers fix their own."""
+    """Select portable kernels for simulations that request them; containers select their own."""
     if runtime == "simulate" and any(each.scenario.workload.is_reproducible for each in found):
         kernels.fix_or_restart()
 
 
 def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
-    """Print what came of all runs together; end with 1 where one failed or missed what was expected."""
+    """Print the summary of all runs; exit 1 if any run failed or missed an expectation."""
     folder = runs[0].path.parent if len(runs) > 1 else runs[0].path
     if len(runs) > 1:
         summarize(folder, runs, console)
@@ -317,7 +317,7 @@ def _show_all(runs: list[Run], console: Console, *, as_json: bool) -> None:
 
 
 def _weights_in(given: Path) -> Path:
-    """Return the file with weights: the given one, or that of a folder of results."""
+    """Return the weights file: the given file, or the one in a results folder."""
     if not given.is_dir():
         return given
     file = given / WEIGHTS

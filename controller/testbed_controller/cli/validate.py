@@ -1,4 +1,4 @@
-"""`testbed init` and `validate`: what a scenario file may say, and a folder to begin a study with."""
+"""`testbed init` and `testbed validate`: create a study folder, and check scenario files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def init(folder: Path) -> None:
 
 
 def _scenario_name(folder: str) -> str:
-    """Return a valid scenario name for any folder name, such as ``studie-a`` for ``Studie Ä``."""
+    """Derive a valid scenario name from a folder name, such as ``studie-a`` from ``Studie Ä``."""
     letters = unicodedata.normalize("NFKD", folder).encode("ascii", "ignore").decode().lower()
     name = re.sub("[^a-z0-9]+", "-", letters).strip("-")[:LONGEST_NAME].rstrip("-")
     if name[:1].isalpha():

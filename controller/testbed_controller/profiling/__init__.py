@@ -1,1 +1,1 @@
-"""How fast a board or this machine computes: profiles for scenarios, and the times of a model's layers."""
+"""Measurement of computing speed: device profiles for scenarios, and layer times of models."""

@@ -1,4 +1,4 @@
-"""Measures a board: how fast it trains layers of each kind and size, its memory, and the link to a peer.
+"""Measurement of a board: training speed by kind and size of layer, memory, and the link to a peer.
 
 Needs only Python and torch, nothing of the testbed (`testbed setup profile --program | ssh board python3 -`).
 Prints a profile that a scenario names by its file.
@@ -32,7 +32,7 @@ SENT = 4 << 20
 _BYTES = 4
 """Bytes of a value."""
 _LEAST = 1e-9
-"""Seconds that any layer takes."""
+"""Minimum measurable time of a layer in seconds."""
 
 
 class Measured(NamedTuple):
@@ -42,7 +42,7 @@ class Measured(NamedTuple):
     name: str
     flops: float
     accessed: float
-    """Bytes of the values that it reads and writes."""
+    """Bytes of activations read and written."""
     weights: float
     """Bytes of weights, read twice, and of their gradients."""
     seconds: float
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Have torch compute on one thread for a while."""
+    """Restrict torch to one thread within the block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -61,7 +61,7 @@ def one_thread() -> Iterator[None]:
 
 
 def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
-    """Return the seconds of the processor for forward and backward: the least of several, as all else only adds to it.
+    """Return the processor time of forward and backward in seconds: the minimum of several runs, since noise only adds.
 
     ``inputs`` are (samples, ...), of the shape that the module takes.
     """
@@ -79,10 +79,10 @@ def seconds(module: nn.Module, inputs: torch.Tensor) -> float:
 
 
 def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[float | None, ...]:
-    """Return the rates that say best how long layers take, each a row of amounts of work and then its seconds.
+    """Return the rates that best predict layer times; each row has amounts of work, then seconds.
 
-    A layer takes the sum of its amounts over their rates; the squares of the errors are least, or of the ``relative``
-    ones. None: that takes no time. All choices of amounts that take time are tried, so that no rate comes out negative.
+    The time of a layer is the sum of its amounts divided by their rates, fitted by least squares of the absolute or
+    ``relative`` errors. A rate of None takes no time. All subsets of amounts are tried, so that no rate is negative.
     """
     table = torch.tensor(work, dtype=torch.float64)
     table = table / table[:, -1:] if relative else table
@@ -103,7 +103,7 @@ def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[f
 
 
 def layers() -> Iterator[tuple[str, str, nn.Module, tuple[int, ...], float]]:
-    """Yield layers of small networks: kind, name, module, shape of what enters, FLOPs of a forward of one sample."""
+    """Yield layers of small networks: kind, name, module, input shape, and forward FLOPs of one sample."""
     for entering, leaving, side, kernel, groups in _CONVOLUTIONS:
         convolution = nn.Conv2d(entering, leaving, kernel, padding=kernel // 2, groups=groups)
         flops = 2.0 * kernel**2 * entering // groups * leaving * side * side
@@ -122,7 +122,7 @@ _CONVOLUTIONS = (
     *((24, 96, 24, 1, 1), (96, 24, 24, 1, 1), (48, 160, 12, 1, 1), (320, 80, 6, 1, 1)),
     *((72, 72, 20, 3, 72), (160, 160, 10, 3, 160), (448, 448, 5, 3, 448)),
 )
-"""Channels that enter and leave, pixels of a side, of the kernel's side, groups."""
+"""Input and output channels, image side, kernel side, and groups."""
 _WITHOUT_FLOPS: tuple[tuple[str, Callable[[int], nn.Module]], ...] = (
     ("normalisation", nn.BatchNorm2d),
     ("activation", lambda channels: nn.ReLU()),
@@ -143,7 +143,7 @@ def update_seconds(values: int) -> float:
 
 
 def measure() -> list[Measured]:
-    """Train each layer by itself on random values, on one thread; what a call costs without any work is left out."""
+    """Measure the training of each layer on random values with one thread, without the overhead of an empty call."""
     with one_thread():
         idle = seconds(nn.Identity(), torch.randn(1))
         found = []
@@ -159,7 +159,7 @@ def measure() -> list[Measured]:
 
 
 def memory() -> int:
-    """Return the bytes of memory that there are here, the container's limit where there is one."""
+    """Return the available memory in bytes: the container's limit, if any."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -183,7 +183,7 @@ def serve(port: int = PORT) -> None:
 
 
 def link(peer: str, port: int = PORT) -> tuple[float, float]:
-    """Return rate (bit/s of payload) and delay (seconds one way) to a peer that serves: half the fastest answer."""
+    """Return rate (bit/s of payload) and one-way delay (half the shortest round trip, in seconds) to a serving peer."""
     with socket.create_connection((peer, port), timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         answers = []
@@ -199,7 +199,7 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 
 
 def profile(peer: str | None = None) -> str:
-    """Return the profile of this machine as a YAML text; raises ValueError where other work disturbs it."""
+    """Return the profile of this machine as YAML. Raises ValueError for a machine busy with other work."""
     found = measure()
     speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in found])
     if speed is None:
@@ -234,7 +234,7 @@ def _of_kind(kind: str, measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the profile of this machine, or be the peer of another."""
+    """Print the profile of this machine, or serve another machine as its peer."""
     parser = argparse.ArgumentParser(prog="profile", description=main.__doc__)
     parser.add_argument("--peer", help="measure the link to this machine too, where --serve runs")
     parser.add_argument("--serve", action="store_true", help="be the peer of one measurement")

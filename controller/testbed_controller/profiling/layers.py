@@ -1,4 +1,4 @@
-"""How long each layer of a model takes on this machine, and the two rates of a device that say so best."""
+"""Layer times of a model on this machine, and the device rates that fit them best."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LayerTime:
     unit: str
     layer: str
     cost: Cost
-    """What it is charged."""
+    """Charged amount of work."""
     seconds: float
     """Seconds of the processor."""
 
 
 def measure(model: Model, batch_size: int) -> list[LayerTime]:
-    """Train each layer by itself on random values, on one thread of this machine."""
+    """Measure the training of each layer on random values, with one thread of this machine."""
     found = []
     with board.one_thread():
         for unit in model.units:
@@ -40,14 +40,14 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
 
 
 def measure_whole(model: Model, batch_size: int) -> float:
-    """Return the processor time of forward and backward of all layers in a row, on one thread of this machine."""
+    """Return the processor time of forward and backward through all layers, with one thread of this machine."""
     with board.one_thread():
         module = model.build(0, len(model.units), seed=0)
         return board.seconds(module, torch.randn(batch_size, *model.input))
 
 
 def rates(times: Sequence[LayerTime]) -> tuple[float, float | None]:
-    """Return speed (FLOP/s) and memory rate (bytes/s) that fit the layers best; raises ValueError where none does."""
+    """Return speed (FLOP/s) and memory rate (bytes/s) that best fit the layers. Raises ValueError without a fit."""
     speed, memory_rate = board.fitted([(*each.cost.of()[:2], each.seconds) for each in times])
     if speed is None:
         raise ValueError("no speed fits these layers: take a larger batch, or another model")

@@ -1,4 +1,4 @@
-"""The pictures that a network was asked about, with the objects that it found in them."""
+"""Pictures of object detection requests with the detected boxes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from testbed.ml.data.dataset import Dataset
 
 MOST = 16
-"""Pictures of a run that are drawn."""
+"""Maximum number of pictures of a run."""
 
 
 def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, PNG) of each of the first pictures asked about, with the first answer to it."""
+    """Yield (file name, PNG) of the first requested pictures, each with its first answer."""
     first: dict[int, Mapping[str, Any]] = {}
     for event in EventLog.made_of(events).of("objects"):
         first.setdefault(event.fields["sample"], event.fields)
@@ -33,7 +33,7 @@ def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, b
 
 
 def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:
-    """Write the pictures of a run, ``boxes-<sample>.png``, into its folder; none where Pillow is not installed."""
+    """Write the pictures of a run as ``boxes-<sample>.png`` into its folder; none without Pillow."""
     if find_spec("PIL") is None:
         return
     for name, content in pictures(events, dataset):
@@ -64,6 +64,6 @@ _SIDES = ("left", "top", "right", "bottom")
 
 
 def _colour(label: str) -> tuple[int, int, int]:
-    """Return a light colour that is always the same for a label."""
+    """Return a light colour derived from the label."""
     red, green, blue = colorsys.hls_to_rgb(derive(0, "colour", label) % 360 / 360, 0.65, 0.9)
     return round(red * 255), round(green * 255), round(blue * 255)

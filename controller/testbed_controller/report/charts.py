@@ -1,4 +1,4 @@
-"""Charts as facts: lines, bars and maps with their axes. `.drawing` draws them by matplotlib."""
+"""Plain data of charts (lines, bars and maps with axes), drawn by `.drawing` with matplotlib."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ COLOURS = {
     "fault": "#d6404f",
     "recovery": "#d99a1c",
 }
-"""The colours of style.css by their names there; a plot in a page takes those of the page, dark ones too. The series
-are after Okabe and Ito (Color Universal Design, 2008): colour-blind readers can distinguish them."""
+"""Colours of style.css by name, replaced in pages by CSS variables for dark mode. The series follow Okabe and
+Ito (Color Universal Design, 2008) for colour-blind readers."""
 SERIES = ("blue", "orange", "green", "violet", "teal", "grey")
-"""Colours of the series of a plot, in this order."""
+"""Colours of the series of a plot, in order."""
 Dash = Literal["solid", "dashed", "dotted"]
 STYLES: tuple[tuple[str, Dash], ...] = tuple((colour, dash) for dash, colour in product(get_args(Dash), SERIES))
-"""Colour and dash of the series of a plot, in this order; a plot has at most as many series."""
+"""Colour and dash of the series of a plot, in order, and the maximum number of series."""
 MOST_POINTS = 1500
 """Points drawn of a line at most: more than the plot has pixels add size without detail."""
 FEW = 60
-"""Points that can be distinguished: each point of a line with at most as many gets a mark."""
+"""Maximum number of points per line with a mark at each point."""
 Points = Sequence[tuple[float, float]]
 Numbers = Sequence[float] | np.ndarray[Any, Any]
 
@@ -53,11 +53,11 @@ class Line:
     """One of `COLOURS`."""
     dash: Dash = "solid"
     marks: bool = False
-    """Draw a dot at every point, for few of them."""
+    """Whether to mark every point; useful for few points."""
     joined: bool = True
     """Join the points."""
     half_widths: Sequence[float | None] = ()
-    """Half widths of the intervals around the values, one a point: error bars where there are marks, else a band."""
+    """Half widths of the confidence intervals, one per point: error bars with marks, else a band."""
 
     @property
     def marked(self) -> bool:
@@ -87,7 +87,7 @@ class Axis:
 
     @property
     def most(self) -> float:
-        """Upper bound of values and of the intervals around them: 1 for shares."""
+        """Upper bound of values and intervals: 1 for shares."""
         return 1.0 if self.kind == "share" else math.inf
 
     def intervals(self, values: Numbers, halves: Sequence[float | None]) -> np.ndarray[Any, Any]:
@@ -105,12 +105,12 @@ class Window:
     end: float
     label: str
     style: str = "fault"
-    """fault, drawn with its label, or recovery."""
+    """Kind of window: fault, drawn with its label, or recovery."""
 
 
 @dataclass(frozen=True)
 class LinePlot:
-    """Lines, and windows behind them.
+    """Lines with background windows.
 
     The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
     """
@@ -124,7 +124,7 @@ class LinePlot:
     x: str = "time (s)"
     """Title of the x axis."""
     swept: bool = False
-    """Whether x is a swept value; its axis is logarithmic where the values are far apart."""
+    """Whether x is a swept value, with a logarithmic axis for a wide range."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class StackedPlot:
 
 @dataclass(frozen=True)
 class BarPlot:
-    """Bars side by side in groups, each with its figure above it if there is room for all of them.
+    """Grouped bars, labelled with their values if space permits.
 
     The y axis begins at 0 or at the lowest negative value, or is logarithmic where values are far apart.
     """
@@ -156,7 +156,7 @@ class BarPlot:
 
 @dataclass(frozen=True)
 class DeviceMap:
-    """Devices at their positions, and links between them.
+    """Device positions and the links between them.
 
     A link is two halves: the one at a device is the reception of its casts at the other.
     """
@@ -172,10 +172,10 @@ class DeviceMap:
 
 @dataclass(frozen=True)
 class Ownership:
-    """A disc for each device and class, its area in proportion to the samples."""
+    """Data ownership: a disc per device and class, with an area proportional to the samples."""
 
     owned: Mapping[str, Mapping[str, int]]
-    """Samples of each device by class, as a manifest has them."""
+    """Samples of each device by class, as in a manifest."""
     order: str = "the scenario"
     """The source of the devices' order."""
 

@@ -1,4 +1,4 @@
-"""The comparison of runs, in the terminal and as HTML, and what runs went through as lines."""
+"""Presentation of a comparison of runs, in the terminal and as HTML."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from testbed_controller.results.run import Run
 
 BAND = "Mean of the repetitions; pale band: 95% confidence interval."
 MOST_PLACES = 200
-"""At which a mean is taken: more than that cannot be distinguished in a band."""
+"""Maximum number of points at which a mean is drawn; more are indistinguishable."""
 
 Points = list[tuple[float, float]]
 HEAD = 24
-"""Letters of a column's name in a row of its head."""
+"""Characters per line of a column heading."""
 AROUND = 20
-"""Steps drawn after the one resumed with; half as many before it."""
+"""Number of steps drawn after the resumption; half as many before."""
 
 
 def show(console: Console, compared: Mapping[str, Any]) -> None:
-    """Print a comparison: a row a figure, a column a run or its repetitions, ratios to the first beside the figures."""
+    """Print a comparison: a row per metric, a column per run or group of repetitions, with ratios to the first."""
     console.print(draw(figures_of(compared), console.width))
     if compared["clocks"]:
         style = "green" if compared["clocks"]["agree"] else "yellow"
@@ -62,7 +62,7 @@ def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
 
 
 def _note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
-    """Return a metric's interval and its ratio to the first column; empty where neither is known."""
+    """Return a metric's interval and its ratio to the first column; empty if both are unknown."""
     half, ratio = row["half_widths"][at], row["ratios"][at]
     parts = [f"± {scale.write(half)}" if half else ""]
     return " ".join(filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""]))
@@ -78,7 +78,7 @@ def _columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
 
 
 def _others(compared: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield what a page has beside the figures."""
+    """Yield the sections of the page besides the metrics."""
     rows = [
         [Cell(name), *(Cell("–") if share is None else Cell(_busy(share), shares=share) for share in shares)]
         for name, shares in compared["devices"].items()
@@ -98,7 +98,7 @@ def _busy(share: Mapping[str, float]) -> str:
 
 
 def clocks_text(clocks: Mapping[str, Any]) -> str:
-    """Say how the two runtimes agree."""
+    """Describe the agreement of both runtimes."""
     what = clocks["figure"].replace("_", " ")
     verb = "agree" if clocks["agree"] else "do not agree"
     return (
@@ -128,11 +128,11 @@ COURSES = (
     ("Accuracy over time", "accuracy", Axis("accuracy", "share")),
     ("Latency over time", "latency", Axis("latency", "seconds")),
 )
-"""Titles of plots over time, each with the name of its curve and its y axis."""
+"""Titles of plots over time, with curve name and y axis."""
 
 
 def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
-    """Yield the plots of runs over time, each as its title, note and plot; of many runs, the first are drawn."""
+    """Yield title, note and plot of runs over time; limited to the first groups."""
     everyone = list(chain.from_iterable(grouped.values()))
     notes = [BAND] if len(everyone) > len(grouped) else []
     left_out = len(grouped) - len(STYLES)
@@ -155,7 +155,7 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
 
 
 def _lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> list[Line]:
-    """Return the mean curve of each group that has one."""
+    """Return the mean curve of each group with data."""
     lines = []
     for (label, runs), style in zip(grouped.items(), STYLES, strict=False):
         line = mean_line(label, [curve(run, what, **options) for run in runs], *style)
@@ -167,7 +167,7 @@ def _lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> l
 def curve(
     run: Run, what: str, *, over: str = "steps", begin: float = 0.0, end: float = float("inf"), steady: bool = False
 ) -> Points:
-    """Return (x, value) of a run's steps in their order: their time for `steps`, or what `PaperChart.what` names.
+    """Return (x, value) of a run's steps in order: the time for `steps`, or the value named by `PaperChart.what`.
 
     ``over`` says whether x, from ``begin`` to ``end``, is the step or its seconds. A step that was done again is there
     as it was done last, so the outage is within the step resumed with. With ``steady``, only undisturbed steps.
@@ -186,7 +186,7 @@ def curve(
 
 
 def mean_line(name: str, curves: Sequence[Points], colour: str, dash: Dash = "solid") -> Line:
-    """Return the mean of some curves over the x that all of them reach, with its 95% confidence interval (Student).
+    """Return the mean of curves over their common x range, with its 95% confidence interval (Student).
 
     Curves that do not stand at the same x are read in between, linearly. Those without a point do not count.
     """

@@ -1,4 +1,4 @@
-"""What is declared of runs: lines at the head of a report, tables and charts."""
+"""Rendering of the summary rows, tables and charts defined by metrics specifications."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED = re.compile(r"\{([\w.-]+)\}")
 
 
 def head(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, figure, what it is made of) for the figures that matter most."""
+    """Yield (label, value, note) of the most important metrics."""
     for row in rows_of(run.declared):
         written = _line(row, run)
         if written is not None:
@@ -28,7 +28,7 @@ def head(run: Run) -> Iterator[tuple[str, str, str]]:
 
 
 def _line(row: Row, run: Run) -> tuple[str, str] | None:
-    """Return the text and the note of a line; None where there is nothing to say."""
+    """Return text and note of a row; None if the row does not apply."""
     if row.when is not None and not row.when(run.metrics):
         return None
     texts = []
@@ -42,12 +42,12 @@ def _line(row: Row, run: Run) -> tuple[str, str] | None:
 
 
 def figure(name: str, value: Any, figures: Mapping[str, Metric]) -> str:
-    """Write a figure of metrics.json as its kind asks for; ``figures`` are those that there are."""
+    """Format a value of metrics.json by the kind of its metric."""
     return formats.of_kind(kind_of(name, figures), value)
 
 
 def fill(template: str, run: Run) -> str | None:
-    """Write a template of `testbed.trace.metrics_spec.Row`; None where the run lacks a figure that it names."""
+    """Fill in a template of `testbed.trace.metrics_spec.Row`; None if a metric is missing."""
     values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
     if any(value is None for value in values.values()):
         return None
@@ -55,7 +55,7 @@ def fill(template: str, run: Run) -> str | None:
 
 
 def tables(run: Run) -> Iterator[Section]:
-    """Yield the declared tables that have a row: on the terminal the first sentence of the note, and the last rows."""
+    """Yield the non-empty defined tables; the terminal shows the first sentence of the note and the last rows."""
     for table in tables_of(run.declared):
         columns = tuple(
             Column(each.heading, _kind(each, first=not number), "wide" if each.wide else "")
@@ -79,14 +79,14 @@ class Drawn:
     note: str
     kind: MetricKind
     lines: list[tuple[str, list[tuple[float, float]]]]
-    """Name and points (seconds of the run, value) of each; the name is empty where there is but one."""
+    """Name and points (seconds of the run, value) of each line; a single line has an empty name."""
     stacked: bool = False
     marks: tuple[float, ...] = ()
     """Seconds of the run."""
 
 
 def curves(run: Run) -> Iterator[Drawn]:
-    """Yield the charts that the run's method adds and that have a point."""
+    """Yield the non-empty charts defined by the run's method."""
     for curve in run.declared.curves:
         points: dict[str, list[tuple[float, float]]] = {}
         for item in run.metrics.get(curve.items, ()):

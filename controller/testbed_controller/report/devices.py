@@ -17,9 +17,9 @@ from testbed_controller.report.charts import COLOURS, DeviceMap, Ownership
 from testbed_controller.report.plots import HEIGHT, STYLE, legend
 
 GRADES = ((0.9, "green", 1.8), (0.7, "blue", 1.3), (0.4, "orange", 0.9), (0.0, "fault", 0.6))
-"""Least PRR of each grade of links, its colour, and the width of its lines in points; a PRR of 0 is not drawn."""
+"""Minimum PRR, colour and line width in points of each grade of links; a PRR of 0 is not drawn."""
 MOST_HOLDING = 8
-"""Devices with what they hold beside their names; of more it is in the table of devices alone."""
+"""Maximum number of devices labelled with their model pieces; for more, see the table of devices."""
 MOST_NAMED = 60
 """Devices; of more, names would hide the map."""
 MOST_OWNERS_NAMED = 12
@@ -55,7 +55,7 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
 
 
 def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str], area: tuple[float, float]) -> None:
-    """Write beside each device who it is and what it holds: above it, unless another's words may be there."""
+    """Label each device with its name and pieces, placed to avoid other labels."""
     above: list[Position] = []
     for name, (x, y) in positions.items():
         near = any(abs(x - one) < area[0] / 2 and abs(y - other) < area[1] / 12 for one, other in above)
@@ -81,7 +81,7 @@ def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Posi
 
 @mpl.rc_context(STYLE)
 def draw_owned(plot: Ownership, width: float) -> Figure:
-    """Draw a disc for each device and class, its area in proportion to the samples."""
+    """Draw a disc per device and class, with an area proportional to the samples."""
     owned = plot.owned
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Charts drawn by matplotlib: inline in a page, whose colours they take on, and as SVG and PDF files.
+"""Drawing of charts with matplotlib: inline SVG in the colours of the page, and SVG and PDF files.
 
 matplotlib is an extra: import this module only to draw, after `need("matplotlib", "plots", ...)`.
 """
@@ -19,7 +19,7 @@ from testbed_controller.report.devices import draw_map, draw_owned
 from testbed_controller.report.plots import STYLE, WIDTH, draw_bars, draw_lines, draw_stack
 
 PRINT = {"": 3.5, "-wide": 7.16}
-"""What follows the name of a file -> its width in inches: one column of a paper and two (those of IEEE)."""
+"""Suffix of a file name and its width in inches: one and two columns of an IEEE paper."""
 
 
 def draw(plot: Plot, *, width: float = WIDTH) -> Figure:
@@ -59,7 +59,7 @@ def save_all(folder: Path, charts: Iterable[Chart]) -> list[str]:
 
 @mpl.rc_context(STYLE)
 def inline(plot: Plot, title: str) -> Markup:
-    """Return the plot as an SVG element for a page with style.css, which gives it colours and font."""
+    """Return the plot as an SVG element styled by style.css."""
     buffer = io.StringIO()
     draw(plot).savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()

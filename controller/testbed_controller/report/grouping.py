@@ -11,12 +11,12 @@ from testbed.common import formats
 from testbed.network.link import Pair
 
 MOST_NAMED = 3
-"""Links of a group that are named one by one."""
+"""Maximum number of links of a group named individually."""
 
 
 @dataclass(frozen=True)
 class LinkGroup:
-    """Directed links that the scenario asks the same of. Texts are ready to be shown."""
+    """Directed links with equal requested properties. All texts are ready for display."""
 
     name: str
     requested: str
@@ -27,7 +27,7 @@ class LinkGroup:
 
 
 def describe(link: Mapping[str, Any] | None) -> str:
-    """Write everything that is asked of a link, given as a mapping with the fields of `Link`."""
+    """Format all requested properties of a link, given as a mapping with the fields of `Link`."""
     if link is None:
         return formats.NONE
     if not link.get("up", True):
@@ -62,7 +62,7 @@ def _losses(link: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _fraction(value: float) -> str:
-    """Write what was asked for exactly, not rounded as what was measured."""
+    """Format a requested fraction exactly, unlike a measured one."""
     return f"{value * 100:.6g}%"
 
 
@@ -77,12 +77,12 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
 
 
 def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
-    """Return what all these links carried, whatever is asked of each."""
+    """Return the total traffic of several links."""
     return replace(_group(rows), name=f"all {len(rows):,}", requested=formats.NONE, problem=None)
 
 
 def _requested(row: Mapping[str, Any]) -> str:
-    """Write what is asked of a link; without a rate of its own it has that of its devices' access, or of its cell."""
+    """Format the requested properties of a link, with the rate limit of its devices' access or cell."""
     link = row["requested"]
     own = link is None or link["rate"] is not None or row.get("rate_at_best") is None
     return describe(link if own else {**link, "rate": row["rate_at_best"]})
@@ -132,7 +132,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def measured(found: Sequence[Mapping[str, Any]]) -> str:
-    """Write the range that measurements of alike links span."""
+    """Format the range of the measurements of equal links."""
     if not found:
         return "not measured"
     parts = []

@@ -169,7 +169,7 @@ def _explained(judged: Mapping[str, Any]) -> str:
 
 
 def charts(run: Run) -> Iterator[Chart]:
-    """Yield the charts of a run, each as its title, note and plot."""
+    """Yield title, note and plot of each chart of a run."""
     series = run.metrics["series"]
     steps, evaluations, requests = series["steps"], series["evaluations"], series["requests"]
     windows = [Window(**window) for window in shaded(run)]
@@ -202,12 +202,12 @@ def charts(run: Run) -> Iterator[Chart]:
 
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Return the values of a key over time, of the rows that have one."""
+    """Return the values of a key over time, skipping rows without one."""
     return [(row["time"], row[key]) for row in rows if row.get(key) is not None]
 
 
 def _map(run: Run) -> Chart:
-    """Draw where devices are, who hears whom, and who holds what."""
+    """Draw device positions, reception between devices, and model pieces."""
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
     assert radio is not None
@@ -218,7 +218,7 @@ def _map(run: Run) -> Chart:
 
 
 def _owned(run: Run) -> Iterator[Chart]:
-    """Draw who owns how many samples, of the devices that are in their table."""
+    """Draw the data ownership of the devices shown in the table."""
     owned = run.manifest.get("owned", {})
     shown = {name: owned[name] for name in devices_shown(run.metrics["devices"]) if name in owned}
     if not shown:
@@ -233,7 +233,7 @@ def _owned(run: Run) -> Iterator[Chart]:
 
 
 def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart:
-    """Draw a chart that the method adds, of the first of its lines where there are more than colours."""
+    """Draw a chart defined by the method, limited to as many lines as there are colours."""
     lines = [
         Line(name or curve.title, points, *style, marks=len(points) <= FEW)
         for (name, points), style in zip(curve.lines, STYLES, strict=False)

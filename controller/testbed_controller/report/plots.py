@@ -36,7 +36,7 @@ from testbed_controller.report.charts import (
 )
 
 MARKS = ("o", "s", "^", "D", "v", "P")
-"""Marks of the series, in the order of their colours: they can be distinguished without colours, too."""
+"""Marks of the series in the order of their colours, distinguishable without colours."""
 HATCHES: dict[Dash, str] = {"solid": "", "dashed": "////", "dotted": "...."}
 WIDTH, HEIGHT = 4.2, 2.2
 """Inches, on a page; a legend adds to the height."""
@@ -51,9 +51,9 @@ LETTER = 0.075
 MARK_LETTERS = 6
 """Width of the mark beside a name in a legend, in letters."""
 MOST_LABELLED = 10
-"""Bars with their figures above them; more are drawn without figures."""
+"""Maximum number of bars with value labels."""
 APART = 3.0
-"""Points of type between the marks of two series at the same place, so that their intervals can be distinguished."""
+"""Distance in points between marks of different series at equal x, to keep their intervals distinguishable."""
 STYLE: Any = {
     "font.size": 8,
     "font.family": "DejaVu Sans",
@@ -87,7 +87,7 @@ STYLE: Any = {
 
 @mpl.rc_context(STYLE)
 def draw_lines(plot: LinePlot, width: float) -> Figure:
-    """Draw lines, windows behind them."""
+    """Draw lines with background windows."""
     figure, axes = _axes(width, plot.x)
     drawn = [line for line in plot.lines if line.points]
     values = [value for line in drawn for _, value in line.points]
@@ -103,7 +103,7 @@ def draw_lines(plot: LinePlot, width: float) -> Figure:
 
 
 def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
-    """Set the ends of the x axis, and the scale on which its places lie apart."""
+    """Set the limits and the scale of the x axis."""
     low, high = plot.range_
     if high <= low:
         high = low + 1.0
@@ -129,7 +129,7 @@ def _ends(drawn: Sequence[Line], y: Axis) -> list[float]:
 
 
 def _beside(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
-    """Return the place of a line: those with whiskers stand side by side, some points of type apart."""
+    """Return the x offset of a line, so that error bars do not overlap."""
     figure = axes.get_figure()
     if line not in spread or len(spread) == 1 or figure is None:
         return axes.transData
@@ -138,7 +138,7 @@ def _beside(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
 
 
 def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several: bool) -> None:
-    """Draw one line; among several without marks at their points it gets a few of its own."""
+    """Draw one line; several unmarked lines get a few marks each to distinguish them."""
     points = line.points if line.half_widths else thin(line.points)
     xs, ys = (np.array(part) for part in zip(*points, strict=True))
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
@@ -192,14 +192,14 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
 
 
 def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
-    """Return the value at each of some rising times: that of the last point until then, 0 before the first."""
+    """Sample a step function at rising times: the last point so far, or 0 before the first."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     return np.array([0.0, *ys])[np.searchsorted(xs, times, side="right")]
 
 
 @mpl.rc_context(STYLE)
 def draw_bars(plot: BarPlot, width: float) -> Figure:
-    """Draw bars side by side in groups, each with its figure above it if they are few."""
+    """Draw grouped bars, with value labels for few bars."""
     groups, kinds = plot.groups, plot.kinds
     figure, axes = _axes(width, plot.x)
     bar = 0.8 / max(1, len(kinds))
@@ -219,7 +219,7 @@ def draw_bars(plot: BarPlot, width: float) -> Figure:
 
 
 def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale, *, labelled: bool) -> None:
-    """Draw the bars of one kind, that of the first group at ``first``."""
+    """Draw the bars of one series, starting at ``first``."""
     groups = [group for group, value in enumerate(kind.values) if value is not None]
     at = first + np.array(groups)
     heights = np.array([kind.values[group] for group in groups], float)
@@ -263,7 +263,7 @@ class _Scale:
 
 
 def _scale(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> _Scale:
-    """Give the y axis its title, its scale, and limits around the ``ends`` of intervals."""
+    """Set title, scale and limits of the y axis, including the ``ends`` of intervals."""
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
     factor, unit = formats.unit(y.kind, max(highest, -lowest))
     axes.set_ylabel(f"{y.name} ({unit})" if unit else y.name)
@@ -280,7 +280,7 @@ def _scale(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float)
 
 
 def _rungs(lowest: float, highest: float, dense_to: float) -> LogLocator:
-    """Return the places of figures on a logarithmic axis: 1, 2 and 5 of each decade if there are few decades."""
+    """Return the tick values of a logarithmic axis: 1, 2 and 5 of each decade for few decades."""
     return LogLocator(subs=(1.0, 2.0, 5.0) if highest < lowest * dense_to else (1.0,))
 
 

@@ -20,11 +20,11 @@ from testbed_controller.report.thinning import MOST, devices_shown, links_shown,
 from testbed_controller.results.run import Run
 
 MOST_PRINTED = 24
-"""Devices, links or faults that a terminal has."""
+"""Maximum number of devices, links or faults in the terminal."""
 
 
 def sections(run: Run) -> Iterator[Section]:
-    """Yield the tables of a run, those that have a row."""
+    """Yield the non-empty tables of a run."""
     for section in (
         _devices(run),
         _links(run),
@@ -38,7 +38,7 @@ def sections(run: Run) -> Iterator[Section]:
 
 
 Shown = tuple[str, str, Mapping[str, Any]]
-"""A row of the table of devices: name, the reason it is shown, and figures."""
+"""A row of the table of devices: name, the reason for its selection, and metrics."""
 
 
 def _devices(run: Run) -> Section:
@@ -91,7 +91,7 @@ def _spent(kind: str, row: Shown) -> Cell:
 
 
 def _together(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the figures of devices as if they were one, the deficit being that of the worst."""
+    """Combine the metrics of devices into one row, with the worst deficit."""
     names = ("compute", "send", "receive", "communicate", "down", "idle")
     found = {name: sum(row[name] for row in devices) for name in (*names, "bytes_sent", "bytes_received")}
     shares = {f"{name}_share": fmean(row[f"{name}_share"] for row in devices) for name in names}
@@ -99,7 +99,7 @@ def _together(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def holdings(run: Run) -> dict[str, str]:
-    """Return which units of the model each device of the plan holds, counted from 0, and the memory they take."""
+    """Return the model units (counted from 0) and the memory of each device in the plan."""
     return {
         name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
         for name in run.plan.devices
@@ -155,7 +155,7 @@ def _shaped(run: Run) -> str:
 
 
 def _across(run: Run) -> str:
-    """Say which devices were on which host, and what lay beneath the links between them; nothing of one host."""
+    """Return the table of hosts, devices and underlying links; empty for a single host."""
     fidelity = run.outcome.fidelity
     hosts: dict[str, list[str]] = fidelity.get("hosts", {})
     if len(hosts) < 2:
@@ -169,7 +169,7 @@ def _across(run: Run) -> str:
 
 
 def _changed(run: Run) -> Section:
-    """Return what links became while the run went on, by faults, by a trace or by hand; alike changes are one."""
+    """Return the changed links during the run, by faults, traces or commands; equal changes are merged."""
     changes: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
     for event in EventLog.made_of(run.outcome.events).of("link"):
         (link,) = links_from_json([event.fields]).values()
@@ -181,7 +181,7 @@ def _changed(run: Run) -> Section:
 
 
 def directions(run: Run) -> Section | None:
-    """Return every direction of every link, or those that stand out, where the table of links puts several into one."""
+    """Return every direction of every link, or only notable ones if the table of links merges several."""
     links, emulated = run.metrics["links"], run.outcome.runtime == "emulate"
     if not len(group_links(links)) < min(len(links), MOST + 1):
         return None
@@ -246,7 +246,7 @@ def _faults(metrics: Mapping[str, Any]) -> Section:
 
 
 def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the recovery that a fault led to, its seconds from this fault; all None when the method noticed none."""
+    """Return the recovery from a fault with its duration since the fault; None values for an undetected fault."""
     for item in metrics["recovery_list"]:
         if fault["recovered"] is not None and item["resumed"] == fault["recovered"]:
             return {**item, "seconds": fault["recovered"] - fault["struck"]}
@@ -256,7 +256,7 @@ def recovery_from(fault: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mappi
 
 
 def expected(run: Run) -> Section:
-    """Return what the scenario expects, and what came about."""
+    """Return the table of expectations and results."""
     rows = []
     for one in run.expectations:
         tone: Literal["yes", "no"] = "yes" if one.holds else "no"
@@ -269,7 +269,7 @@ def expected(run: Run) -> Section:
 
 
 def found_text(expectation: Expectation, run: Run) -> str:
-    """Write what became of an expectation, exactly enough to see why it holds or not."""
+    """Format the result of an expectation, precise enough to see whether it holds."""
     value = expectation.value
     if value is None:
         return "no such figure"

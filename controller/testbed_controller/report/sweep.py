@@ -1,4 +1,4 @@
-"""The page of a sweep or of repetitions: its points as means with intervals, over what was swept, and as a table."""
+"""The page of a sweep or of repetitions: means with intervals, as plots over the swept keys and as a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
 
 
 def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
-    """Return the page; ``summary`` is that of `testbed_controller.results.summary` over these runs."""
+    """Render the page; ``summary`` is the result of `testbed_controller.results.summary` for these runs."""
     points = summary["points"]
     return html.page(
         runs[0].trial.scenario.name,
@@ -52,7 +52,7 @@ def render(summary: Mapping[str, Any], runs: Sequence[Run]) -> str:
 
 
 def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
-    """Return a row for each point: where in the sweep it is, its metrics, and its runs.
+    """Return a row for each point: swept values, metrics, and runs.
 
     ``names`` chooses the metrics and their headings; by default the most important metrics are shown. All values of a
     column have one unit, which its heading names.
@@ -94,7 +94,7 @@ def _runs(point: Point) -> Cell:
 
 @dataclass(frozen=True)
 class _MetricColumn:
-    """A metric as a column of the table, in the unit of its largest value."""
+    """A metric as a table column, in the unit of its largest value."""
 
     name: str
     heading: str
@@ -116,7 +116,7 @@ class _MetricColumn:
 
 
 def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
-    """Return the metrics given as ``NAME`` or ``NAME: HEADING``; raise InputError for a name that no run has."""
+    """Return the metrics given as ``NAME`` or ``NAME: HEADING``. Raises InputError for an unknown name."""
     names = {}
     for text in chosen:
         name, _, heading = text.partition(": ")
@@ -150,7 +150,7 @@ def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None 
 
 
 def _keys(points: Sequence[Point]) -> list[str]:
-    """Return the keys that differ from point to point."""
+    """Return the keys with varying values."""
     keys = dict.fromkeys(key for point in points for key in point["point"])
     return [key for key in keys if len({_text(point, key) for point in points}) > 1]
 
@@ -178,7 +178,7 @@ def _over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys
 
 
 def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
-    """Return the other keys whose values change with those of the chosen one, never by themselves."""
+    """Return the other keys whose values always change together with the chosen one."""
     values = {_text(point, chosen) for point in points}
     pairs = {key: {(_text(point, chosen), _text(point, key)) for point in points} for key in keys if key != chosen}
     return [key for key, found in pairs.items() if len(found) == len(values)]
@@ -214,7 +214,7 @@ def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, lis
 
 
 def _places(points: Sequence[Point], key: str) -> list[float] | None:
-    """Return the values of a key as numbers, None where they are none."""
+    """Return the values of a key as numbers; None if not numeric."""
     found = on_one_scale([point["point"].get(key) for point in points])
     return None if found is None else found[0]
 

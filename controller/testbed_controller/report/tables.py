@@ -1,4 +1,4 @@
-"""A table as plain facts, a section, and how a terminal and a LaTeX document show it; pages draw it by a template."""
+"""Tables as plain data, rendered on a terminal and in LaTeX; pages use a template."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from testbed.common import formats
 from testbed.common.formats import visible
 
 BARS = ("compute", "communicate", "down")
-"""Shares of its time that are drawn of a device."""
+"""Activities drawn in the time bar of a device."""
 BAR = 16
-"""Letters of such a bar."""
+"""Length of a time bar in characters."""
 WIDE = 100
-"""Columns of a terminal from which a table has room for what is only nice to know."""
+"""Minimum terminal width for optional columns."""
 WHOLE = 18
-"""Letters of names that are never wrapped, in favour of figures."""
+"""Maximum length of names that are never wrapped, to save space for values."""
 TONES = {"": "", "yes": "green", "no": "red"}
 LATEX = str.maketrans(
     {sign: rf"\{sign}" for sign in "&%$#_{}"}
@@ -31,31 +31,31 @@ LATEX = str.maketrans(
     | {"✔": "yes", "✘": "no", "≥": r"$\geq$", "≤": r"$\leq$", "\u00a0": "~", "…": r"\ldots{}"}
 )
 LAST_LATIN = "\u017f"
-"""pdflatex with T1 fonts has the letters up to this one; other signs would end it with an error."""
+"""Last character with a glyph in pdflatex's T1 fonts; later ones would fail."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in one cell."""
+    """Contents of a table cell."""
 
     text: str
     note: str = ""
-    """Smaller, beside or below it."""
+    """Smaller text beside or below."""
     tone: Literal["", "yes", "no"] = ""
-    """Whether it says that something is right or wrong."""
+    """Whether the text reports success or failure."""
     shares: Mapping[str, float] | None = None
     """Drawn as a bar: shares of `BARS`."""
     hint: str = ""
-    """Shown on a page where the mouse rests on it."""
+    """Tooltip on a page."""
     order: float | str | None = None
-    """What a page sorts rows by."""
+    """Sort key on a page."""
     links: Sequence[tuple[str, str]] = ()
-    """Texts with the pages that they lead to, in place of its text on a page."""
+    """Texts with link targets, which replace the text on a page."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its heading, and what its cells are."""
+    """Heading and cell type of a column."""
 
     heading: str
     kind: Literal["name", "text", "figure"] = "text"
@@ -66,23 +66,23 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """A table with its title."""
+    """A table with title and note."""
 
     title: str
     note: str
-    """For the page: what its figures are."""
+    """Explanation of the metrics, for the page."""
     brief: str
     """The same for the terminal, half a sentence."""
     columns: tuple[Column, ...]
     rows: list[list[Cell]]
     most: int = 1000
-    """Rows on the terminal: the first ones, or the last where it is negative."""
+    """Maximum number of rows on the terminal; a negative number selects the last rows."""
     sortable: bool = False
     """Whether a click on a heading of the page sorts the rows."""
     left_out: int = 0
-    """Rows that are on neither."""
+    """Number of rows omitted everywhere."""
     all_in: str = "metrics.json"
-    """The file beside the page that has all."""
+    """File with all rows, relative to the page."""
 
 
 def plain(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> Section:
@@ -96,7 +96,7 @@ def figures(*headings: str, where: Literal["", "wide", "page"] = "") -> tuple[Co
 
 
 class VisibleConsole(Console):
-    """Writes control characters out that are in what it prints: names and messages come from scenarios and devices."""
+    """Console that escapes control characters, because names and messages come from scenarios and devices."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of something to be printed."""
@@ -160,7 +160,7 @@ def _text(cell: Cell, column: Column, between: str) -> Text:
 
 
 def _bar(shares: Mapping[str, float]) -> Text:
-    """Draw how a device spent its time, idle being what is left."""
+    """Draw the activities of a device as a bar; the remainder is idle time."""
     text = Text()
     left, filled = BAR, 0.0
     for kind, style in zip(BARS, ("blue", "yellow", "red"), strict=True):
@@ -183,6 +183,6 @@ def latex(section: Section) -> str:
 
 
 def _latex_text(text: str) -> str:
-    """Escape a text for LaTeX and leave out signs that pdflatex has no letter for."""
+    """Escape a text for LaTeX, without characters unknown to pdflatex."""
     escaped = text.translate(LATEX)
     return "".join(sign for sign in escaped if sign.isascii() or (sign.isalpha() and sign <= LAST_LATIN)).strip()

@@ -1,4 +1,4 @@
-"""The end of a run in the terminal: figures, devices, links, faults, what was expected, the verdict, the report."""
+"""Terminal output of a finished run: metrics, devices, links, faults, expectations, verdict and report path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show_briefly(console: Console, run: Run) -> None:
 
 
 def render(run: Run, width: int) -> RenderableType:
-    """Return what `show` prints, laid out for a width."""
+    """Return the output of `show` for a given width."""
     parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(run), Text()]
     parts += [draw(section, width) for section in sections(run)]
     if run.expectations:
@@ -53,7 +53,7 @@ def render(run: Run, width: int) -> RenderableType:
 
 
 def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
-    """Return what was asked of each kind of link and what was found, those outside their tolerance first."""
+    """Return requested and measured properties by kind of link, deviations first."""
     found = [
         {
             "source": each.source,
@@ -111,7 +111,7 @@ def _verdict(judged: Mapping[str, Any]) -> Panel:
 
 
 def where(folder: Path, name: str = "report.html") -> Text:
-    """Say where the page of a run, or of several, is."""
+    """Describe the location of the page of one or several runs."""
     shown = folder / name
     path = shown.relative_to(Path.cwd()) if shown.is_relative_to(Path.cwd()) else shown
     return Text(" Report  ", style="dim").append(str(path), style="bold cyan" if shown.exists() else "cyan")

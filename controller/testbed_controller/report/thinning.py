@@ -1,4 +1,4 @@
-"""What a page shows of very many devices, links or rows: those that a reader would look for, and how many are left."""
+"""Selection of notable devices, links or rows for pages of large runs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 from testbed_controller.report.tables import Section
 
 MOST = 400
-"""Devices, links, rows of a table or members of a list that a page shows: of more only some."""
+"""Maximum number of devices, links, rows or list entries on a page without selection."""
 EACH = 10
-"""Devices or links that are shown for each figure by which they stand out, and members of a longer list."""
+"""Number of devices or links selected by each metric, and of entries kept of a longer list."""
 Item = TypeVar("Item")
 
 
 def standing_out(items: Sequence[Item], by: Mapping[str, Callable[[Item], float]]) -> list[tuple[Item, str]]:
-    """Return the items to be shown, each with what it stands out by, in words.
+    """Return the selected items, each with the reason for its selection.
 
-    All of them and without words where they are not more than `MOST`; otherwise those with the largest of each figure,
-    as far as it is above 0. Of items that are alike the first stand for all.
+    Up to `MOST` items are all returned without reasons. Of more, those with the largest positive value of each metric
+    are selected; of equal items, the first ones.
     """
     if len(items) <= MOST:
         return [(item, "") for item in items]
@@ -35,7 +35,7 @@ def standing_out(items: Sequence[Item], by: Mapping[str, Callable[[Item], float]
 
 
 def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the devices to be shown, given as ``metrics()["devices"]``, each with what it stands out by."""
+    """Select devices from ``metrics()["devices"]``, each with the reason."""
     figures: dict[str, Callable[[str], float]] = {
         "longest down": lambda name: devices[name]["down"],
         "busiest": lambda name: devices[name]["compute_share"] + devices[name]["communicate_share"],
@@ -49,7 +49,7 @@ def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def links_shown(links: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the links to be shown, given as ``metrics()["links"]``, each with what it stands out by."""
+    """Select links from ``metrics()["links"]``, each with the reason."""
     figures: dict[str, Callable[[Mapping[str, Any]], float]] = {
         "out of tolerance": lambda link: link["problem"] is not None,
         "lost most casts": lambda link: link["casts"] - link["casts_heard"],
@@ -68,7 +68,7 @@ def shortened(section: Section) -> Section:
 
 
 def abridged(value: Any, file: str) -> Any:
-    """Return plain values with the beginnings of long lists and mappings, which say that the others are in a file."""
+    """Truncate long lists and mappings in plain values, with a reference to the file with all entries."""
     if not isinstance(value, Mapping | list):
         return value
     many = len(value) > MOST

@@ -1,4 +1,4 @@
-"""The Gantt chart of a run as compact data for the script that draws it."""
+"""The Gantt chart of a run as compact data for the drawing script."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from testbed_controller.results.run import Run
 
 KINDS = ("compute", "send", "receive", "down")
 MOST_BARS = 40_000
-"""Bars embedded one by one; of longer runs only the interesting windows keep them, the rest is drawn joined."""
+"""Maximum number of bars embedded individually; longer runs keep only those of interesting windows and merge
+the rest."""
 MOST_DEVICES = 48
 AROUND = 1.0
 """Seconds shown before and after a fault."""
 MOST_PAUSES = 3
-"""Pauses that get a view of their own."""
+"""Maximum number of pauses with a view of their own."""
 FINEST = 1 / 3000
 """Share of the duration: bars closer together look like one when the whole run is on the screen."""
 
@@ -77,7 +78,7 @@ def shaded(run: Run) -> list[dict[str, Any]]:
 
 
 def _overlaid(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield those that overlap as one: hundreds of them, one over the other, would hide all else."""
+    """Merge overlapping windows, hundreds of which would hide everything else."""
     for style in ("fault", "recovery"):
         own = [window for window in windows if window["style"] == style]
         for start, end in union((window["start"], window["end"]) for window in own).tolist():
@@ -87,7 +88,8 @@ def _overlaid(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def interesting(run: Run) -> list[dict[str, Any]]:
-    """Return the whole run, two steady steps or a few requests, and what surrounds each pause and fault."""
+    """Return the views: the whole run, two steady steps or a few requests, and the surroundings of pauses and
+    faults."""
     metrics = run.metrics
     end = metrics["duration"]
     steps, requests = metrics["series"]["steps"], metrics["series"]["requests"]
@@ -111,7 +113,7 @@ def interesting(run: Run) -> list[dict[str, Any]]:
 
 
 def _joined(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
-    """Yield the bars in some stretches and all outages, and of the others alike ones that nearly touch as one.
+    """Yield the bars of given time spans and all outages, and merge equal neighbouring bars elsewhere.
 
     The bars in those stretches are of all devices, the others of ``devices`` alone.
     """

@@ -1,4 +1,4 @@
-"""Runs side by side: their figures, ratios to the first, and in what their scenarios differ.
+"""Comparison of runs: metrics, ratios to the first run, and differences between scenarios.
 
 The repetitions of one point, on one clock, stand side by side as one.
 """
@@ -19,18 +19,18 @@ from testbed_controller.results.run import Run
 from testbed_controller.results.summary import all_figures, is_number
 
 UNIMPORTANT = ("description", "expect", "time_limit", "repetitions", "sweep", "points", "network.subnet")
-"""Keys of a scenario that change no figure."""
+"""Scenario keys without effect on metrics."""
 TWO_CLOCKS = 0.10
-"""Step times of an emulated and a simulated run of one scenario should agree within this share."""
+"""Maximum relative difference of step times between an emulated and a simulated run of one scenario."""
 
 
 def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Return the comparison of runs as plain JSON values; see `side_by_side`.
+    """Return the comparison of runs as plain JSON values; see `side_by_side` for the groups.
 
     ``runs``: path (of the first), label, runtime, count, verdict, status; ``figures``: name, kind, about, values
     (means; None where absent), half_widths of their intervals and ratios to the first; ``devices``: per device the
-    share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: differences that nobody
-    asked for, runs not trusted; ``clocks``: what the two runtimes say of one scenario, or None.
+    share of each activity; ``differences``: dotted key of the scenario -> values; ``warnings``: unrequested
+    differences, untrusted runs; ``clocks``: agreement of the two runtimes on one scenario, or None.
     """
     groups = list(grouped.values())
     firsts = [group[0] for group in groups]
@@ -59,10 +59,10 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, list[Run]]:
-    """Return the runs by what distinguishes them, the repetitions of one point together, in their order.
+    """Group runs by distinguishing labels, with the repetitions of a point together, in order.
 
-    ``series`` chooses some of them, in that order, each as its name or as ``NAME: LABEL`` to call it otherwise.
-    Raises `InputError` for a name that there is not.
+    ``series`` selects and orders groups, each as its name or as ``NAME: LABEL`` for another label. Raises `InputError`
+    for an unknown name.
     """
     alike: dict[str, list[Run]] = {}
     for run in runs:
@@ -84,13 +84,13 @@ def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, l
 
 
 def _worst(group: Sequence[Run]) -> dict[str, str]:
-    """Return the status and the verdict of the first run of a group that did not finish or is not trusted."""
+    """Return status and verdict of the first unfinished or untrusted run of a group."""
     run = next((run for run in group if run.outcome.status != "finished" or not run.metrics["trusted"]), group[0])
     return {"status": run.outcome.status, "verdict": run.metrics["verdict"]["kind"]}
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return short names that distinguish the runs: of the runs of one sweep, only where they differ."""
+    """Return short distinguishing names of the runs; for runs of one sweep, only the differences."""
     parts = [_name_parts(run) for run in runs]
     names = [",".join(each) for each in parts]
     if len({len(each) for each in parts}) == 1 and len(parts[0]) > 1 and len(set(names)) > 1:
@@ -102,7 +102,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _name_parts(run: Run) -> list[str]:
-    """Return the parts of a run's name: its point of the sweep and its repetition, or the name of its folder."""
+    """Return the parts of a run's name: sweep point and repetition, or the folder name."""
     if not run.trial.point:
         return run.path.name.split(",")
     repetition = [f"repetition={run.trial.repetition + 1}"] if run.trial.repetition else []
@@ -132,7 +132,7 @@ def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def is_below(key: str, other: str) -> bool:
-    """Whether a dotted key is another one, or one of its parts."""
+    """Return whether a dotted key equals another one or lies below."""
     return key == other or key.startswith(f"{other}.")
 
 
@@ -152,7 +152,7 @@ def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> tuple[Any, float | None]:
-    """Return the mean of numbers and the half width of its interval; of anything else what the first has."""
+    """Return mean and interval half width of numbers; for other values, the first one."""
     numbers = [value for value in values if is_number(value)]
     return interval(numbers) if numbers else (values[0], None)
 
@@ -167,7 +167,7 @@ def _devices(grouped: Sequence[Sequence[Run]]) -> dict[str, list[dict[str, float
 
 
 def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
-    """Return the mean shares of a device's activities over some runs; None where it is in none of them."""
+    """Return the mean activity shares of a device over several runs; None if absent from all of them."""
     some = [row for row in rows if row is not None]
     parts = ("compute", "communicate", "down", "idle")
     return {part: fmean(row[f"{part}_share"] for row in some) for part in parts} if some else None
@@ -175,7 +175,7 @@ def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None
 
 @dataclass(frozen=True)
 class _Compared:
-    """Groups of runs side by side, as the checks see them."""
+    """Groups of runs for comparison checks."""
 
     groups: Mapping[str, Sequence[Run]]
     differences: Mapping[str, Sequence[Any]]
@@ -251,13 +251,13 @@ _CHECKS = (
 
 
 def _computed_on(run: Run) -> str:
-    """Return the processors, instruction sets and versions of torch that a run's numerics depend on."""
+    """Return the processors, instruction sets and torch versions that a run's numerics depend on."""
     fixed = " with fixed kernels" if run.trial.scenario.workload.is_reproducible else ""
     return kernels.named(run.manifest["host"]["computing"]) + fixed
 
 
 def _clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Hold the first emulated run against the first simulated one, when they ran the same scenario."""
+    """Compare the first emulated with the first simulated run of one scenario."""
     found: dict[str, Run] = {}
     for run in runs:
         if run.metrics.get("step_time", run.metrics.get("latency")) is not None:

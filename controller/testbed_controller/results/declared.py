@@ -1,4 +1,4 @@
-"""What a method declares of its runs: of the testbed's methods as they say, of one's own as data beside the run.
+"""Storage of user-defined metric definitions with the results of a run.
 
 So reading results executes nothing that lies in their folder, which may have come from somebody else.
 """
@@ -22,23 +22,24 @@ from testbed.validation import find_method, reporting
 
 FILE = "declared.json"
 _OF_ANY = {"struck", "detected", "resumed", "seconds", "step", "missing", "deficit"}
-"""What every item of ``recovery_list`` has; a method may add more."""
+"""Fields common to all entries of ``recovery_list``; methods may add more."""
 
 
 def declared_by(trial: Trial) -> MetricsSpec:
-    """Return what a trial's method says of its runs; imports a method of one's own."""
+    """Return the metric definitions of a trial's method, which may be imported from a user's file."""
     return reporting(find_method(trial.scenario), trial.scenario.workload)
 
 
 def keep(folder: Path, trial: Trial, declared: MetricsSpec, metrics: Mapping[str, Any]) -> None:
-    """Write what a method of one's own declares into the folder of its run; ``metrics`` are empty as it begins."""
+    """Write the definitions of a user's method into the results folder; ``metrics`` are empty at the start."""
     if trial.scenario.workload.method.file is not None:
         kept = finite(_as_data(declared, metrics))
         (folder / FILE).write_text(json.dumps(kept, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def declared_in(folder: Path, trial: Trial) -> MetricsSpec:
-    """Return what was declared of the run in a folder; figures of a method of one's own are those that it had then."""
+    """Return the definitions stored in a results folder, with the metrics' values at that time for
+    user-defined ones."""
     workload = trial.scenario.workload
     if workload.method.file is None:
         try:

@@ -1,4 +1,4 @@
-"""The registry of exporters: classes that follow a run as it goes on, and functions that write finished results."""
+"""The registry of exporters: classes that follow a run in progress, and functions that write finished results."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from testbed_controller.results.run import Run
 
 Writer: TypeAlias = "Callable[[Sequence[Run], Path, Sequence[str]], None]"
-"""Writes runs into a folder; the last argument names the metrics that the user chose, none for all."""
+"""Function that writes runs into a folder; the last argument names the selected metrics (empty for all)."""
 
 
 class Callback:
-    """A receiver of the events of a run in progress, in their order; a subclass overrides the methods that it needs.
+    """Receiver of the events of a run in progress, in order. Subclasses override the methods of interest.
 
     An event has a `time` in seconds of the run, a `device`, and `fields`, such as `step` and `loss`.
 
@@ -35,7 +35,7 @@ class Callback:
     """
 
     def on_step(self, event: Event) -> None:
-        """See a training step that is over."""
+        """Handle a finished training step."""
 
     def on_evaluate(self, event: Event) -> None:
         """See a test of the model."""
@@ -44,10 +44,10 @@ class Callback:
         """See an answer of an inference."""
 
     def on_fault(self, event: Event) -> None:
-        """See a fault that has struck."""
+        """Handle an injected fault."""
 
     def on_end(self, run: Run | None) -> None:
-        """See the run as it lies in its folder; None: it ended with an error."""
+        """Handle the finished run; None after an error."""
 
 
 def _callable(found: Any) -> Any:
@@ -81,7 +81,7 @@ def _follows(exporter: Any) -> bool:
 
 
 def stream_of(name: str) -> Callable[[Path], Callback]:
-    """Return the exporter of a name that follows a run; raises `InputError` for any other."""
+    """Return a live exporter by name. Raises `InputError` for an unknown name."""
     found: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
     if not _follows(found):
         raise InputError(f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'")
@@ -89,7 +89,7 @@ def stream_of(name: str) -> Callable[[Path], Callback]:
 
 
 def writer_of(name: str) -> Writer:
-    """Return the exporter of a name that writes finished results; raises `InputError` for any other."""
+    """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
     found: Writer = EXPORTERS.find(name)
     if _follows(found):
         raise InputError(f"--format {name}: follows a run as it goes on: use 'testbed run SCENARIO --stream {name}'")

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, read back.
+"""Reading of results folders.
 
 One folder a run: ``scenario.yaml`` (resolved), ``plan.json``, ``manifest.json``, ``events.jsonl``, ``metrics.json``,
 ``fidelity.json``, ``trace.json`` (for ui.perfetto.dev), ``weights.safetensors`` where there are any; of a network
@@ -34,19 +34,19 @@ from testbed_controller.results.recorder import RUNNING, with_local_sources
 from testbed_controller.results.run import Run
 
 ALWAYS = {"status", "trusted", "duration", "series", "devices", "recovery_list", "verdict"}
-"""Figures of every run that pages of several runs take for granted; an older run may lack some."""
+"""Metrics required by pages of several runs; older runs may lack some."""
 UNSHOWN = ("description", "time_limit")
-"""Keys of a scenario that change no figure of a run."""
+"""Scenario keys without effect on any metric."""
 READ = 1 << 18
-"""Bytes at the end of the events that are looked at."""
+"""Bytes read from the end of the events."""
 _AT_ONCE = 4096
-"""Lines of a file that are read together, which takes half the time."""
+"""Number of lines parsed together, which takes half the time."""
 _DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
-"""What reading a line raises that is no event."""
+"""Exceptions raised by an invalid event line."""
 
 
 def begun(folder: Path) -> Trial:
-    """Return what is run in a folder, whether or not it is over; raise `InputError` where it holds no run."""
+    """Return the trial in a results folder, finished or not. Raises `InputError` for a folder without a run."""
     return _trial(folder, _manifest(folder))
 
 
@@ -62,7 +62,7 @@ def _trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
 
 
 def load(folder: Path) -> Run:
-    """Read a run back, its figures computed again from its events; raise `InputError` where there is none.
+    """Load a run and recompute its metrics from the events. Raises `InputError` for a missing run.
 
     Survives what a crash leaves: a last line of events that was cut off, no figures. Such a run counts as interrupted.
     """
@@ -72,7 +72,7 @@ def load(folder: Path) -> Run:
 
 
 def load_figures(folder: Path) -> Run:
-    """Read a run back without its events, with the figures that were written at its end; computes what is missing."""
+    """Load a run without events, with its stored metrics; missing ones are recomputed."""
     if not is_written(folder):
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
@@ -81,17 +81,17 @@ def load_figures(folder: Path) -> Run:
 
 
 def load_any(folder: Path) -> Run:
-    """Read a run with its events, or without where they were not kept."""
+    """Load a run with its events if available."""
     return load(folder) if (folder / "events.jsonl").is_file() else load_figures(folder)
 
 
 def is_written(folder: Path) -> bool:
-    """Return whether a run was written to its end, with its figures."""
+    """Return whether a run is complete, including metrics."""
     return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
 
 
 def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
-    """Read what there is beside the events; without ``figures`` compute them."""
+    """Load everything except the events; without ``figures``, recompute the metrics."""
     facts = _manifest(folder)
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     if facts.get("status") == RUNNING:
@@ -122,7 +122,7 @@ def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run
 
 
 def places(folder: Path) -> list[Path]:
-    """Return the folder of a run, or those of a sweep or of repetitions: in the scenario's order, others by name."""
+    """Return the folders of a run, sweep or repetitions: in the order of the scenario, others by name."""
     if (folder / "scenario.yaml").is_file() or not folder.is_dir():
         return [folder]
     summary = folder / "summary.json"
@@ -133,7 +133,7 @@ def places(folder: Path) -> list[Path]:
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
-    """Return, by number, the runs of these trials that finished in these folders; remove what is left of the others.
+    """Return the finished runs of the given trials by number; delete the remains of the others.
 
     The runs are without their events. Raises InputError where a folder holds a run of another trial.
     """
@@ -173,7 +173,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_events(path: Path) -> EventLog:
-    """Read events as far as they are whole."""
+    """Read events up to the first damaged line."""
     events, forms = EventLog(), dict[Form, Form]()
     add = events.add
     if not path.is_file():
@@ -210,7 +210,7 @@ def _read_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
-    """Read lines of which one holds no event, as the last of a file may, if it was cut off."""
+    """Parse lines individually, because one is damaged: the last line of an interrupted run, for example."""
     found = []
     for number, line in enumerate(lines, first):
         try:
@@ -223,15 +223,15 @@ def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
 
 @dataclass
 class Progress:
-    """What the last events say."""
+    """Progress of a run according to its last events."""
 
     time: float = 0.0
-    """Seconds of the run, at its last event."""
+    """Time of the last event in seconds of the run."""
     step: int | None = None
-    """Last step or request that is done."""
+    """Last finished step or request."""
     loss: float | None = None
     doing: dict[str, str] = field(default_factory=dict)
-    """By device, what it does or did last."""
+    """Current or last activity by device."""
 
     def __str__(self) -> str:
         parts = [f"{self.time:.1f} s"]
@@ -241,7 +241,7 @@ class Progress:
 
 
 def progress(folder: Path) -> Progress:
-    """Return how far the run in a folder has come; nothing done where there are no events yet."""
+    """Return the progress of the run in a folder; empty without events."""
     found = Progress()
     try:
         with (folder / "events.jsonl").open("rb") as file:

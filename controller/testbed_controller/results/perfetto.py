@@ -19,18 +19,18 @@ from testbed.trace.intervals import lanes
 from testbed.trace.log import EventLog
 
 TRACKS = {"compute": 1, "send": 100, "receive": 200, "down": 300}
-"""First track number of each kind; activity that overlaps with itself takes further ones."""
+"""First track number of each kind; overlapping activities use further tracks."""
 MOST_BARS = 200_000
 """Bars in a trace, at most; a longer run's trace has the first ones: as much as a browser opens."""
 MOST_COUNTED = 100_000
-"""Losses and accuracies in the trace; of more there is every n-th."""
+"""Maximum number of losses and accuracies in the trace; longer series are thinned."""
 _AT_ONCE = 1000
 CLOCK_SLACK = 0.005
-"""Seconds that a reception may seem to lie outside its send, the clocks of two containers being read apart."""
+"""Tolerance in seconds for a reception outside its send, due to separate clocks of containers."""
 
 
 def write(file: IO[str], events: Sequence[Event], end: float, title: str = "testbed") -> None:
-    """Write the trace of a run that ended at ``end`` seconds; its ``otherData`` says how many bars were left out."""
+    """Write the trace of a run of ``end`` seconds; ``otherData`` contains the number of omitted bars."""
     log = EventLog.made_of(events)
     charted = sorted(islice(bars(log, end), MOST_BARS), key=lambda bar: (bar.start, bar.end))
     other = {"title": title, "left_out": max(0, len(log.of(*CHARTED)) - len(charted))}
@@ -77,7 +77,7 @@ def _laned(charted: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def deliveries(charted: Sequence[Bar]) -> Iterator[tuple[Bar, Bar]]:
-    """Pair each reception with the send that it ended: same devices, kind and size, in order, and at the same time."""
+    """Pair each reception with its send: same devices, kind and size, in order, at the same time."""
     waiting: dict[tuple[str, str | None, str, int | None], deque[Bar]] = defaultdict(deque)
     for bar in charted:
         if bar.kind == "send":
@@ -126,7 +126,7 @@ def _slice(bar: Bar, process: int, thread: int) -> dict[str, Any]:
 def _arrow(
     number: int, sent: Bar, source: tuple[int, int], received: Bar, destination: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Return the two ends of a flow; each lies inside its slice, which is what binds it to the slice."""
+    """Return both ends of a flow; each lies inside its slice, which binds the flow to the slice."""
     common = {"name": "message", "cat": "message", "id": number}
     middle = _microseconds((received.start + received.end) / 2)
     return [

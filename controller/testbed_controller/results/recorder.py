@@ -1,4 +1,4 @@
-"""Writes a run while it goes on, so that what was seen is there however the run ends; and what its manifest says."""
+"""Recording of a run in progress, so that results survive any kind of end, and its manifest."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from testbed_controller.results.declared import declared_by, keep
 from testbed_controller.results.run import Run
 
 RUNNING = "running"
-"""Status of a run that is not over, or was cut off."""
+"""Status of a run in progress or cut off."""
 WITHOUT_EFFECT = (":!docs", ":!papers/*.md", ":!papers/*.json", ":!papers/*.svg", ":!papers/*/figures.yaml")
-"""Files that change no run, as git names them."""
+"""Files without effect on runs, as git patterns."""
 RECORDED_PACKAGES = ("torch", "numpy", "flask", "waitress", "requests", "pydantic", "docker", "pyroute2")
 
 
 def manifest(
     trial: Trial, runtime: Literal["emulate", "simulate"], weights: Mapping[str, Any] | str | None
 ) -> dict[str, Any]:
-    """Return what is known as a run begins; its status is ``running``."""
+    """Return the manifest at the start of a run, with status ``running``."""
     return {
         "scenario": trial.scenario.name,
         "seed": trial.scenario.seed,
@@ -72,7 +72,7 @@ def manifest(
 
 
 def finished(facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
-    """Return the manifest of a run that began with these ``facts`` and is over."""
+    """Return the manifest of a finished run, based on its initial ``facts``."""
     return {
         **facts,
         "status": outcome.status,
@@ -90,7 +90,7 @@ def _version(package: str) -> str | None:
 
 
 def revision(checkout: Path = ROOT) -> str | None:
-    """Return the git revision of the code, with a mark when it was changed since; None outside a checkout.
+    """Return the git revision of the code, marked if modified; None outside a checkout.
 
     Files in ``docs`` and the tables and results of ``papers`` change no run.
     """
@@ -126,11 +126,10 @@ class Recorder:
         owned: Mapping[str, Mapping[int, int]] | None = None,
         events: bool = True,
     ) -> None:
-        """Make ``folder``, which must not exist or be empty.
+        """Create ``folder``, which must be empty or missing.
 
-        ``weights`` says which file the first weights were read from, ``owned`` how many training samples of which
-        classes each device owns. Raises InputError where the folder holds something, HostError where it cannot be
-        written.
+        ``weights`` is the file of the initial weights, ``owned`` the number of training samples by device and class.
+        Raises InputError for a folder with contents, HostError for a folder without write access.
         """
         self.path = folder.absolute()
         self._trial = trial
@@ -164,19 +163,19 @@ class Recorder:
             _write_json(self.path / "plan.json", plan.model_dump(mode="json"))
 
     def event(self, event: Event) -> None:
-        """Write an event; raise `HostError` where that is impossible."""
+        """Write an event. Raises `HostError` on failure."""
         self.lines(event.to_json() + "\n")
         self._ordered = self._ordered and event.time >= self._latest
         self._latest = event.time
 
     def lines(self, text: str) -> None:
-        """Write the lines of events that are in order; raise `HostError` where that is impossible."""
+        """Write event lines, already in order. Raises `HostError` on failure."""
         with self._writing():
             self._events.write(text)
         self._written += text.count("\n")
 
     def finish(self, outcome: Outcome) -> Run:
-        """Write how the run ended and everything that is computed from its events; return it."""
+        """Write the outcome and everything computed from the events; return the run."""
         facts, log = finished(self._manifest, outcome), EventLog.made_of(outcome.events)
         # As the file has them, so that the figures are those that will be computed from it.
         kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
@@ -198,7 +197,7 @@ class Recorder:
         return run
 
     def abandon(self, error: BaseException) -> None:
-        """Note why a run ended without an outcome; one that never began leaves no folder."""
+        """Record the error of a run without an outcome; a run that never started leaves no folder."""
         if self._written == 0:
             self._events.close()
             shutil.rmtree(self.path, ignore_errors=True)
@@ -227,7 +226,7 @@ def _taken(folder: Path) -> InputError:
 
 
 def rebuild(run: Run) -> None:
-    """Write again everything in a run's folder that is computed: figures, verdict and trace."""
+    """Recompute all derived files of a run: metrics, verdict and trace."""
     _write_figures(run)
     _write_trace(run)
 
@@ -246,7 +245,7 @@ def _write_trace(run: Run) -> None:
 
 
 def numbered(folder: Path) -> Path:
-    """Make ``folder``, or with a number the first such folder that does not exist, and return it: no other run has it.
+    """Create and return ``folder``, with a number appended if already taken.
 
     Raises HostError where it cannot be made.
     """
@@ -263,12 +262,12 @@ def numbered(folder: Path) -> Path:
 
 
 def scenario_yaml(scenario: Scenario) -> str:
-    """Return the scenario as YAML with every default spelled out; it loads back equal."""
+    """Return the scenario as YAML with all defaults; loading the text yields an equal scenario."""
     return written(_keys(scenario))
 
 
 def facts_of(trial: Trial) -> dict[str, Any]:
-    """Return the scenario of a run by its keys."""
+    """Return the scenario of a run as plain values by key."""
     return _keys(trial.scenario)
 
 
@@ -277,7 +276,7 @@ def _keys(scenario: Scenario) -> dict[str, Any]:
 
 
 def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
-    """Return the scenario as it can lie beside the Python files that it names, and their texts by name.
+    """Return the scenario with relative names of its Python files, and their texts by name.
 
     What these files import from beside them lies there, too.
     """
@@ -295,7 +294,7 @@ def with_local_sources(scenario: Scenario) -> tuple[Scenario, dict[str, str]]:
 
 
 def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
-    """Add the texts of a code, below a folder where others have their names; return the name of its own file."""
+    """Add the texts of a code object, in a subfolder for conflicting names; return the main file's name."""
     texts = usercode.texts_of(code)
     if any(sources.get(name, text) != text for name, text in texts.items()):
         texts = {folder + name: text for name, text in texts.items()}
@@ -305,7 +304,7 @@ def _add_sources(sources: dict[str, str], code: Code, folder: str) -> str:
 
 
 def _further_files(workload: WorkloadPart) -> Iterator[str]:
-    """Yield the Python files that sub-keys of the workload and the options of the method name."""
+    """Yield the Python files named by workload keys and method options."""
     yield from workload.files()
     waiting: list[Mapping[str, Any]] = [workload.method.options()]
     while waiting:
@@ -316,7 +315,7 @@ def _further_files(workload: WorkloadPart) -> Iterator[str]:
 
 
 def _replace(path: Path, lines: Iterable[str]) -> None:
-    """Write a file so that there is always the former one or the new one, and never half of it."""
+    """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w", encoding="utf-8") as file:
         file.writelines(lines)

@@ -1,4 +1,4 @@
-"""A run as tables: rows of plain values, for programs that make tables of their own."""
+"""The tables of a run as rows of plain values for other programs."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
     "requests": _series("requests"),
     "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
 }
-"""What a run can be had as, and how. Times and durations are in seconds."""
+"""Tables of a run, with functions that compute them. Times and durations are in seconds."""
 
 
 def rows(run: Run, table: str) -> list[Row]:
-    """Return a table of a run, a mapping for each row; raises `InputError` for one that there is not."""
+    """Return a table of a run, a mapping per row. Raises `InputError` for an unknown table."""
     if table not in TABLES:
         raise InputError(f"there is no table '{table}': there are {', '.join(TABLES)}")
     return TABLES[table](run)
@@ -82,14 +82,14 @@ def every_table(run: Run) -> dict[str, list[Row]]:
 
 
 def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
-    """Write the tables that have a row as files of a kind, ``csv`` or ``parquet``."""
+    """Write all non-empty tables as ``csv`` or ``parquet`` files."""
     for name, found in tables.items():
         if found:
             (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", found)
 
 
 def points(runs: Sequence[Run]) -> list[Row]:
-    """Return a row for each run of a sweep: where in the sweep it is, its verdict, and its figures of one value."""
+    """Return a row for each run of a sweep: swept values, verdict, and scalar metrics."""
     return [
         {
             **{key: value_text(value) if value_label(value) else value for key, value in run.trial.point.items()},
@@ -125,7 +125,7 @@ def write_parquet(path: Path, found: Sequence[Row]) -> None:
 
 
 def write_csv(path: Path, found: Iterable[Row]) -> None:
-    """Write rows as CSV, a column for each key that any of them has; composed values are written as JSON."""
+    """Write rows as CSV with a column for each key; composite values are written as JSON."""
     found = list(found)
     columns = dict.fromkeys(key for row in found for key in row)
     with path.open("w", newline="", encoding="utf-8") as file:

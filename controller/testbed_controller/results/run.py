@@ -1,4 +1,4 @@
-"""A finished run as plain facts, and what it is called."""
+"""A finished run as plain data, and its name."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Run:
-    """A run as it lies on disk."""
+    """A finished run as stored on disk."""
 
     path: Path
     trial: Trial
     plan: Plan
     outcome: Outcome
-    """Without its weights."""
+    """Outcome without weights."""
     manifest: dict[str, Any]
     metrics: dict[str, Any]
     declared: MetricsSpec = NOTHING
-    """What its method says of its runs."""
+    """Metric definitions of the run's method."""
 
     @property
     def experiment(self) -> Experiment:
-        """The same as a runtime needs it."""
+        """The facts of the run for a runtime."""
         return self.trial.experiment
 
     @property
     def expectations(self) -> list[Expectation]:
-        """Return the conditions of `expect` with their results; raises `InputError` for a figure that is unknown."""
+        """Return the conditions of `expect` with their results. Raises `InputError` for an unknown metric."""
         try:
             return evaluate(self.trial.scenario.expect, self.metrics, self.figures)
         except KeyError as error:
@@ -55,17 +55,17 @@ class Run:
             raise InputError(text) from None
 
     def alone(self) -> Run:
-        """Return it without its events: of a sweep, memory holds the figures alone."""
+        """Return the run without its events, to save memory in sweeps."""
         return replace(self, outcome=replace(self.outcome, events=[]))
 
     @property
     def point(self) -> str:
-        """The point of the sweep that it is of, as a text that is the same for all its repetitions."""
+        """The sweep point as text, equal for all its repetitions."""
         return json.dumps(self.trial.point, sort_keys=True, default=str)
 
     @property
     def figures(self) -> dict[str, Metric]:
-        """All figures that it may have, by name."""
+        """All metrics available to the run, by name."""
         return figures_of(self.declared)
 
     @property
@@ -80,7 +80,7 @@ class Run:
 
 
 def run_name(trial: Trial) -> str:
-    """Return the name of a run's folder, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
+    """Return the folder name of a run, such as ``quickstart`` or ``quickstart,rate=10mbit,repetition=2``."""
     parts = point_parts(trial.point)
     if trial.repetition:
         parts.append(f"repetition={trial.repetition + 1}")

@@ -1,4 +1,4 @@
-"""What a run learns, handed on as it happens: rows of CSV, loggers such as TensorBoard, and callbacks."""
+"""Live export of learning curves: CSV rows, loggers such as TensorBoard, and callbacks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SCALARS: Mapping[str, Mapping[str, str]] = {
     "evaluate": {"loss": "loss/test", "accuracy": "accuracy"},
     "request": {"latency": "latency"},
 }
-"""Events of the loggers, the fields that are written of each, and what these call them."""
+"""Logged events with their exported fields and names."""
 FOLLOWED = (*SCALARS, "fault")
 """Events of callbacks."""
 COLUMNS = ("time", "device", "event", "step", "loss", "accuracy", "latency")
 
 
 class Logger(Callback, ABC):
-    """Writes the scalars of steps, tests and requests, each with its step."""
+    """Base of loggers for the scalars of steps, tests and requests."""
 
     @abstractmethod
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
-        """Write a scalar of an instant of the run, seconds after its beginning."""
+        """Log a scalar at a step and a time in seconds of the run."""
 
     def _scalars(self, event: Event) -> None:
         for key, name in SCALARS[event.event].items():
@@ -63,7 +63,7 @@ class Csv(Callback):
 
 
 class TensorBoard(Logger):
-    """Writes events for TensorBoard; their times are those of the run after its beginning here."""
+    """Logger to TensorBoard; times count from the start of the run on this machine."""
 
     def __init__(self, folder: Path) -> None:
         library = need("tensorboard.summary", "tensorboard", "--stream tensorboard")
@@ -71,7 +71,7 @@ class TensorBoard(Logger):
         self._writer = library.Writer(str(folder))
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
-        """Write a scalar, so that a TensorBoard that is open shows it."""
+        """Log a scalar and flush, so that an open TensorBoard displays the value."""
         self._writer.add_scalar(name, value, step, wall_time=self._began + seconds)
         self._writer.flush()
 
@@ -81,7 +81,7 @@ class TensorBoard(Logger):
 
 
 class MlFlow(Logger):
-    """Logs to MLflow: to its server where MLFLOW_TRACKING_URI names one, else to ``mlflow.db`` in the results."""
+    """Logger to MLflow: to the server in MLFLOW_TRACKING_URI, else to ``mlflow.db`` in the results."""
 
     def __init__(self, folder: Path) -> None:
         library = need("mlflow", "mlflow", "--stream mlflow")
@@ -92,34 +92,34 @@ class MlFlow(Logger):
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
-        """Log a metric at its step; its time is that of the run in milliseconds."""
+        """Log a metric at a step; the timestamp is the time of the run in milliseconds."""
         self._client.log_metric(self._run, name, value, timestamp=int(1000 * seconds), step=step)
 
     def on_end(self, run: Run | None) -> None:
-        """Log the scenario's name and say how the run ended."""
+        """Log the scenario's name and the end status."""
         if run is not None:
             self._client.set_tag(self._run, "scenario", run.trial.scenario.name)
         self._client.set_terminated(self._run, "FAILED" if run is None else "FINISHED")
 
 
 class WeightsAndBiases(Logger):
-    """Logs to Weights & Biases offline, into ``wandb`` in the results; `wandb sync` sends it on."""
+    """Offline logger to Weights & Biases, in ``wandb`` of the results; upload with `wandb sync`."""
 
     def __init__(self, folder: Path) -> None:
         library = need("wandb", "wandb", "--stream wandb")
         self._run = library.init(project="testbed", name=folder.name, dir=str(folder), mode="offline")
 
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
-        """Log a metric beside its step and its time in seconds: those of several devices may come out of order."""
+        """Log a metric with step and time as values, because steps of several devices may be out of order."""
         self._run.log({name: value, "at_step": step, "seconds": seconds})
 
     def on_end(self, run: Run | None) -> None:
-        """Close it."""
+        """Close the logger."""
         self._run.finish(exit_code=int(run is None))
 
 
 class Following:
-    """Hands the events of a run to callbacks, and within ``with`` its end.
+    """Passes the events of a run to callbacks and, as a context manager, the end of the run.
 
     Callbacks are those of ``kinds``, names of exporters that write into a folder, and others. Raises `InputError` for
     a logger whose package is not installed.
@@ -128,7 +128,7 @@ class Following:
     def __init__(self, folder: Path, kinds: Iterable[str], callbacks: Sequence[Callback] = ()) -> None:
         self._callbacks = [*(stream_of(kind)(folder) for kind in kinds), *callbacks]
         self.finished: Run | None = None
-        """To be set once the run lies in its folder."""
+        """The finished run, set by the caller once stored."""
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +138,7 @@ class Following:
             each.on_end(self.finished)
 
     def event(self, event: Event) -> None:
-        """Hand on an event, where callbacks have something for it."""
+        """Pass an event to interested callbacks."""
         if event.event in FOLLOWED:
             for each in self._callbacks:
                 getattr(each, f"on_{event.event}")(event)

@@ -16,7 +16,7 @@ from testbed_controller.results.run import Run
 
 
 def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
-    """Write ``summary.json`` and ``summary.csv`` over the runs in a folder; return `summary_of` them."""
+    """Write ``summary.json`` and ``summary.csv`` of the runs in a folder; return their `summary_of`."""
     summary = summary_of(runs)
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
     write_csv(folder / "summary.csv", _rows(summary))
@@ -24,11 +24,11 @@ def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the summary of runs of one scenario, whose events are not needed.
+    """Return the summary of runs of one scenario; events are not required.
 
-    ``figures`` says of each by name its ``kind`` and whether it is ``brief`` (`testbed.trace.metrics_spec.Metric`).
-    ``points`` has one entry a point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names),
-    ``trusted`` (how many of them), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
+    ``figures`` contains ``kind`` and ``brief`` of each metric by name (`testbed.trace.metrics_spec.Metric`). ``points``
+    has one entry for each point of the sweep, in the order of the runs: ``point``, ``runs`` (folder names), ``trusted``
+    (the number of trusted runs), ``figures`` by name, each with ``mean``, ``ci95`` (half width) and ``n``.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -62,7 +62,7 @@ def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def all_figures(runs: Sequence[Run]) -> dict[str, Metric]:
-    """Return the figures that any of these runs may have, by name."""
+    """Return all metrics available to any of the runs, by name."""
     return {name: figure for run in runs for name, figure in run.figures.items()}
 
 
