@@ -79,7 +79,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             method=self.name,
             lead=problem.devices[0].name,
             pieces=pieces_of(problem, layers),
-            step_time=row.latency(layers),
+            step_time=row.latency(layers) * problem.workload.tokens,
             details=StagesDetails(token_time=row.latency(layers), bottleneck=row.bottleneck(layers)),
         )
 

@@ -199,11 +199,11 @@ GENERATION = MetricsSpec(
     lists={"generation_list": requests_list, "token_list": tokens_list, "text_list": texts_list},
     events=(
         EventType("arrival", "a request arrived at the source", (), ("request", "tokens")),
-        EventType("token", "a token was chosen", ("request", "index"), ("request", "index", "token")),
+        EventType("token", "a token was chosen", ("batch", "micro"), ("request", "micro", "token", "text")),
         EventType(
-            "transfer", "all values of a token were sent and gathered", ("request",), ("request", "sent", "received")
+            "transfer", "all values of a token were sent and gathered", ("batch",), ("request", "sent", "received")
         ),
-        EventType("text", "the text of a request is complete", (), ("request", "text")),
+        EventType("text", "the text of a request is complete", ("batch",), ("request", "text")),
     ),
     rows=(
         Row("First token", "{ttft}", "after the arrival of a request, median"),

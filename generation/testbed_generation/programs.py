@@ -49,6 +49,11 @@ def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
 
     def complete(number: int, tokens: Sequence[int]) -> None:
         if problem.workload.is_computed:
-            device.record("text", request=number, text=text_of(tokens, job.pieces))
+            shown = tokens[:-1] if tokens[-1] == problem.end else tokens
+            device.record("text", request=number, text=text_of(shown, job.pieces))
 
-    return Service(problem.requests, problem.workload.concurrency, problem.end, complete)
+    def text(token: int) -> str:
+        return text_of([token], job.pieces)
+
+    is_computed = problem.workload.is_computed
+    return Service(problem.requests, problem.workload.concurrency, problem.end, complete, text if is_computed else None)

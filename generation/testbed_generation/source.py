@@ -200,6 +200,8 @@ class Service:
     """The token after which a text is complete; None: each has as many tokens as it may."""
     complete: Callable[[int, Sequence[int]], None] = lambda number, tokens: None
     """Is called with the number and the tokens of a request that is complete."""
+    text: Callable[[int], str] | None = None
+    """Returns the text of a token for the record; None where no tokens are computed."""
 
 
 async def serve_requests(device: Device, drive: Drive, service: Service) -> None:
@@ -214,7 +216,8 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
             while len(progress.tokens) < request.limit and progress.tokens[-1:] != [service.end]:
                 token = await drive.next_token(progress)
                 progress.tokens.append(token)
-                device.record("token", request=request.number, index=len(progress.tokens) - 1, token=token)
+                text = {} if service.text is None else {"text": service.text(token)}
+                device.record("token", request=request.number, micro=len(progress.tokens) - 1, token=token, **text)
             drive.forget(request.number)
             service.complete(request.number, progress.tokens)
             device.record("request", request=request.number, latency=device.now() - request.arrival)

@@ -79,5 +79,5 @@ def test_80_layers_over_12_devices_take_less_than_a_second_each() -> None:
 def test_given_rows_keep_the_order_and_follow_their_rule() -> None:
     row = Row(("a", "b", "c"), 8, dict.fromkeys("abc", 1.0), {"a": 8, "b": 2, "c": 6}, lambda one, other: 0.0)
     assert by_memory(row) == (("a", 4), ("b", 1), ("c", 3))
-    with pytest.raises(InputError, match="b has room for 2 layers of 3: give it more memory"):
+    with pytest.raises(InputError, match="b has room for 2 of 3 layers: add memory or devices"):
         even(row)

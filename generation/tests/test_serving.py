@@ -114,7 +114,7 @@ def test_texts_survive_the_death_of_each_stage_at_each_token(
     made, texts = serve(recovery, [kill])
     assert texts == {request.number: alone(request, Sampling()) for request in REQUESTS}
     assert [event["phase"] for event in events(made, "recovery")] == ["detected", "resumed"]
-    recorded = [(event["request"], event["index"]) for event in events(made, "token")]
+    recorded = [(event["request"], event["micro"]) for event in events(made, "token")]
     assert len(recorded) == len(set(recorded)) == sum(request.limit for request in REQUESTS)
 
 

@@ -55,7 +55,7 @@ def test_the_example_with_nearly_everything_is_a_scenario(tmp_path):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [*DOCS.rglob("*.md"), *(ROOT / "papers").glob("*/README.md")]:
+    for page in [*DOCS.rglob("*.md"), *(ROOT / "papers").glob("*/README.md"), ROOT / "generation/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
