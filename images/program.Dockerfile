@@ -11,5 +11,5 @@ EXPOSE 8700 8701 8702/udp
 ENTRYPOINT ["/opt/testbed/machine/loader", "--library-path", "/opt/testbed/machine/libraries:/opt/testbed/machine/usr/local/lib", \
     "/opt/testbed/machine/python", "-u", "-E", "-c", "import runpy, sys; sys.dont_write_bytecode = True; \
 sys.path[:0] = ['/opt/testbed/machine/opt/testbed/code', '/opt/testbed/machine/opt/testbed/packages']; \
-runpy.run_module('agent', run_name='__main__')"]
+runpy.run_module('testbed_agent', run_name='__main__')"]
 CMD []

@@ -10,10 +10,10 @@ import threading
 from testbed.common.logs import log_to_stderr
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import Lease
-from testbed_agent.control import ControlApplication
 from testbed_agent.receiving import DataServer
 from testbed_agent.runner import Runner
 from testbed_agent.settings import Settings
+from testbed_agent.starting import HealthFirst
 
 CONTROL_THREADS = 8
 
@@ -29,7 +29,7 @@ def main() -> None:
         signal.signal(number, lambda *_: switched_off.set())
     lease = Lease(os.environ, switched_off.set)
     runner = Runner(settings, DataServer(settings))
-    server = PatientServer(settings.control, ControlApplication(runner, lease.renew), CONTROL_THREADS)
+    server = PatientServer(settings.control, HealthFirst(runner, lease.renew), CONTROL_THREADS)
     threading.Thread(target=server.serve, name="serve", daemon=True).start()
     _LOG.info("device %s of run %s is on", settings.device, settings.run)
     switched_off.wait()

@@ -1,4 +1,4 @@
-"""The agent's HTTP API for the controller: a WSGI application without a framework, which would double its memory."""
+"""The agent's HTTP API for the controller: a Flask application with a route for each request of docs/protocols.md."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator
-from http import HTTPStatus
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any, cast
+
+from flask import Blueprint, Flask, Response, current_app, request
+from werkzeug.exceptions import HTTPException
 
 from testbed.wire.serving import refusal
 from testbed.wire.token import authorised
-from testbed_agent.http import Environ, Refused, StartResponse, announced_length, read_body, respond
+from testbed_agent.http import Refused, announced_length, read_body
 from testbed_agent.metrics import exposition
 
 if TYPE_CHECKING:
@@ -26,6 +27,143 @@ _LOG = logging.getLogger(__name__)
 JSON_LIMIT = 48 << 20
 """Maximum size of a deployment in bytes; program files take up to 20 MB of it, in base 64."""
 _SMALL = 4096
+
+routes = Blueprint("control", __name__)
+
+
+def application(runner: Runner, renew: Callable[[], None] = lambda: None) -> Flask:
+    """Return the Flask application of a device; ``renew`` is called when the controller renews its lease."""
+    app = Flask("agent", static_folder=None)
+    app.extensions.update(runner=runner, renew=renew)
+    app.register_blueprint(routes)
+    app.register_error_handler(Refused, _refused)
+    app.register_error_handler(HTTPException, _unknown)
+    app.register_error_handler(Exception, _failed)
+    return app
+
+
+@routes.before_app_request
+def authorise() -> Any:
+    """Refuse every request without the device's token, except for its health."""
+    if request.path != "/health" and not authorised(request.environ, _runner().settings.token):
+        return {"error": "send the device's token as 'Authorization: Bearer <token>'"}, 401
+    return None
+
+
+@routes.get("/health")
+def get_health() -> dict[str, Any]:
+    """Return the device's state, with the traceback of a failed program."""
+    return _runner().health()
+
+
+@routes.put("/deployment")
+def put_deployment() -> dict[str, Any]:
+    """Prepare the device for its part of the run."""
+    _runner().deploy(_read_body(JSON_LIMIT))
+    return _state()
+
+
+@routes.put("/data")
+def put_data() -> dict[str, Any]:
+    """Store the device's samples."""
+    # Check the state before reading the body, which may be large.
+    _runner().require_ready("data")
+    _runner().put_data(_read_body(_runner().body_limit))
+    return _state()
+
+
+@routes.put("/shard")
+def put_shard() -> dict[str, Any]:
+    """Load the weights of the device's shard of the model."""
+    _runner().require_ready("a shard")
+    _runner().put_shard(_read_body(_runner().body_limit))
+    return _state()
+
+
+@routes.post("/start")
+def start() -> dict[str, Any]:
+    """Start the program."""
+    _runner().start(_read_number("origin", -1e12, 1e12))
+    return _state()
+
+
+@routes.post("/stop")
+def stop() -> dict[str, Any]:
+    """Stop the program."""
+    _runner().stop()
+    return _state()
+
+
+@routes.post("/lease")
+def renew_lease() -> dict[str, Any]:
+    """Keep the device switched on for another term."""
+    current_app.extensions["renew"]()
+    return _state()
+
+
+@routes.post("/leave")
+def leave() -> dict[str, Any]:
+    """Ask the program to hand over its state and leave."""
+    _runner().leave()
+    return _state()
+
+
+@routes.put("/speed")
+def put_speed() -> dict[str, Any]:
+    """Set the share of its own speed at which the device computes."""
+    _runner().set_speed(_read_number("factor", 1e-6, 1e6))
+    return _state()
+
+
+@routes.put("/links")
+def put_links() -> dict[str, Any]:
+    """Set the links that the program plans with."""
+    _runner().set_links(_read_body(JSON_LIMIT))
+    return _state()
+
+
+@routes.get("/facts")
+def get_facts() -> dict[str, Any]:
+    """Return the device's software versions, processors, memory in bytes and monotonic clock in seconds."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "flask", "waitress"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "none"
+    settings = _runner().settings
+    return {
+        "run": settings.run,
+        "device": settings.device,
+        "versions": versions,
+        "kernel": platform.release(),
+        "processors": len(os.sched_getaffinity(0)),
+        "memory": {"resident": resident_bytes(), "limit": memory_limit()},
+        "monotonic": time.monotonic(),
+    }
+
+
+@routes.get("/events")
+def get_events() -> Response:
+    """Stream the events after a number of them until the run ends."""
+    after = request.args.get("after", "0")
+    if not after.isdecimal() or len(after) > 15:
+        raise Refused(400, f"'after' must be a number of events, not '{after[:40]}'")
+    return Response(_runner().log.follow(int(after)), mimetype="application/x-ndjson")
+
+
+@routes.get("/weights")
+def get_weights() -> Response:
+    """Return the weights that the program ended with, or of its part alone."""
+    return Response(_runner().weights("part" in request.args), mimetype="application/octet-stream")
+
+
+@routes.get("/metrics")
+def get_metrics() -> Response:
+    """Return the device's metrics as text for Prometheus."""
+    return Response(exposition(_runner(), resident_bytes()), mimetype="text/plain")
 
 
 def resident_bytes() -> int:
@@ -44,124 +182,44 @@ def memory_limit() -> int | None:
     return None
 
 
-class ControlApplication:
-    """The WSGI application of the control network; see docs/protocols.md."""
-
-    def __init__(self, runner: Runner, renew: Callable[[], None] = lambda: None) -> None:
-        self._runner = runner
-        self._changes: dict[tuple[str, str], Callable[[Environ], object]] = {
-            ("GET", "/health"): lambda _environ: None,
-            ("PUT", "/deployment"): lambda environ: runner.deploy(_read_body(environ, JSON_LIMIT)),
-            ("PUT", "/data"): lambda environ: self._put(environ, "data", runner.put_data),
-            ("PUT", "/shard"): lambda environ: self._put(environ, "a shard", runner.put_shard),
-            ("POST", "/start"): lambda environ: runner.start(_read_number(environ, "origin", -1e12, 1e12)),
-            ("POST", "/stop"): lambda _environ: runner.stop(),
-            ("POST", "/lease"): lambda _environ: renew(),
-            ("POST", "/leave"): lambda _environ: runner.leave(),
-            ("PUT", "/speed"): lambda environ: runner.set_speed(_read_number(environ, "factor", 1e-6, 1e6)),
-            ("PUT", "/links"): lambda environ: runner.set_links(_read_body(environ, JSON_LIMIT)),
-        }
-        """Requests that change the device; the response is the device's state."""
-        self._reads: dict[str, tuple[str, Callable[[Environ], Iterable[bytes]]]] = {
-            "/facts": ("application/json", lambda _environ: [json.dumps(facts(runner)).encode() + b"\n"]),
-            "/events": ("application/x-ndjson", lambda environ: _follow_events(runner, environ)),
-            "/weights": ("application/octet-stream", lambda environ: [runner.weights("part" in _parse_query(environ))]),
-            "/metrics": ("text/plain; charset=utf-8", lambda _environ: [exposition(runner, resident_bytes())]),
-        }
-
-    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        """Answer one request."""
-        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        if (method, path) == ("GET", "/health"):
-            return respond(start_response, 200, health(self._runner))
-        if not authorised(environ, self._runner.settings.token):
-            error = {"error": "send the device's token as 'Authorization: Bearer <token>'"}
-            return respond(start_response, 401, error)
-        try:
-            return self._answer(method, path, environ, start_response)
-        except Refused as error:
-            _LOG.info("refused a request: %s", error)
-            return respond(start_response, error.status, {"error": str(error)})
-        except Exception as error:  # noqa: BLE001 - it is logged, and the caller is told
-            _LOG.exception("request failed")
-            return respond(start_response, 500, {"error": refusal(f"{method} {path}: {error!r}")})
-
-    def _answer(self, method: str, path: str, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
-        if method == "GET" and path in self._reads:
-            kind, read = self._reads[path]
-            content = read(environ)
-            headers = [("Content-Type", kind)]
-            if isinstance(content, list):
-                headers.append(("Content-Length", str(sum(map(len, content)))))
-            start_response("200 OK", headers)
-            return content
-        if (method, path) not in self._changes:
-            paths = {changing for _, changing in self._changes} | self._reads.keys()
-            status = HTTPStatus.METHOD_NOT_ALLOWED if path in paths else HTTPStatus.NOT_FOUND
-            raise Refused(status, f"{method} {path}: {status.phrase}")
-        self._changes[method, path](environ)
-        document = health(self._runner)
-        if self._runner.computing is not None:
-            document["computing"] = self._runner.computing
-        return respond(start_response, 200, document)
-
-    def _put(self, environ: Environ, content: str, store: Callable[[bytearray], None]) -> None:
-        # Check the state before reading the body, which may be large.
-        self._runner.require_ready(content)
-        store(_read_body(environ, self._runner.body_limit))
+def _runner() -> Runner:
+    return cast("Runner", current_app.extensions["runner"])
 
 
-def health(runner: Runner) -> dict[str, Any]:
-    """Return the device's state, with the traceback of a failed program."""
-    settings = runner.settings
-    document = {"run": settings.run, "device": settings.device, "state": runner.state, "events": runner.log.count}
-    return document if runner.error is None else {**document, "error": runner.error}
+def _state() -> dict[str, Any]:
+    """Return the answer to a request that changes something: the device's state and its work in progress."""
+    document = _runner().health()
+    if _runner().computing is not None:
+        document["computing"] = _runner().computing
+    return document
 
 
-def facts(runner: Runner) -> dict[str, Any]:
-    """Return the device's software versions, processors, memory in bytes and monotonic clock in seconds."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "flask", "waitress"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "none"
-    return {
-        "run": runner.settings.run,
-        "device": runner.settings.device,
-        "versions": versions,
-        "kernel": platform.release(),
-        "processors": len(os.sched_getaffinity(0)),
-        "memory": {"resident": resident_bytes(), "limit": memory_limit()},
-        "monotonic": time.monotonic(),
-    }
+def _read_body(limit: int) -> bytearray:
+    length, encoding = request.headers.get("Content-Length", ""), request.headers.get("Transfer-Encoding", "")
+    return read_body(request.environ, announced_length(length, encoding, limit))
 
 
-def _parse_query(environ: Environ) -> dict[str, list[str]]:
-    return parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
-
-
-def _follow_events(runner: Runner, environ: Environ) -> Iterator[bytes]:
-    after = _parse_query(environ).get("after", ["0"])[0]
-    if not after.isdecimal() or len(after) > 15:
-        raise Refused(400, f"'after' must be a number of events, not '{after[:40]}'")
-    return runner.log.follow(int(after))
-
-
-def _read_body(environ: Environ, limit: int) -> bytearray:
-    length, encoding = environ.get("CONTENT_LENGTH", ""), environ.get("HTTP_TRANSFER_ENCODING", "")
-    return read_body(environ, announced_length(length, encoding, limit))
-
-
-def _read_number(environ: Environ, key: str, minimum: float, maximum: float) -> float:
+def _read_number(key: str, minimum: float, maximum: float) -> float:
     """Read a JSON body with a single number."""
     try:
-        document = json.loads(bytes(_read_body(environ, _SMALL)))
+        document = json.loads(bytes(_read_body(_SMALL)))
     except (ValueError, RecursionError) as error:
         raise Refused(400, f'the body must be JSON such as {{"{key}": 12.5}}') from error
     value = document.get(key) if isinstance(document, dict) and len(document) == 1 else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
         raise Refused(400, f"the body must have the single key '{key}', a number from {minimum:g} to {maximum:g}")
     return float(value)
+
+
+def _refused(error: Refused) -> Any:
+    _LOG.info("refused a request: %s", error)
+    return {"error": str(error)}, error.status
+
+
+def _unknown(error: HTTPException) -> Any:
+    return {"error": refusal(f"{request.method} {request.path}: {error.name}")}, error.code or 500
+
+
+def _failed(error: Exception) -> Any:
+    _LOG.exception("request failed")
+    return {"error": refusal(f"{request.method} {request.path}: {error!r}")}, 500

@@ -1,17 +1,10 @@
-"""Helpers for HTTP requests to the agent: body lengths, bodies, and JSON responses."""
+"""Helpers for HTTP requests to the agent: body lengths, bodies and refusals."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
-from http import HTTPStatus
 from typing import Any
 
 from testbed.wire.serving import STALLED_AFTER, refusal
-
-Environ = dict[str, Any]
-StartResponse = Callable[..., Any]
-Application = Callable[[Environ, StartResponse], Iterable[bytes]]
 
 
 class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's words
@@ -34,7 +27,7 @@ def announced_length(text: str, encoding: str, limit: int) -> int:
     return int(text)
 
 
-def read_body(environ: Environ, length: int) -> bytearray:
+def read_body(environ: dict[str, Any], length: int) -> bytearray:
     """Read a body of ``length`` bytes from the socket into a new buffer.
 
     Raises Refused if the sender stops in the middle of the body.
@@ -51,11 +44,3 @@ def read_body(environ: Environ, length: int) -> bytearray:
             raise Refused(400, f"the body ended after {done} of {length} bytes")
         done += count
     return body
-
-
-def respond(start_response: StartResponse, status: int, document: object) -> list[bytes]:
-    """Send a JSON response."""
-    body = json.dumps(document).encode() + b"\n"
-    headers = [("Content-Length", str(len(body))), ("Content-Type", "application/json")]
-    start_response(f"{status} {HTTPStatus(status).phrase}", headers)
-    return [body]

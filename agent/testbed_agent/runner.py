@@ -72,6 +72,12 @@ class Runner:
         self._over = threading.Event()
         threading.Thread(target=self._await_peer, name="peers", daemon=True).start()
 
+    def health(self) -> dict[str, Any]:
+        """Return the device's state, with the traceback of a failed program."""
+        run, device = self.settings.run, self.settings.device
+        document = {"run": run, "device": device, "state": self.state, "events": self.log.count}
+        return document if self.error is None else {**document, "error": self.error}
+
     def _start_loop(self) -> Loop:
         """Return the program's loop, which starts on demand: asyncio takes 7 MB, too much for an idle device."""
         with self._beginning:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import flask
 import pytest
 
 from testbed.wire import serving
 from testbed.wire.serving import PatientServer
-from testbed_agent.http import Refused, read_body, respond
+from testbed_agent.http import Refused, read_body
 
 
-def _answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    try:
-        body = read_body(environ, int(environ["CONTENT_LENGTH"]))
-    except Refused as refused:
-        return respond(start_response, refused.status, {"error": str(refused)})
-    return respond(start_response, 200, {"length": len(body)})
+def _application() -> flask.Flask:
+    app = flask.Flask("bodies")
+
+    @app.put("/")
+    def measure() -> dict[str, Any]:
+        return {"length": len(read_body(flask.request.environ, int(flask.request.environ["CONTENT_LENGTH"])))}
+
+    @app.errorhandler(Refused)
+    def refuse(error: Refused) -> Any:
+        return {"error": str(error)}, error.status
+
+    return app
 
 
 def _answered(link: socket.socket) -> bytes:
@@ -31,7 +38,7 @@ def _answered(link: socket.socket) -> bytes:
 
 @pytest.fixture
 def link() -> Iterator[socket.socket]:
-    server = PatientServer(("127.0.0.1", 0), _answer, 1)
+    server = PatientServer(("127.0.0.1", 0), _application(), 1)
     threading.Thread(target=server.serve, daemon=True).start()
     with socket.create_connection(server.address, timeout=10) as link:
         link.sendall(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nonly this")
@@ -42,7 +49,7 @@ def link() -> Iterator[socket.socket]:
 def test_a_body_may_come_slowly(link: socket.socket) -> None:
     for _ in range(91):
         link.sendall(b"x")
-    assert _answered(link).endswith(b'{"length": 100}\n')
+    assert _answered(link).endswith(b'{"length":100}\n')
 
 
 def test_a_body_that_ends_too_early_is_refused(link: socket.socket) -> None:

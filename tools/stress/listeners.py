@@ -39,7 +39,7 @@ from testbed.wire.message import Message, encode
 from testbed.wire.serving import PatientServer
 from testbed.wire.token import data_token
 from testbed_agent.casting import Addresses, Caster, mark
-from testbed_agent.control import ControlApplication
+from testbed_agent.control import application as control_application
 from testbed_agent.receiving import Arrival, DataServer, Inbox
 from testbed_agent.runner import Runner
 from testbed_agent.settings import Settings
@@ -75,10 +75,10 @@ def listeners(stack: ExitStack) -> dict[str, Target]:
     own = deployments(prepared(), "r", TOKEN, ADDRESSES, None).of("source")
     ready.deploy(bytearray(own))
     controls = [Request("PUT", "/deployment", BEARER, json.loads(own)), *_controls()]
-    idle = ControlApplication(_runner(settings))
+    idle = control_application(_runner(settings))
     # No program is started: what is asked is asked before.
     starts = Request("POST", "/start", BEARER, {"origin": 12.5})
-    control = ControlApplication(ready)
+    control = control_application(ready)
     return {
         "control": asking(control, controls),
         "control of an idle device": asking(idle, [starts, *_controls()]),
