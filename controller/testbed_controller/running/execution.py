@@ -2,8 +2,8 @@
 
 The desired state of links, speeds and devices follows from the scenario, its faults and traces, and manual commands;
 `DockerFaultTarget` applies and stores it. The observed state comes from the engine (`lab.changes`) and the agents. A
-running device whose program does not report events gets its links and its program, whoever started the device. An ended device
-is left to the method's recovery. The run fails without the shaper, or without a coordinator that may return.
+running device whose program does not report events gets its links and its program, whoever started the device. An ended
+device is left to the method's recovery. The run fails without the shaper, or without a coordinator that may return.
 """
 
 from __future__ import annotations
