@@ -109,6 +109,10 @@ class CostModel:
             return output
         return embedding + output
 
+    def whole_memory(self) -> float:
+        """Return the bytes of the whole network on one device."""
+        return self.architecture.layers * self.layer_memory() + self.end_memory(first=True, last=True)
+
     def buffer_memory(self) -> float:
         """Return the bytes of activations while the longest prompt passes a layer."""
         values = max(2 * self.architecture.hidden, self.architecture.vocabulary) + 4 * self.architecture.width

@@ -50,6 +50,8 @@ class Step(Typed, kind="step"):
     """The stages after this one, each as (device, assignment); after the last one the result goes to the source."""
     values: torch.Tensor | None = None
     """Shape (tokens, width); None without numerics."""
+    scored: int = 1
+    """After how many of the last tokens the next one is chosen: more than one where a draft is verified."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class Result(Typed, kind="result", key=("request", "attempt", "position", "assig
     position: int
     """Tokens of the request up to and with those of the step."""
     assignment: int
-    token: int | None = None
-    """The chosen token, from a stage with the output matrix."""
+    chosen: Sequence[int] = ()
+    """The tokens after the last ones of the step, from a stage with the output matrix."""
     values: torch.Tensor | None = None
     """Values of shape (tokens, width), from any other stage."""
 

@@ -61,7 +61,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     Options = StagesOptions
     Details = StagesDetails
     supports = frozenset({"all_links"})
-    begins = frozenset({"embed", "prefill", "decode"})
+    begins = frozenset({"embed", "draft", "prefill", "decode"})
     through_source: ClassVar[bool] = False
     """Whether each stage's values return to the source, which sends them to the next stage."""
 
@@ -73,6 +73,8 @@ class Sequential(Method[StagesOptions, StagesDetails]):
                 "'petals'",
                 ("workload", "method", "recovery"),
             )
+        if self.through_source or problem.options.recovery == "replicate":
+            refuse_draft(problem, "use the method 'sequential' with 'recovery: restart'")
         row = row_over(problem, first_devices(problem, problem.options.spares))
         layers = CHOICES[problem.options.partition](row)
         return Plan(
@@ -96,7 +98,14 @@ class Sequential(Method[StagesOptions, StagesDetails]):
     async def program(self, device: Device, job: GenerateJob[StagesOptions, StagesDetails]) -> None:
         """Hold layers; on the source, serve the requests."""
         from testbed_generation.messages import KINDS
-        from testbed_generation.programs import embedding_of, load_seconds, sampling_of, service_of, weights_of
+        from testbed_generation.programs import (
+            draft_of,
+            embedding_of,
+            load_seconds,
+            sampling_of,
+            service_of,
+            weights_of,
+        )
         from testbed_generation.row import Row, RowOptions
         from testbed_generation.source import AlongRow, Drive, Embedder, ThroughSource, serve_requests
         from testbed_generation.stage import Holder
@@ -149,7 +158,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             if self.through_source:
                 drive = ThroughSource(mailbox, model, row, embedder, options.heartbeat)
             else:
-                drive = AlongRow(mailbox, model, row, embedder, options.heartbeat)
+                drive = AlongRow(mailbox, model, row, embedder, options.heartbeat, draft_of(device, job))
             await serve_requests(device, drive, service_of(device, job))
 
 
@@ -186,6 +195,12 @@ class Petals(Sequential):
     summary = "generation: the client keeps what it sent to each stage and replaces lost ones (Borzunov et al., 2023)"
     Options = PetalsOptions
     through_source = True
+
+
+def refuse_draft(problem: GenerateProblem[Any], remedy: str) -> None:
+    """Raise `InputError` where the scenario has a draft model, which a method cannot use."""
+    if problem.draft is not None:
+        raise InputError(f"tokens are generated one by one here: leave it out, or {remedy}", ("workload", "draft"))
 
 
 def check_memory(device: DeviceSpec, memory: float) -> None:
@@ -232,6 +247,7 @@ class TensorParallel(Method[ShardsOptions]):
 
     def plan(self, problem: GenerateProblem[ShardsOptions]) -> Plan:
         """Divide the layers; raises `InputError` for devices that the heads do not divide over, or that lack memory."""
+        refuse_draft(problem, "use the method 'sequential'")
         number = len(problem.devices)
         if problem.options.power_of_two and number & (number - 1):
             raise InputError(

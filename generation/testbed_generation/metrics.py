@@ -139,6 +139,12 @@ def _values(field_name: str) -> Callable[[RunView], float | None]:
     return compute
 
 
+def _accepted(record: RunView) -> float | None:
+    drafts = [event.fields for event in record.events if event.event == "draft"]
+    proposed = sum(fields["proposed"] for fields in drafts)
+    return sum(fields["accepted"] for fields in drafts) / proposed if proposed else None
+
+
 def requests_list(record: RunView) -> list[dict[str, Any]]:
     """Return each request with its times."""
     rows = []
@@ -185,6 +191,7 @@ GENERATION = MetricsSpec(
         Metric(
             "sent_per_token", "bytes", "values that the source sends for a decoded token, with gather", _values("sent")
         ),
+        Metric("draft_accepted", "share", "share of the draft's tokens that the stages chose as well", _accepted),
         Metric("received_per_token", "bytes", "values that it receives", _values("received")),
         Metric(
             "compute_per_token.<device>",
@@ -202,6 +209,12 @@ GENERATION = MetricsSpec(
         EventType("token", "a token was chosen", ("batch", "micro"), ("request", "micro", "token", "text")),
         EventType(
             "transfer", "all values of a token were sent and gathered", ("batch",), ("request", "sent", "received")
+        ),
+        EventType(
+            "draft",
+            "the stages have verified tokens of the draft model",
+            ("batch",),
+            ("request", "proposed", "accepted"),
         ),
         EventType("text", "the text of a request is complete", ("batch",), ("request", "text")),
     ),

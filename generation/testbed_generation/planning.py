@@ -38,7 +38,8 @@ def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
     """
     model = problem.model
     is_source = device.name == problem.devices[0].name
-    free = device.memory - model.buffer_memory() - model.end_memory(is_source, last=True)
+    draft = problem.draft.whole_memory() if is_source and problem.draft is not None else 0.0
+    free = device.memory - draft - model.buffer_memory() - model.end_memory(is_source, last=True)
     return max(0, math.floor(free / model.layer_memory()))
 
 
@@ -79,6 +80,8 @@ def pieces_of(problem: GenerateProblem[Any], layers: Layers) -> tuple[Piece, ...
     for index, (name, count) in enumerate(layers):
         ends = model.end_memory(index == 0, index == len(layers) - 1)
         memory = count * model.layer_memory() + ends + model.buffer_memory()
+        if index == 0 and problem.draft is not None:
+            memory += problem.draft.whole_memory()
         parameters = count * model.architecture.layer_values
         flops = model.architecture.layer_flops(1, middle_position(problem)) * count
         piece = Piece(device=name, first=first, last=first + count, memory=memory, parameters=parameters, flops=flops)

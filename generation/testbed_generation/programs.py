@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from testbed.device import Device
+from testbed_generation.draft import Draft
 from testbed_generation.sampling import Sampling
 from testbed_generation.source import Service
 from testbed_generation.tokens import text_of
-from testbed_generation.weights import EMBEDDING, Given, Seeded, Source
+from testbed_generation.weights import DRAFT, EMBEDDING, Given, Seeded, Source
 from testbed_generation.workload import GenerateJob, GenerateProblem
 
 
@@ -35,6 +36,17 @@ def sampling_of(problem: GenerateProblem[Any]) -> Sampling:
     """Return how tokens are chosen."""
     part = problem.workload.sampling
     return Sampling(part.temperature, part.top_p, problem.seed)
+
+
+def draft_of(device: Device, job: GenerateJob[Any, Any]) -> Draft | None:
+    """Return the draft model, on the source; None without one."""
+    problem = job.problem
+    if problem.draft is None or problem.workload.draft is None:
+        return None
+    source: Source = Seeded(problem.draft.architecture, problem.seed)
+    if problem.workload.draft.weights is not None and job.weights is not None:
+        source = Given({name.removeprefix(DRAFT): job.weights[name] for name in job.weights if name.startswith(DRAFT)})
+    return Draft(device, problem.draft, problem.workload.draft.proposed, sampling_of(problem), source)
 
 
 def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:

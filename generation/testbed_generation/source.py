@@ -17,6 +17,7 @@ from torch import Tensor
 from testbed.device import Device, Span
 from testbed.messaging.mailbox import Mailbox
 from testbed_generation.costs import CostModel
+from testbed_generation.draft import Draft
 from testbed_generation.messages import Result, Step
 from testbed_generation.network import embed
 from testbed_generation.requests import Request
@@ -32,6 +33,15 @@ class Progress:
     """Tokens chosen so far."""
 
     @property
+    def left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.request.limit - len(self.tokens)
+
+    def is_complete(self, end: int | None) -> bool:
+        """Return whether a text has all its tokens, or ends with the token ``end``."""
+        return self.left <= 0 or (bool(self.tokens) and self.tokens[-1] == end)
+
+    @property
     def all_tokens(self) -> list[int]:
         """The prompt, and the tokens chosen so far."""
         return [*self.request.prompt, *self.tokens]
@@ -40,8 +50,8 @@ class Progress:
 class Drive(Protocol):
     """How the tokens of a request get through the stages."""
 
-    async def next_token(self, progress: Progress) -> int:
-        """Return the next token of a request, whatever is lost meanwhile."""
+    async def next_tokens(self, progress: Progress) -> list[int]:
+        """Return the next tokens of a request, at least one, whatever is lost meanwhile."""
 
     def forget(self, number: int) -> None:
         """Drop what is known of a request, which is complete."""
@@ -56,9 +66,9 @@ class Embedder:
         self._model = model
         self._table = table
 
-    async def embed(self, progress: Progress, position: int) -> Tensor | None:
-        """Return the values of a request's tokens from a position on; None without numerics."""
-        tokens = progress.all_tokens[position:]
+    async def embed(self, progress: Progress, position: int, drafts: Sequence[int] = ()) -> Tensor | None:
+        """Return the values of a request's tokens from a position on, and of drafts; None without numerics."""
+        tokens = [*progress.all_tokens[position:], *drafts]
         span = Span("embed", batch=progress.request.number, micro=position + len(tokens) - 1)
         return await self._device.compute(lambda: self._look_up(tokens), self._model.embedding(len(tokens)), span)
 
@@ -73,36 +83,65 @@ class AlongRow:
     copies of the caches.
     """
 
-    def __init__(self, mailbox: Mailbox, model: CostModel, row: Row, embedder: Embedder, heartbeat: float) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        model: CostModel,
+        row: Row,
+        embedder: Embedder,
+        heartbeat: float,
+        draft: Draft | None = None,
+    ) -> None:
         """Look every ``heartbeat`` seconds whether a stage was lost."""
         self._mailbox = mailbox
         self._model = model
         self._row = row
         self._embedder = embedder
         self._heartbeat = heartbeat
+        self._draft = draft
         self._sent: dict[int, int] = {}
         """Losses when a request was last sent, by its number."""
+        self._rejections: dict[int, int] = {}
+        """How often drafts of a request were rejected, by its number."""
 
-    async def next_token(self, progress: Progress) -> int:
-        """Return the next token of a request."""
+    async def next_tokens(self, progress: Progress) -> list[int]:
+        """Return the next tokens of a request: one, and those of the draft that the stages chose as well."""
+        drafts: list[int] = []
+        if self._draft is not None and progress.tokens:
+            drafts = await self._draft.propose(progress.request, progress.all_tokens, progress.left - 1)
+        chosen = await self._choose(progress, drafts)
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == chosen[accepted]:
+            accepted += 1
+        number = progress.request.number
+        if drafts:
+            self._mailbox.device.record("draft", request=number, proposed=len(drafts), accepted=accepted)
+        if accepted < len(drafts):
+            # A higher attempt makes the stages drop the rejected tokens from their caches.
+            self._rejections[number] = self._rejections.get(number, 0) + 1
+        return chosen[: accepted + 1]
+
+    async def _choose(self, progress: Progress, drafts: Sequence[int]) -> list[int]:
+        """Return what the stages choose after the newest token of a request and after each of the drafts."""
         while True:
             await self._row.whole()
             number, losses = progress.request.number, self._row.losses
             position = self._cached(progress, losses)
             self._sent[number] = losses
-            values = await self._embedder.embed(progress, position)
+            values = await self._embedder.embed(progress, position, drafts)
             if self._row.losses != losses:
                 continue
-            tokens = len(progress.all_tokens) - position
+            tokens = len(progress.all_tokens) + len(drafts) - position
             way = [(stage.device, stage.assignment) for stage in self._row.stages]
             (device, assignment), *others = way
-            step = Step(assignment, number, losses, position, tokens, others, values)
+            attempt = losses + self._rejections.get(number, 0)
+            step = Step(assignment, number, attempt, position, tokens, others, values, len(drafts) + 1)
             post_step(self._mailbox, self._model, device, step)
-            key = (number, losses, position + tokens, way[-1][1])
+            key = (number, attempt, position + tokens, way[-1][1])
             while self._row.losses == losses:
                 result = await self._mailbox.take(Result, key, deadline=self._mailbox.device.now() + self._heartbeat)
-                if result is not None and result.token is not None:
-                    return result.token
+                if result is not None:
+                    return list(result.chosen)
 
     def _cached(self, progress: Progress, losses: int) -> int:
         """Return how many tokens of a request all stages have in their caches."""
@@ -116,6 +155,9 @@ class AlongRow:
     def forget(self, number: int) -> None:
         """Drop what is known of a request."""
         self._sent.pop(number, None)
+        self._rejections.pop(number, None)
+        if self._draft is not None:
+            self._draft.forget(number)
         self._row.release(number)
 
 
@@ -138,7 +180,7 @@ class ThroughSource:
         self._holders: dict[tuple[int, int], int] = {}
         """The assignment that has it in its caches."""
 
-    async def next_token(self, progress: Progress) -> int:
+    async def next_tokens(self, progress: Progress) -> list[int]:
         """Return the next token of a request."""
         position = len(progress.all_tokens) - 1 if progress.tokens else 0
         tokens = len(progress.all_tokens) - position
@@ -147,8 +189,7 @@ class ThroughSource:
             self._inputs.setdefault((progress.request.number, first), []).append(values)
             result = await self._call(progress.request.number, first, position, tokens)
             values = result.values
-        assert result.token is not None
-        return result.token
+        return list(result.chosen)
 
     def forget(self, number: int) -> None:
         """Drop what was kept of a request."""
@@ -213,11 +254,13 @@ async def serve_requests(device: Device, drive: Drive, service: Service) -> None
         device.record("arrival", request=request.number, tokens=len(request.prompt))
         async with slots:
             progress = Progress(request)
-            while len(progress.tokens) < request.limit and progress.tokens[-1:] != [service.end]:
-                token = await drive.next_token(progress)
-                progress.tokens.append(token)
-                text = {} if service.text is None else {"text": service.text(token)}
-                device.record("token", request=request.number, micro=len(progress.tokens) - 1, token=token, **text)
+            while not progress.is_complete(service.end):
+                for token in await drive.next_tokens(progress):
+                    if progress.is_complete(service.end):
+                        break
+                    progress.tokens.append(token)
+                    text = {} if service.text is None else {"text": service.text(token)}
+                    device.record("token", request=request.number, micro=len(progress.tokens) - 1, token=token, **text)
             drive.forget(request.number)
             service.complete(request.number, progress.tokens)
             device.record("request", request=request.number, latency=device.now() - request.arrival)

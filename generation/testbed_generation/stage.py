@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -74,10 +74,10 @@ class LayerRange:
     def cost(self, step: Step) -> Cost:
         """Return what a step is charged; tokens are chosen after the last one of the step only."""
         cost = self.model.layers(self.layers, step.tokens, step.position)
-        return cost + self.model.output(1) if self.assign.final else cost
+        return cost + self.model.output(step.scored) if self.assign.final else cost
 
     def compute(self, step: Step) -> Tensor | None:
-        """Return the values after the layers, or the logits of the last token from the final stage."""
+        """Return the values after the layers, or the logits after the last tokens from the final stage."""
         sequence = self.sequences[step.request]
         sequence.position = step.position + step.tokens
         if step.values is None:
@@ -88,7 +88,7 @@ class LayerRange:
                 values = layer.forward(values, cache)
             if self._output is None or self._norm is None:
                 return values
-            return score(values[-1:], self._norm, self._output, self.model.architecture.epsilon)[0]
+            return score(values[-step.scored :], self._norm, self._output, self.model.architecture.epsilon)
 
     def added(self, step: Step) -> tuple[Tensor, Tensor] | None:
         """Return the keys and values that a step added, each of shape (layers, heads, tokens, values of a head)."""
@@ -187,19 +187,19 @@ class Holder:
         if step.way:
             (following, assignment), *way = step.way
             padding = 0 if values is not None else self._model.message_bytes(step.tokens)
-            later = Step(
-                assignment, step.request, step.attempt, step.position, step.tokens, way, values, padding=padding
-            )
+            later = replace(step, assignment=assignment, way=way, values=values, padding=padding)
             self._mailbox.post(following, later)
             return
-        token = None
+        chosen = []
         padding = 0
         if held.assign.final:
-            token = 0 if values is None else self._sampling.choose(values, step.request, end)
+            for place in range(step.scored):
+                position = end - step.scored + 1 + place
+                chosen.append(0 if values is None else self._sampling.choose(values[place], step.request, position))
             values = None
         elif values is None:
             padding = self._model.message_bytes(step.tokens)
-        result = Result(step.request, step.attempt, end, step.assignment, token, values, padding=padding)
+        result = Result(step.request, step.attempt, end, step.assignment, chosen, values, padding=padding)
         self._mailbox.post(self._source, result)
 
     def _copy(self, held: LayerRange, step: Step, neighbour: str) -> None:

@@ -130,10 +130,10 @@ class TensorParallelSource:
             self._norm = source.read(NORM)
             self._output = source.read(EMBEDDING if model.architecture.tied else OUTPUT)
 
-    async def next_token(self, progress: Progress) -> int:
+    async def next_tokens(self, progress: Progress) -> list[int]:
         """Return the next token of a request; the shards compute one forward after the other."""
         async with self._turn:
-            return await self._next_token(progress)
+            return [await self._next_token(progress)]
 
     async def _next_token(self, progress: Progress) -> int:
         position = len(progress.all_tokens) - 1 if progress.tokens else 0

@@ -24,6 +24,8 @@ from testbed_generation.sharding import Shard
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
+DRAFT = "draft."
+"""Precedes the names of the weights of a draft model."""
 
 
 def layer_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:

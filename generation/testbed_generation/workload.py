@@ -81,6 +81,12 @@ class LanguageModelPart(ConfigModel):
         return architecture
 
 
+class DraftPart(LanguageModelPart):
+    """A small model at the source, which proposes tokens that the devices verify together."""
+
+    proposed: int = Field(4, ge=1, le=64, description="tokens that it proposes at once, at most")
+
+
 class PromptsPart(ConfigModel):
     """Texts of a file, one a line, or random tokens."""
 
@@ -108,6 +114,9 @@ class GeneratePart(WorkloadPart):
 
     task: Literal["generate"] = Field("generate", description="what the devices do together")
     model: LanguageModelPart = Field(description="the language model")
+    draft: DraftPart | None = Field(
+        None, description="a small model with the same tokens, for speculative decoding by the method sequential"
+    )
     prompts: tuple[str, ...] | PromptsPart = Field(PromptsPart(), description="texts, or where they come from")
     tokens: int = Field(32, ge=1, description="tokens to generate for each prompt, at most")
     arrivals: ArrivalsPart = Field(ArrivalsPart(), description="when requests arrive")
@@ -127,6 +136,10 @@ class GeneratePart(WorkloadPart):
             raise ValueError("names no prompt: give at least one text")
         if self.numerics == "none" and self.model.weights is not None:
             raise ValueError("has weights and 'numerics: none', which computes nothing: leave one of them out")
+        if self.draft is not None and self.numerics == "none":
+            raise ValueError("has a draft, whose tokens are accepted by their values: leave out 'numerics: none'")
+        if self.draft is not None and self.draft.weights is not None and self.model.weights is None:
+            raise ValueError("has weights for the draft alone: give 'model.weights' as well")
         return self
 
     @property
@@ -142,6 +155,8 @@ class GeneratePart(WorkloadPart):
     def paths(self) -> Iterator[tuple[str, str | None]]:
         """Yield the keys that name files beside the scenario."""
         yield "model.weights", self.model.weights
+        if self.draft is not None:
+            yield "draft.weights", self.draft.weights
         if isinstance(self.prompts, PromptsPart):
             yield "prompts.file", self.prompts.file
 
@@ -157,6 +172,8 @@ class GenerateProblem(Problem[ProblemOptions]):
 
     workload: GeneratePart
     model: CostModel = field(kw_only=True)
+    draft: CostModel | None = None
+    """The draft model, which the source holds."""
     requests: tuple[Request, ...] = ()
     """All on the source, none elsewhere."""
     end: int | None = None
@@ -187,23 +204,20 @@ class Generate(Workload):
     def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
         """Yield what is wrong with the model, the prompts and the files."""
         try:
-            self._described(scenario)
+            model, _, _ = self._described(scenario)
+            _draft(_part(scenario), scenario, model)
         except InputError as error:
             yield Diagnostic(error.key, error.text)
 
     def problem(self, given: Problem, scenario: Scenario, method: Method) -> GenerateProblem:
         """Describe the network and read the prompts."""
         model, requests, end = self._described(scenario)
-        return _posed(given, model, requests, end)
+        return _posed(given, model, requests, end, _draft(_part(scenario), scenario, model))
 
     def _described(self, scenario: Scenario) -> tuple[CostModel, tuple[Request, ...], int | None]:
         part = _part(scenario)
         weights = None if part.model.weights is None else _path(scenario, part.model.weights)
-        architecture = _architecture(part, weights)
-        if weights is not None:
-            from testbed_generation.weights import check_shapes, open_weights
-
-            check_shapes(open_weights(weights), architecture)
+        architecture = _architecture(part.model, weights)
         if architecture.experts and part.is_computed:
             raise InputError(
                 f"{part.model.preset} is a mixture of experts, of which only times are known: add numerics: none",
@@ -228,15 +242,20 @@ class Generate(Workload):
         assert isinstance(problem, GenerateProblem)
         return {
             "model": asdict(problem.model),
+            "draft": None if problem.draft is None else asdict(problem.draft),
             "requests": [asdict(request) for request in problem.requests],
             "end": problem.end,
         }
 
     def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> GenerateProblem:
         """Return the problem on a device."""
-        model = CostModel(**{**facts["model"], "architecture": Architecture(**facts["model"]["architecture"])})
+
+        def model_of(values: Mapping[str, Any]) -> CostModel:
+            return CostModel(**{**values, "architecture": Architecture(**values["architecture"])})
+
+        draft = None if facts["draft"] is None else model_of(facts["draft"])
         requests = tuple(Request(**{**each, "prompt": tuple(each["prompt"])}) for each in facts["requests"])
-        return _posed(given, model, requests, facts["end"])
+        return _posed(given, model_of(facts["model"]), requests, facts["end"], draft)
 
     def load(self, prepared: Prepared) -> Loaded:
         """Read the text of all tokens, and the weights of the file that the scenario names."""
@@ -244,12 +263,17 @@ class Generate(Workload):
         assert isinstance(problem, GenerateProblem)
         if part.model.weights is None:
             return Loaded(tokens_of(None).pieces, None)
-        from testbed_generation.weights import open_weights, read_all
+        from testbed_generation.weights import DRAFT, open_weights, read_all
 
         path = _path(prepared.scenario, part.model.weights)
         is_random = isinstance(part.prompts, PromptsPart) and part.prompts.file is None
         tokens = tokens_of(None if is_random else path)
-        return Loaded(tokens.pieces, read_all(open_weights(path), problem.model.architecture))
+        weights = read_all(open_weights(path), problem.model.architecture)
+        if part.draft is not None and part.draft.weights is not None and problem.draft is not None:
+            draft = open_weights(_path(prepared.scenario, part.draft.weights))
+            for name, weight in read_all(draft, problem.draft.architecture).items():
+                weights[f"{DRAFT}{name}"] = weight
+        return Loaded(tokens.pieces, weights)
 
     def inputs(self, prepared: Prepared, data: Any, weights: Mapping[str, Any] | None) -> Inputs:
         """Return the weights by device: all on the source, elsewhere those of the device's pieces."""
@@ -361,7 +385,9 @@ def _path(scenario: Scenario, name: str) -> Path:
     return scenario.source.folder / name
 
 
-def _posed(given: Problem, model: CostModel, requests: tuple[Request, ...], end: int | None) -> GenerateProblem:
+def _posed(
+    given: Problem, model: CostModel, requests: tuple[Request, ...], end: int | None, draft: CostModel | None
+) -> GenerateProblem:
     assert isinstance(given.workload, GeneratePart)
     return GenerateProblem(
         given.devices,
@@ -370,20 +396,40 @@ def _posed(given: Problem, model: CostModel, requests: tuple[Request, ...], end:
         given.options,
         given.seed,
         model=model,
+        draft=draft,
         requests=requests,
         end=end,
     )
 
 
-def _architecture(part: GeneratePart, weights: Path | None) -> Architecture:
-    """Return the shape that the scenario gives, or that of a GGUF file."""
-    if weights is not None and weights.suffix == ".gguf" and part.model.preset is None and part.model.layers is None:
-        from testbed_generation.weights import Gguf, open_weights
+def _architecture(part: LanguageModelPart, weights: Path | None) -> Architecture:
+    """Return the shape that the scenario gives, or that of a GGUF file; raises `InputError` for weights of another."""
+    if weights is None:
+        return part.architecture()
+    from testbed_generation.weights import Gguf, check_shapes, open_weights
 
-        file = open_weights(weights)
-        assert isinstance(file, Gguf)
+    file = open_weights(weights)
+    if isinstance(file, Gguf) and part.preset is None and part.layers is None:
         return file.architecture
-    return part.model.architecture()
+    architecture = part.architecture()
+    check_shapes(file, architecture)
+    return architecture
+
+
+def _draft(part: GeneratePart, scenario: Scenario, model: CostModel) -> CostModel | None:
+    """Return the draft model; raises `InputError` for one with other tokens."""
+    if part.draft is None:
+        return None
+    weights = None if part.draft.weights is None else _path(scenario, part.draft.weights)
+    architecture = _architecture(part.draft, weights)
+    for name in ("vocabulary", "context"):
+        own, needed = getattr(architecture, name), getattr(model.architecture, name)
+        if own != needed if name == "vocabulary" else own < model.longest:
+            raise InputError(
+                f"the draft has a {name} of {own} tokens, the model of {needed}: choose a draft of the same family",
+                ("workload", "draft", name),
+            )
+    return CostModel(architecture, part.draft.storage, model.longest, model.sequences)
 
 
 def _prompts(

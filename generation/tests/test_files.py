@@ -65,7 +65,53 @@ def test_a_device_that_replaces_another_gets_weights_of_the_file(file: Path, rec
     assert texts(file, {**given, **same}) == texts(file, same)
 
 
+def generate(file: Path, changes: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    run = testbed.simulate(testbed.load(file, changes)).run
+    return [event.fields["token"] for event in run.outcome.events if event.event == "token"], run.metrics
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}])
+@pytest.mark.parametrize(
+    ("draft", "least", "most"),
+    [
+        ({"preset": TINY}, 1.0, 1.0),
+        ({"preset": TINY, "layers": 3}, 0.01, 0.99),
+        ({"preset": TINY, "width": 32}, 0, 0.5),
+    ],
+)
+def test_a_draft_changes_no_text(
+    file: Path, sampling: dict[str, Any], draft: dict[str, Any], least: float, most: float
+) -> None:
+    same = {"workload.tokens": 30, "workload.sampling.temperature": sampling.get("temperature", 0)}
+    tokens, _ = generate(file, same)
+    drafted, metrics = generate(file, {**same, "workload.draft": draft})
+    assert drafted == tokens
+    assert least <= metrics["draft_accepted"] <= most
+
+
+def test_a_draft_that_is_right_saves_time(file: Path) -> None:
+    _, alone = generate(file, {"workload.tokens": 30})
+    _, drafted = generate(file, {"workload.tokens": 30, "workload.draft": {"preset": TINY}})
+    assert drafted["duration"] < 0.4 * alone["duration"]
+
+
+def test_a_draft_survives_the_loss_of_a_stage(file: Path) -> None:
+    same = {"workload.tokens": 30, "workload.draft": {"preset": TINY, "layers": 3}}
+    kill = {"kill": "pi2", "when": {"device": "pi1", "event": "token", "micro": 12}}
+    tokens, metrics = generate(file, {**same, "faults": [kill]})
+    assert tokens == generate(file, {"workload.tokens": 30})[0]
+    assert metrics["recoveries"] == 1
+
+
 PROBLEMS = {
+    "draft": (
+        {"workload.draft": {"preset": "smollm2-135m"}},
+        "workload.draft.vocabulary: the draft has a vocabulary of 49152 tokens, the model of 512",
+    ),
+    "draft of another method": (
+        {"workload.draft": {"preset": TINY}, "workload.method": {"name": "petals"}},
+        "workload.draft: tokens are generated one by one here: leave it out",
+    ),
     "context": (
         {"workload.tokens": 600},
         "workload.tokens: a prompt and its 600 tokens are 608 tokens, the model's context is 512: generate fewer",

@@ -1,0 +1,85 @@
+"""Speculative decoding (Leviathan et al., 2023): a small model at the source proposes tokens that the stages verify.
+
+A proposal is accepted as far as its tokens are those that the stages choose, so the text is that without a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from testbed.device import Device, Span
+from testbed_generation.costs import CostModel
+from testbed_generation.network import Cache, LayerShard, embed, score
+from testbed_generation.requests import Request
+from testbed_generation.sampling import Sampling
+from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Source, read_layer
+
+
+@dataclass
+class _Progress:
+    """A request as the draft model has it."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Tokens in the caches."""
+    caches: list[Cache] = field(default_factory=list)
+
+
+class Draft:
+    """The draft model on the source."""
+
+    def __init__(self, device: Device, model: CostModel, tokens: int, sampling: Sampling, source: Source) -> None:
+        """Propose up to so many ``tokens``; ``sampling`` is that of the stages."""
+        architecture = model.architecture
+        self._device = device
+        self._model = model
+        self._tokens = tokens
+        self._sampling = sampling
+        self._layers = []
+        for layer in range(architecture.layers):
+            self._layers.append(LayerShard(architecture, read_layer(source, architecture, layer)))
+        self._embedding = source.read(EMBEDDING)
+        self._norm = source.read(NORM)
+        self._output = source.read(EMBEDDING if architecture.tied else OUTPUT)
+        self._requests: dict[int, _Progress] = {}
+
+    async def propose(self, request: Request, known: Sequence[int], limit: int) -> list[int]:
+        """Return the tokens that the draft model chooses after the known ones, at most ``limit``."""
+        progress = self._requests.setdefault(request.number, _Progress([], [Cache() for _ in self._layers]))
+        self._keep_common(progress, known)
+        new, proposed = list(known[len(progress.tokens) :]), list[int]()
+        while len(proposed) < min(self._tokens, limit):
+            past = len(progress.tokens)
+            cost = self._model.layers(len(self._layers), len(new), past) + self._model.output(1)
+            span = Span("draft", batch=request.number, micro=past + len(new) - 1)
+            token = await self._device.compute(lambda: self._next(progress, new, request.number), cost, span)  # noqa: B023
+            progress.tokens += new
+            proposed.append(token)
+            new = [token]
+        return proposed
+
+    def forget(self, number: int) -> None:
+        """Drop the caches of a request."""
+        self._requests.pop(number, None)
+
+    def _keep_common(self, progress: _Progress, known: Sequence[int]) -> None:
+        """Drop the tokens that were rejected, and the newest known one, from the caches."""
+        common = 0
+        for own, token in zip(progress.tokens, known[:-1], strict=False):
+            if own != token:
+                break
+            common += 1
+        del progress.tokens[common:]
+        for cache in progress.caches:
+            cache.truncate(common)
+
+    def _next(self, progress: _Progress, new: Sequence[int], request: int) -> int:
+        """Return the token after the new ones, which are appended to the caches."""
+        with torch.inference_mode():
+            values = embed(torch.tensor(new), self._embedding)
+            for layer, cache in zip(self._layers, progress.caches, strict=True):
+                values = layer.forward(values, cache)
+            logits = score(values[-1:], self._norm, self._output, self._model.architecture.epsilon)[0]
+        return self._sampling.choose(logits, request, len(progress.tokens) + len(new))
