@@ -22,7 +22,7 @@ from testbed.trace.events import EVENTS, EventType
 from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.registry import COMMON, OF_DEVICES
 from testbed_controller.cli.main import COMMANDS, testbed
-from testbed_controller.lab.composing import project
+from testbed_controller.lab.composing import compose_project
 
 DOCS = Path(__file__).resolve().parent
 WIDTH = 88
@@ -44,7 +44,7 @@ def generated() -> Iterator[tuple[Path, str]]:
         text = _replace(text, mark, table)
     yield page, text
     yield DOCS / "scenario.schema.json", json.dumps(published_schema(), indent=2) + "\n"
-    for file, text in project(trials(load("quickstart"))[0], {}).items():
+    for file, text in compose_project(trials(load("quickstart"))[0], {}).items():
         yield DOCS.parent / "compose" / file, text
 
 

@@ -65,7 +65,7 @@ def test_a_lab_stands_until_it_is_taken_down(tmp_path: Path) -> None:
         factors = [(each["target"], each["factor"]) for each in events if each["event"] == "speed"]
         assert factors == [("source", 0.5), ("worker", pytest.approx(1 / 3))]
         refused = command("run", str(scenario), "--on", run, "--set", "network.link.rate=10mbit", expect=2)
-        assert f"network: not those that {run} was made of" in refused.stderr
+        assert f"network: differs from the lab {run}" in refused.stderr
         assert len([line for line in command("ps").stdout.splitlines() if line.startswith(run)]) == 4
     finally:
         done = command("down")

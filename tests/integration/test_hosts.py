@@ -29,7 +29,7 @@ from testbed_controller.hosts.lab import HostsLab, open_lab
 from testbed_controller.hosts.provision import bring
 from testbed_controller.hosts.removal import remove
 from testbed_controller.lab.engine import connect
-from testbed_controller.lab.images import exists
+from testbed_controller.lab.images import image_exists
 from testbed_controller.running.emulation import emulate
 from tests.helpers.engines import engines, heal, lose, missing, run
 
@@ -64,7 +64,7 @@ from tests.integration.test_hosts import PLACE, TREE
 from testbed_controller.hosts.provision import bring
 from testbed_controller.hosts.lab import HostsLab
 from testbed_controller.lab.engine import connect
-from testbed_controller.lab.images import exists
+from testbed_controller.lab.images import image_exists
 from testbed_controller.running.emulation import emulate
 from testbed.ml.preparation import load_data
 from testbed.common.errors import HostError
@@ -129,7 +129,7 @@ def _an_image_is_brought(hosts: list[str]) -> None:
     try:
         reached = [reach(each) for each in hosts]
         bring(here, reached, [f"{name}:1"], print)
-        assert all(exists(each.client, f"{name}:1") for each in reached)
+        assert all(image_exists(each.client, f"{name}:1") for each in reached)
     finally:
         here.images.remove(f"{name}:1")
 

@@ -32,7 +32,7 @@ def test_an_image_whose_packages_cannot_be_imported_fails_when_it_is_built() -> 
     text = "\n".join(["ARG BASE", "FROM ${BASE}", *lines]).encode()
     with pytest.raises(HostError, match="No module named 'flask'"):
         images.build(client, tag, text, {}, {"BASE": base, "MODULES": "json, flask"}, {"testbed.image": "stage"})
-    assert not images.exists(client, tag)
+    assert not images.image_exists(client, tag)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_absent_credential_helpers_stop_no_build_and_proxies_stay_outside(config
     try:
         images.build(configured, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
     finally:
-        if images.exists(configured, tag):
+        if images.image_exists(configured, tag):
             configured.images.remove(tag)
 
 
@@ -83,6 +83,6 @@ def test_a_young_stage_survives_when_another_checkout_removes_images() -> None:
     images.build(client, tag, recipe, {}, {"BASE": base}, {"testbed.image": "stage"})
     try:
         images.remove_images(client, keep=images.present_names(client), spare=images.SPARE)
-        assert images.exists(client, tag)
+        assert images.image_exists(client, tag)
     finally:
         client.images.remove(tag)

@@ -275,11 +275,11 @@ def test_another_process_finds_the_lab(lab: Lab) -> None:
 def test_an_unknown_device_or_run_is_the_users_mistake(lab: Lab) -> None:
     with pytest.raises(InputError, match=r"no device 'worker9'.*source, worker1, worker2"):
         lab.kill("worker9")
-    with pytest.raises(InputError, match="no run 'nothing'"):
+    with pytest.raises(InputError, match="unknown run 'nothing'"):
         Lab.open("nothing")
     refused = command("down", "nothing")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "there is no run 'nothing'" in refused.stderr
+    assert "unknown run 'nothing'" in refused.stderr
 
 
 def test_two_labs_of_equal_addresses_do_not_meet_and_a_vanished_container_is_a_state(
@@ -306,7 +306,7 @@ def test_two_labs_of_equal_addresses_do_not_meet_and_a_vanished_container_is_a_s
     assert other.down()
 
 
-@pytest.mark.parametrize("stage", ["making the network", "starting 3 devices and the shaper", "shaping the links"])
+@pytest.mark.parametrize("stage", ["creating the network", "starting 3 devices and the shaper", "shaping the links"])
 def test_ctrl_c_while_a_lab_is_made_leaves_nothing(client: docker.DockerClient, stage: str) -> None:
     run = runstate.new_id("lab-interrupted")
 
@@ -350,7 +350,7 @@ def test_a_device_that_does_not_come_up_is_reported_with_its_last_words(
         return whole(state, image, spec, addresses) | changed
 
     monkeypatch.setattr("testbed_controller.lab.lab.device_settings", broken)
-    with pytest.raises(HostError, match="worker2 ended by itself with exit code 1; the last it said: no power"):
+    with pytest.raises(HostError, match="worker2 ended by itself with exit code 1; last log line: no power"):
         Lab.create(trial("lab-broken"), run)
     assert left_of(client, run) == []
 

@@ -56,12 +56,12 @@ def test_a_share_fits_where_the_whole_model_does_not(tmp_path: Path) -> None:
 
     code, said, _ = run(tmp_path, "memory-whole", "single")
     assert code == 1
-    assert "source ran out of memory: its container is held to 310MB" in " ".join(said.split())
+    assert "source ran out of memory: its container is limited to 310MB" in " ".join(said.split())
 
 
 def test_a_worker_that_dies_of_its_limit_is_no_loss_to_recover_from(tmp_path: Path) -> None:
     # By equal shares in a row one worker has 144 MB, more than fits beside torch.
     code, said, _ = run(tmp_path, "memory-worker", "sequential", source="2GB", worker="200MB")
     assert code == 1
-    assert "ran out of memory: its container is held to 200MB" in " ".join(said.split())
+    assert "ran out of memory: its container is limited to 200MB" in " ".join(said.split())
     assert "worker" in said

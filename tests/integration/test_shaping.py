@@ -22,7 +22,7 @@ from testbed.network.link import GilbertElliott, Link
 from testbed.wire.framing import CONGESTION_CONTROL
 from testbed.wire.ports import CONTROL_PORT
 from testbed_controller.lab.clients import Shaper
-from testbed_controller.lab.health import healthy
+from testbed_controller.lab.health import is_healthy
 from testbed_controller.shaping.interfaces import interface_names
 from testbed_controller.shaping.namespaces import command
 from testbed_controller.shaping.plan import Endpoint
@@ -314,7 +314,7 @@ def served() -> Iterator[str]:
     }
     process = subprocess.Popen([sys.executable, "-m", "testbed_controller.shaping"], env=environment)
     url = f"http://127.0.0.1:{port}"
-    while not healthy(url):
+    while not is_healthy(url):
         assert process.poll() is None
         time.sleep(0.05)
     yield url

@@ -13,7 +13,7 @@ from testbed.scenario.schema import Scenario
 from testbed.wire.ports import CONTROL_PORT
 from testbed_controller.lab.containers import device_settings, look, make_container
 from testbed_controller.lab.engine import connect
-from testbed_controller.lab.health import healthy
+from testbed_controller.lab.health import is_healthy
 from testbed_controller.lab.images import ensure_images
 from testbed_controller.lab.lab import WORKERS, Lab
 from testbed_controller.lab.removal import remove_run
@@ -69,7 +69,7 @@ def bare(devices: int) -> float:
         with ThreadPoolExecutor(WORKERS) as pool:
             waiting = list(pool.map(launch, specs))
         while waiting:
-            waiting = [each for each in waiting if not each.run(lambda: healthy(f"http://127.0.0.1:{CONTROL_PORT}"))]
+            waiting = [each for each in waiting if not each.run(lambda: is_healthy(f"http://127.0.0.1:{CONTROL_PORT}"))]
             time.sleep(0.02)
         return time.monotonic() - began
     finally:

@@ -80,7 +80,7 @@ def violations(way: str, after: float, gap: float) -> list[str]:
             text = said.read()
             wrong += ["a traceback"] if "Traceback" in text else []
             # Before a run has begun, that there is no engine is all there is to say.
-            well = ended == 0 or (ended == HostError.exit_code and "no Docker engine answers" in text)
+            well = ended == 0 or (ended == HostError.exit_code and "no Docker engine responds" in text)
         if (results / "manifest.json").exists():
             try:
                 summary = files.load(results).metrics["verdict"]["summary"]

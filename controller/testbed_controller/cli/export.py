@@ -90,7 +90,7 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     from testbed.methods.program.workload import programs_of
     from testbed.scenario.expand import trials
     from testbed.scenario.loading import load
-    from testbed_controller.lab.composing import project
+    from testbed_controller.lab.composing import compose_project
     from testbed_controller.lab.engine import ensure_engine
     from testbed_controller.lab.images import ensure_images
     from testbed_controller.lab.programimages import device_images
@@ -106,7 +106,7 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for name, text in project(trial, images).items():
+        for name, text in compose_project(trial, images).items():
             (place / name).write_text(text)
         (place / "shape").chmod(0o755)
     except OSError as error:

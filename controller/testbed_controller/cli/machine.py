@@ -70,7 +70,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build missing images for the current files, and list them."""
     from testbed_controller.lab.engine import connect, ensure_engine
-    from testbed_controller.lab.images import ensure_images, exists, image_size, remove_images
+    from testbed_controller.lab.images import ensure_images, image_exists, image_size, remove_images
 
     if remove:
         for tag in remove_images(connect()):
@@ -88,7 +88,7 @@ def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     # What they stand on may have lost its name to the --prune of another checkout.
     rows: list[dict[str, Any]] = []
     for kind, tag in wanted.by_kind.items():
-        if exists(client, tag):
+        if image_exists(client, tag):
             identity = client.images.get(tag).id
             rows.append({"image": kind, "tag": tag, "id": identity, "bytes": image_size(client, tag)})
     if as_json:

@@ -23,8 +23,15 @@ from testbed_controller.hosts.contexts import Host
 from testbed_controller.hosts.inside.keeper import ENGINE
 from testbed_controller.lab.containers import container_name, container_settings, make_container
 from testbed_controller.lab.engine import Say
-from testbed_controller.lab.images import exists
-from testbed_controller.lab.networks import all_taken, free_subnets, host_routes, make_network, subnet_of, subnets
+from testbed_controller.lab.images import image_exists
+from testbed_controller.lab.networks import (
+    describe_obstacles,
+    free_subnets,
+    host_routes,
+    make_network,
+    subnet_of,
+    subnets,
+)
 from testbed_controller.lab.removal import ROLE
 from testbed_controller.lab.runstate import RunState
 
@@ -50,7 +57,7 @@ def bring(source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str
 
 
 def _bring(source: docker.DockerClient, host: Host, tags: list[str], say: Say) -> None:
-    lacking = [tag for tag in tags if not exists(host.client, tag)]
+    lacking = [tag for tag in tags if not image_exists(host.client, tag)]
     if not lacking:
         return
     size = sum(int(source.images.get(tag).attrs["Size"]) for tag in lacking)
@@ -91,7 +98,7 @@ def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, de
     taken = [*routed, *chain.from_iterable(held.values())]
     free = free_subnets(within, 2 * devices + 4, taken)
     pools = (IPAMPool(subnet=str(each), iprange=str([*each.subnets()][1])) for each in free)
-    complaint = all_taken(within, routed, held)
+    complaint = describe_obstacles(within, routed, held)
     settings = {"driver": "overlay", "internal": True, "attachable": True}
     make_network(manager.client, run, "data", pools, f"{manager.name}: the overlay network", complaint, **settings)
     return subnet_of(manager.client, run, "data")

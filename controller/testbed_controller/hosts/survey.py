@@ -12,7 +12,7 @@ from testbed_controller.hosts.contexts import Host, manager, reach
 from testbed_controller.hosts.provision import make_keeper
 from testbed_controller.lab.diagnosis import HostCheck
 from testbed_controller.lab.engineaddress import context_names
-from testbed_controller.lab.images import exists, present_names
+from testbed_controller.lab.images import image_exists, present_names
 from testbed_controller.lab.removal import remove_from
 from testbed_controller.lab.runstate import RunState, new_id
 
@@ -80,7 +80,7 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = present_names(host.client)
-    there = tuple(kind for kind in _KINDS if exists(host.client, tags.by_kind[kind]))
+    there = tuple(kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind]))
     missing = [f"the same engine as {doubled[name]}: leave one of them away"] if name in doubled else []
     try:
         manager({name: host})

@@ -1,1 +1,1 @@
-"""The containers, networks and links of a run: made, found again, removed."""
+"""Containers, networks and links of a run: creation, look-up and removal."""

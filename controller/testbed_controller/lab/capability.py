@@ -1,4 +1,4 @@
-"""What links this host was measured to carry: measured in a container like the shaper's, and kept between runs."""
+"""The link capacity of this host: measured in a container like the shaper's, and stored for later runs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from testbed_controller.shaping.capability import Capability
 
 
 def measure(client: docker.DockerClient, backend: str) -> Capability:
-    """Measure a backend, some seconds, and keep what was found; raises HostError when it cannot be had here."""
+    """Measure a link backend for some seconds and store the result; raises HostError if the measurement fails."""
     image = present_names(client).shaper
     try:
-        said = in_shaper(client, image, ["python3", "-m", "testbed_controller.shaping.capability", backend], [backend])
+        output = in_shaper(
+            client, image, ["python3", "-m", "testbed_controller.shaping.capability", backend], [backend]
+        )
     except APIError as error:
-        raise HostError(f"the engine refuses: {error.explanation}") from error
-    found = Capability(**json.loads(said))
-    keep(found)
-    return found
+        raise HostError(f"the engine refused: {error.explanation}") from error
+    measured = Capability(**json.loads(output))
+    store(measured)
+    return measured
 
 
 def in_shaper(client: docker.DockerClient, image: str, command: list[str], backends: Iterable[str]) -> bytes:
-    """Return the output of a command in a container with the shaper's rights, these link backends and no network.
+    """Return the output of a command in a container with the shaper's rights, these backends and no network.
 
-    Raises HostError with the last line of its errors when it fails, APIError when the engine refuses.
+    Raises HostError with the last line of a failed command's errors, and APIError if the engine refuses.
     """
     run = f"doctor-{secrets.token_hex(4)}"
     try:
-        said: bytes = client.containers.run(
+        output: bytes = client.containers.run(
             image,
             command,
             name=f"testbed-{run}",
@@ -62,54 +64,57 @@ def in_shaper(client: docker.DockerClient, image: str, command: list[str], backe
         raise HostError((text.strip().splitlines() or [f"status {error.exit_status}"])[-1]) from None
     finally:
         remove_run(client, run, settle=False)
-    return said
+    return output
 
 
-def keep(found: Capability) -> None:
-    """Note it for later runs on this host."""
-    path = _path()
+def store(measured: Capability) -> None:
+    """Store a measurement for later runs on this host."""
+    path = _storage_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({**_kept(), found.backend: asdict(found), "host": _host()}))
+    draft.write_text(json.dumps({**_load(), measured.backend: asdict(measured), "host": _host_identity()}))
     draft.replace(path)
 
 
 def known() -> list[Capability]:
-    """Return what was measured on this host with this kernel, if anything was."""
-    return [Capability(**each) for name, each in _kept().items() if name != "host"]
+    """Return the measurements of this host with its current kernel, possibly none."""
+    return [Capability(**fields) for name, fields in _load().items() if name != "host"]
 
 
 def check(experiment: Experiment, backend: str) -> None:
-    """Refuse rates above what this host was measured to carry; ``auto`` means by any backend.
+    """Refuse rates above the measured capacity of this host; ``auto`` allows the fastest backend.
 
-    Raises InputError naming the link and the nearest rate that works.
+    Raises InputError with the link and the highest possible rate.
     """
-    carried = [each.rate for each in known() if each.rate is not None and backend in ("auto", each.backend)]
+    carried = []
+    for measured in known():
+        if measured.rate is not None and backend in ("auto", measured.backend):
+            carried.append(measured.rate)
     fastest = max(experiment.links, key=lambda pair: experiment.links[pair].rate or 0.0, default=None)
     if not carried or fastest is None:
         return
     asked = experiment.links[fastest].rate
     if asked is not None and asked > max(carried):
         raise InputError(
-            f"the link {fastest[0]} -> {fastest[1]} asks for {format_rate(asked)}, more than this host was measured to "
-            f"carry: use at most {format_rate(max(carried))} (or no rate at all, which is as fast as the host), "
-            "measure again with 'testbed doctor --measure', or try all the same with --accept-links"
+            f"the link {fastest[0]} -> {fastest[1]} needs {format_rate(asked)}, above the measured capacity of this "
+            f"host: use at most {format_rate(max(carried))} (or omit the rate for full speed), measure again with "
+            "'testbed doctor --measure', or continue with --accept-links"
         )
 
 
-def _path() -> Path:
+def _storage_path() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "testbed" / "links.json"
 
 
-def _host() -> list[object]:
-    """Return what the figures hold for: another kernel, or another number of processors, makes them void."""
+def _host_identity() -> list[object]:
+    """Return the validity of the measurements: another kernel or number of processors makes them void."""
     return [os.uname().nodename, os.uname().release, os.cpu_count()]
 
 
-def _kept() -> dict[str, dict[str, Any]]:
+def _load() -> dict[str, dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError, ValueError):
-        kept = json.loads(_path().read_text())
-        if kept.pop("host", None) == _host():
+        kept = json.loads(_storage_path().read_text())
+        if kept.pop("host", None) == _host_identity():
             return dict(kept)
     return {}

@@ -1,4 +1,4 @@
-"""Clients of the containers of a run, over HTTP: of the shaper, and of the agents; see docs/protocols.md."""
+"""HTTP clients of a run's containers, the shaper and the agents; see docs/protocols.md."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LOG = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 WORK_SECONDS = 600.0
-"""For requests in which the agent has to import torch or take in a data set, beside many others on few processors."""
+"""Time-out of requests for which the agent imports torch or reads a data set, on a busy host."""
 
 
 class Client:
-    """Requests with the token of a run to one container. Threads have a session each."""
+    """An HTTP client of one container with the run's token, with a session for each thread."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
@@ -39,11 +39,11 @@ class Client:
         self._local = threading.local()
 
     def request(self, method: str, path: str, **options: Any) -> requests.Response:
-        """Make a request; raises what `requests` raises where nobody answers."""
+        """Send a request; raises the errors of `requests` if the container does not respond."""
         session: requests.Session | None = getattr(self._local, "session", None)
         if session is None:
             session = self._local.session = requests.Session()
-            session.trust_env = False  # no proxy stands between us and our own containers
+            session.trust_env = False  # the containers are never behind a proxy
             session.headers["Authorization"] = f"Bearer {self._token}"
         response = session.request(method, self.url + path, **options)
         _LOG.debug("%s %s%s: %d", method, self.url, path, response.status_code)
@@ -51,7 +51,7 @@ class Client:
 
 
 def refusal(response: requests.Response) -> str:
-    """Return why a request was refused."""
+    """Return the reason of a refused request."""
     try:
         return f"{response.json()['error']} ({response.status_code})"
     except (ValueError, KeyError, TypeError):
@@ -61,17 +61,17 @@ def refusal(response: requests.Response) -> str:
 def attachment(
     endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], seed: int, cells: Iterable[Cell]
 ) -> dict[str, Any]:
-    """Return what the shaper is asked to attach."""
+    """Return the body of an attach request to the shaper."""
     return {
-        "endpoints": [dataclasses.asdict(each) for each in endpoints],
+        "endpoints": [dataclasses.asdict(endpoint) for endpoint in endpoints],
         "links": links_to_json(links),
         "seed": seed,
-        "cells": [dataclasses.asdict(each) for each in cells],
+        "cells": [dataclasses.asdict(cell) for cell in cells],
     }
 
 
 class Shaper:
-    """Shapes the links of one run. Every method raises HostError when a rule did not take."""
+    """A client of the shaper of one run. Every method raises HostError if a rule could not be applied."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url = url
@@ -81,14 +81,16 @@ class Shaper:
         try:
             answer = self._client.request(method, path, json=json, timeout=timeout)
         except requests.RequestException as error:
-            raise HostError(f"the shaper at {self._url} does not answer: {error}; is the lab up?") from error
+            raise HostError(f"the shaper at {self._url} does not respond: {error}; is the lab up?") from error
         if not answer.ok:
             raise (InputError if answer.status_code == 400 else HostError)(f"shaper: {refusal(answer)}")
         document: dict[str, Any] = answer.json()
         return document
 
     def facts(self) -> dict[str, Any]:
-        """Return ``kernel``, ``backend``, ``hostname``, ``monotonic`` and ``time`` (clocks, seconds) of its host."""
+        """Return ``kernel``, ``backend``, ``hostname``, and the clocks ``monotonic`` and ``time`` (seconds) of its
+        host.
+        """
         return self._request("GET", "/facts")
 
     def attach(
@@ -98,139 +100,149 @@ class Shaper:
         seed: int = 0,
         cells: Iterable[Cell] = (),
     ) -> None:
-        """Build the links of these devices and the cells of the run; again for one that has restarted.
+        """Create the links of these devices and the cells of the run; repeat for a restarted device.
 
-        Devices attached before are adapted. A pair of attached devices without a link cannot talk.
+        Devices attached before are updated. Attached devices without a link cannot communicate.
         """
         self._request("POST", "/attach", attachment(endpoints, links, seed, cells))
 
     def release(self) -> None:
-        """Return when nothing answers any more for devices that have ended."""
+        """Return after no process responds any more for ended devices."""
         self._request("POST", "/release", timeout=5.0)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        """Change these links, live; no other link notices."""
+        """Change these links while running; other links are unaffected."""
         self._request("POST", "/set", {"links": links_to_json(links)})
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
-        """Measure these links between the devices themselves: seconds, or minutes of many slow links."""
+        """Measure these links between the devices themselves; takes seconds, or minutes for many slow links."""
         answer = self._request("POST", "/probe", {"pairs": [*pairs]}, timeout=600)
         return [LinkMeasurement.from_json(each) for each in answer["measurements"]]
 
     def open_ends(self, run: str, pairs: Iterable[Pair]) -> dict[str, int]:
-        """Open sockets for `probe_half`; return the port of each device that is there. ``run`` is 8 bytes as hex."""
+        """Open sockets for `probe_half`; return the port of each present device. ``run`` is 8 bytes in hex."""
         return dict(self._request("POST", "/ends", {"run": run, "pairs": [*pairs]})["ports"])
 
     def probe_half(
         self, run: str, pairs: Iterable[Pair], ports: Mapping[str, int], begin: float
     ) -> list[dict[str, Any]]:
-        """Measure links between hosts, of which each does its half; see `measure_half` of the shaper's probes."""
+        """Measure one end of links between hosts; see `measure_half` of the shaper's probes."""
         asked = {"run": run, "pairs": [*pairs], "ports": dict(ports), "begin": begin}
         return list(self._request("POST", "/half", asked, timeout=600)["measurements"])
 
     def host_load(self, reset: bool = False) -> dict[str, Any]:
-        """Return how busy the processors of the shaper's machine were since the last ``reset``; see `HostMonitor`."""
+        """Return the processor load of the shaper's machine since the last ``reset``; see `HostMonitor`."""
         return self._request("GET", "/load" + ("?reset=1" if reset else ""))
 
     def renew(self) -> None:
-        """Let the container live for another lease."""
+        """Renew the lease of the container."""
         self._request("POST", "/lease", timeout=5.0)
 
     def show(self) -> dict[str, Any]:
-        """Return ``backend``, ``links`` and ``devices``; of each device where the kernel differs, read back now."""
+        """Return ``backend``, ``links`` and ``devices``, with differences from the kernel's current state."""
         return self._request("GET", "/show")
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return drops at queues and the delay line's lateness; ``reset`` sets the lateness back to nothing."""
+        """Return queue drops and the lateness of the delay line; ``reset`` clears the lateness."""
         return self._request("GET", "/statistics" + ("?reset=1" if reset else ""))
 
 
 class AgentError(TestbedError):
-    """The agent refused a request, or does not answer."""
+    """The agent refused a request or does not respond."""
 
 
 class AgentGone(AgentError):  # noqa: N818 - a state of the device
-    """The agent does not answer: its device is dead, cut off or just booting."""
+    """The agent does not respond: its device is dead, disconnected or booting."""
 
 
 class Agent:
-    """One device's agent. May be used from several threads."""
+    """A client of one device's agent. Thread-safe.
+
+    Example::
+
+        agent = Agent("http://127.0.0.1:32768/devices/worker1", token, "worker1")
+        agent.health()["state"]  # 'idle'
+    """
 
     def __init__(self, url: str, token: str, name: str = "", clock: Clock | None = None) -> None:
         self.url = url.rstrip("/")
         self._clock = clock or Clock()
         self._origin = 0.0, 0.0
-        """Origin of the run's time, by the clock here and by that of the device."""
+        """Start of the run, by the clock of this host and by the clock of the device."""
         self._name = name or self.url
         self._client = Client(url, token)
 
     def health(self) -> dict[str, Any]:
-        """Return run, device and state, and the traceback of a program that failed."""
-        return self._document("GET", "/health", seconds=CONNECT_SECONDS)
+        """Return run, device and state, with the traceback of a failed program."""
+        return self._request_json("GET", "/health", seconds=CONNECT_SECONDS)
 
     def facts(self) -> dict[str, Any]:
-        """Return versions, memory and the device's monotonic clock."""
-        return self._document("GET", "/facts")
+        """Return versions, memory in bytes and the device's monotonic clock in seconds."""
+        return self._request_json("GET", "/facts")
 
     def deploy(self, deployment: bytes) -> dict[str, Any]:
-        """Hand over a deployment (`testbed.deployment`); returns once the device is ready to start its program."""
-        return self._document("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
+        """Send a deployment (`testbed.deployment`); return when the device is ready to start its program."""
+        return self._request_json("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
 
     def put_data(self, body: bytes) -> None:
-        """Hand over the data set."""
+        """Send the data set."""
         self._request("PUT", "/data", seconds=WORK_SECONDS, data=body)
 
     def put_shard(self, body: bytes) -> None:
-        """Hand over weights to begin with, as safetensors."""
+        """Send initial weights as safetensors."""
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:
-        """Run the program from ``origin`` on, an instant of this host's monotonic clock; now if that is past."""
+        """Run the program from ``origin`` on, an instant of this host's monotonic clock; a past instant means now."""
         self._origin = origin, self._clock.there(origin)
         self._request("POST", "/start", json={"origin": self._origin[1]})
 
     def stop(self) -> None:
-        """Cancel the program; returns once it is over."""
+        """Cancel the program and wait for its end."""
         self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
     def leave(self) -> None:
-        """Notify the program that the device leaves."""
+        """Request a graceful shutdown of the program."""
         self._request("POST", "/leave", seconds=CONNECT_SECONDS)
 
     def renew(self) -> None:
-        """Let the container live for another lease."""
+        """Renew the lease of the container."""
         self._request("POST", "/lease", seconds=CONNECT_SECONDS)
 
     def set_speed(self, factor: float) -> None:
-        """Let the device compute at this share of its own speed from now on, also what it is computing right now."""
+        """Set the share of the device's own speed, also for the current task."""
         self._request("PUT", "/speed", seconds=CONNECT_SECONDS, json={"factor": factor})
 
     def set_links(self, message_loss: Mapping[str, float], slowness: Mapping[str, float]) -> None:
-        """Have the device adapt to changed links with some peers.
+        """Notify the device of changed links, by peer.
 
-        ``message_loss`` has the fractions of their casts that it loses from now on, ``slowness`` the seconds there and
-        back (`testbed.network.link.slowness`) that its time-outs have to allow for.
+        ``message_loss`` is the fraction of lost broadcasts from now on; ``slowness`` is the round-trip time in seconds
+        (`testbed.network.link.slowness`) that extends the time-outs.
         """
         document = {"message_loss": dict(message_loss), "slowness": dict(slowness)}
-        self._request("PUT", "/links", json={key: values for key, values in document.items() if values})
+        changes = {key: values for key, values in document.items() if values}
+        self._request("PUT", "/links", json=changes)
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """Yield the events from number ``after`` on as they are recorded, until the program is over.
+        """Yield the events from number ``after`` on as they are recorded, until the end of the program.
 
-        Raises AgentGone where the stream broke, as it does when the device is killed; AgentError where those events are
-        not kept, or not there yet.
+        Raises AgentGone if the stream breaks, for example when the device is killed, and AgentError if these events
+        were dropped or do not exist yet.
         """
         rest = b""
         with self._request("GET", f"/events?after={after}", seconds=None, stream=True) as response:
             try:
                 for piece in response.iter_content(chunk_size=None):
                     *lines, rest = (rest + piece).split(b"\n")
-                    yield from (self._on_our_clock(Event.from_json(line.decode())) for line in lines if line)
+                    for line in lines:
+                        # An empty line is a heartbeat.
+                        if line:
+                            yield self._convert_times(Event.from_json(line.decode()))
             except requests.RequestException as error:
-                raise AgentGone(f"{self._name}: its events ended before its program did: {error}") from error
+                raise AgentGone(f"{self._name}: the event stream ended before the program: {error}") from error
 
-    def _on_our_clock(self, event: Event) -> Event:
-        """Return an event with its times, which are seconds since the origin there, in seconds since that here."""
+    def _convert_times(self, event: Event) -> Event:
+        """Convert the times of an event from the device's clock to this host's clock."""
         here, there = self._origin
         moved = self._clock.here(there + event.time) - here - event.time
         if not moved:
@@ -239,19 +251,22 @@ class Agent:
         return event._replace(time=event.time + moved, fields={**event.fields, **start})
 
     def weights(self, seconds: float = WORK_SECONDS, part: bool = False) -> bytes:
-        """Return the weights that the program exposes right now, as safetensors.
+        """Return the weights exposed by the program as safetensors.
 
-        ``part``: those of the device's own part of the model. Raises AgentGone after ``seconds``.
+        With ``part``, only those of the device's own part of the model. Raises AgentGone after ``seconds``.
         """
         return self._request("GET", "/weights?part" if part else "/weights", seconds=seconds).content
 
     def metrics(self) -> dict[str, float]:
-        """Return the agent's metrics: name, with its labels in braces, to value."""
-        lines = self._request("GET", "/metrics").text.splitlines()
-        samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
+        """Return the agent's metrics: name with labels in braces, to value."""
+        metrics = {}
+        for line in self._request("GET", "/metrics").text.splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                metrics[name] = float(value)
+        return metrics
 
-    def _document(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _request_json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         document = self._request(method, path, **options).json()
         assert isinstance(document, dict)
         return document
@@ -264,9 +279,9 @@ class Agent:
         except requests.Timeout as error:
             raise AgentGone(f"{self._name}: {method} {path}: no answer within {seconds} s") from error
         except requests.RequestException as error:
-            raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer: {error}") from error
-        if response.status_code == HTTPStatus.BAD_GATEWAY:  # the shaper's, where nobody is there to lead to
-            raise AgentGone(f"{self._name}: {method} {path}: the agent does not answer")
+            raise AgentGone(f"{self._name}: {method} {path}: the agent does not respond: {error}") from error
+        if response.status_code == HTTPStatus.BAD_GATEWAY:  # from the shaper, if no agent is listening
+            raise AgentGone(f"{self._name}: {method} {path}: the agent does not respond")
         if response.status_code >= 400:
             raise AgentError(f"{self._name}: {method} {path}: {refusal(response)}")
         return response

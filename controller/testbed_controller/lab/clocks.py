@@ -1,4 +1,4 @@
-"""Monotonic clocks of the machines that engines run on, by that of the controller."""
+"""Synchronisation of the monotonic clocks of engine hosts with the controller's clock."""
 
 from __future__ import annotations
 
@@ -15,86 +15,86 @@ import numpy as np
 from testbed.common.errors import TestbedError
 
 KEPT = 256
-"""Samples in use: those of some minutes."""
+"""Number of samples in use; they cover some minutes."""
 SEGMENT = 16
-"""Samples of which the one with the least round trip counts."""
+"""Segment length: of so many samples, only the one with the smallest round trip counts."""
 SURE = 5.0
-"""Standard deviations of its error beyond which a drift is one."""
+"""Significance of a drift, in standard deviations of its error."""
 EXCHANGE_SECONDS = 1.0
-"""Between two exchanges of times."""
+"""Interval of time exchanges, in seconds."""
 _FIRST_EXCHANGES = 16
 _SAME = 1e-3
-"""Seconds beyond half a round trip by which one and the same clock may seem to differ from itself."""
+"""Tolerance for identical clocks beyond half a round trip, in seconds."""
 
 
 class Clock:
-    """The monotonic clock of an engine's host, by that of the controller: one clock, on the same machine."""
+    """The clock of an engine's host on the same machine, hence identical to the controller's clock."""
 
     def there(self, here: float) -> float:
-        """Return what the clock there shows when the one here shows this; in seconds."""
+        """Convert an instant of the controller's clock to the host's clock, in seconds."""
         return here
 
     def here(self, there: float) -> float:
-        """Return what the clock here shows when the one there shows this."""
+        """Convert an instant of the host's clock to the controller's clock, in seconds."""
         return there
 
 
 class Sample(NamedTuple):
-    """One exchange; all in seconds, of two clocks."""
+    """One exchange of times between two clocks; all values in seconds."""
 
     sent: float
-    """By the clock here, as `back` is."""
+    """Controller's clock, like `back`."""
     arrived: float
-    """By the clock there, as `returned` is."""
+    """Host's clock, like `returned`."""
     returned: float
     back: float
 
     @property
     def round_trip(self) -> float:
-        """The time on the way, both ways together."""
+        """Transmission time of both directions together."""
         return (self.back - self.sent) - (self.returned - self.arrived)
 
     @property
     def offset(self) -> float:
-        """The clock there minus the clock here, if both ways took the same time."""
+        """The host's clock minus the controller's clock, assuming equal times in both directions."""
         return ((self.arrived - self.sent) + (self.returned - self.back)) / 2
 
     @property
     def middle(self) -> float:
-        """The instant here that the offset is about."""
+        """The instant of the offset on the controller's clock."""
         return (self.sent + self.back) / 2
 
 
 @dataclass(frozen=True)
 class Offset:
-    """What the clock there shows beyond the one here, as a line over time."""
+    """The host's clock minus the controller's clock, as a linear function of time."""
 
     at: float = 0.0
-    """Seconds, of the clock here."""
+    """Instant of the controller's clock, in seconds."""
     seconds: float = 0.0
     drift: float = 0.0
-    """Seconds a second."""
+    """Change of the offset in seconds per second."""
     uncertainty: float = 0.0
-    """Seconds: half the least round trip, which either way may have taken alone."""
+    """Maximum error in seconds: half the smallest round trip, which one direction may have taken alone."""
 
     def there(self, here: float) -> float:
-        """Return what the clock there shows when the one here shows this."""
+        """Convert an instant of the controller's clock to the host's clock."""
         return here + self.seconds + self.drift * (here - self.at)
 
     def here(self, there: float) -> float:
-        """Return what the clock here shows when the one there shows this."""
+        """Convert an instant of the host's clock to the controller's clock."""
         return self.at + (there - self.seconds - self.at) / (1 + self.drift)
 
 
 class HostClock:
-    """Takes in exchanges; the offset is a line through those that had the least round trip of their time."""
+    """An estimate of a host's clock from exchanges: a line through those with the smallest round trips."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=KEPT)
         self._pinned: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
-        """Take in an exchange."""
+        """Add an exchange."""
         self._samples.append(sample)
 
     def __len__(self) -> int:
@@ -107,39 +107,42 @@ class HostClock:
 
     @property
     def round_trip(self) -> float:
-        """The least, in seconds."""
-        return min((each.round_trip for each in list(self._samples)), default=0.0)
+        """The smallest round trip in seconds."""
+        return min((sample.round_trip for sample in list(self._samples)), default=0.0)
 
     def facts(self) -> dict[str, float]:
-        """Return ``offset``, ``drift``, ``uncertainty`` and ``round_trip`` by now, in seconds."""
-        found = self.offset
-        here = self._samples[-1].back if self._samples else 0.0
+        """Return the current ``offset``, ``drift``, ``uncertainty`` and ``round_trip``, in seconds."""
+        estimate = self.offset
+        now = self._samples[-1].back if self._samples else 0.0
         return {
-            "offset": found.there(here) - here,
-            "drift": found.drift,
-            "uncertainty": found.uncertainty,
+            "offset": estimate.there(now) - now,
+            "drift": estimate.drift,
+            "uncertainty": estimate.uncertainty,
             "round_trip": self.round_trip,
         }
 
     def pin(self, at: float, offset: float, round_trip: float) -> None:
-        """Take in what is known better: what the clock there shows beyond the one here at an instant of the latter."""
+        """Add a trusted measurement: the offset at an instant ``at`` of the controller's clock."""
         half = round_trip / 2
         self._pinned.append(Sample(at - half, at + offset, at + offset, at + half))
 
     @property
     def offset(self) -> Offset:
-        """The best estimate so far; that of equal clocks before the first exchange.
+        """The best estimate so far; zero before the first exchange.
 
-        A line of least squares, each exchange weighted by its round trip. There is a drift only where the exchanges
-        say so beyond chance: half a round trip of error must not look like one.
+        A weighted least-squares line through the exchanges, where the weight decreases with the round trip. A drift is
+        used only if it is significant: an error of half a round trip must not look like a drift.
         """
         samples = list(self._samples)
-        parts = [samples[first : first + SEGMENT] for first in range(0, len(samples), SEGMENT)]
-        best = [*self._pinned, *(min(part, key=lambda each: each.round_trip) for part in parts)]
+        segments = [samples[first : first + SEGMENT] for first in range(0, len(samples), SEGMENT)]
+        # The sample with the smallest round trip of a segment has the smallest error.
+        best = list(self._pinned)
+        for segment in segments:
+            best.append(min(segment, key=lambda sample: sample.round_trip))
         if not best:
             return Offset()
-        chosen = min(best, key=lambda each: each.round_trip)
-        middles, offsets, trips = np.array([(each.middle, each.offset, each.round_trip) for each in best]).T
+        chosen = min(best, key=lambda sample: sample.round_trip)
+        middles, offsets, trips = np.array([(sample.middle, sample.offset, sample.round_trip) for sample in best]).T
         weights = (4 / np.maximum(trips, 1e-6)) ** 2
         at = float(np.average(middles, weights=weights))
         mean = float(np.average(offsets, weights=weights))
@@ -151,48 +154,48 @@ class HostClock:
 
 
 class MeasuredClock(Clock):
-    """Another clock than the one here, by exchanges of times."""
+    """A clock on another machine, estimated from exchanges."""
 
     def __init__(self) -> None:
         self.clock = HostClock()
-        """The estimate so far."""
+        """The current estimate."""
         self._origins: dict[float, float] = {}
 
     def there(self, here: float) -> float:
-        """Return what the clock there shows at an instant of this one; always the same of the same instant.
+        """Convert an instant of the controller's clock; equal instants always give equal results.
 
-        The origin of a run is such an instant, and what a device keeps on its disk is kept under it.
+        The origin of a run is such an instant, and a device uses it as the key of its files on disk.
         """
         return self._origins.setdefault(here, self.clock.offset.there(here))
 
     def here(self, there: float) -> float:
-        """Return what the clock here shows when the one there shows this."""
+        """Convert an instant of the host's clock to the controller's clock."""
         return self.clock.offset.here(there)
 
 
 class EngineClock(MeasuredClock):
-    """The clock of an engine's machine that is not this one: of a virtual machine such as Docker Desktop's."""
+    """The clock of an engine in a virtual machine, such as Docker Desktop's."""
 
     def __init__(self, ask: Callable[[], float]) -> None:
-        """``ask`` returns the time there."""
+        """``ask`` returns the time of the host's clock in seconds."""
         super().__init__()
         self._ask = ask
         for _ in range(_FIRST_EXCHANGES):
-            self._exchange()
+            self._exchange_times()
 
     @property
     def is_other(self) -> bool:
-        """Whether this is another clock than the one here, beyond what the exchanges leave open."""
-        found = self.clock.offset
-        return abs(found.seconds) > found.uncertainty + _SAME
+        """Whether the clocks differ by more than the uncertainty of the exchanges."""
+        estimate = self.clock.offset
+        return abs(estimate.seconds) > estimate.uncertainty + _SAME
 
     def follow(self, over: threading.Event) -> None:
-        """Exchange times until something is over: two clocks drift apart by milliseconds a minute."""
+        """Exchange times until the event is set: two clocks drift apart by milliseconds per minute."""
         while not over.wait(EXCHANGE_SECONDS):
-            with suppress(TestbedError):  # a shaper that is busy, or that ends
-                self._exchange()
+            with suppress(TestbedError):  # the shaper may be busy or stopping
+                self._exchange_times()
 
-    def _exchange(self) -> None:
+    def _exchange_times(self) -> None:
         sent = time.monotonic()
-        there = self._ask()
-        self.clock.add(Sample(sent, there, there, time.monotonic()))
+        remote = self._ask()
+        self.clock.add(Sample(sent, remote, remote, time.monotonic()))

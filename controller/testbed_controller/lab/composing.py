@@ -1,4 +1,4 @@
-"""A lab as a docker compose project: the settings of its containers, in compose's words. Pure."""
+"""Conversion of a lab into a docker compose project. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.plan import Endpoint
 
 PORT = 8710
-"""Port of the host for the shaper, and through it for the devices."""
+"""Port of the host that leads to the shaper and, through the shaper, to the devices."""
 IMAGE = "${{TESTBED_{}_IMAGE:?run 'testbed setup images --env > .env' first}}"
 TOKEN = "${TESTBED_TOKEN:?}"
 
@@ -26,19 +26,19 @@ _OF_HOST: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "CapDrop": ("cap_drop", list),
     "DeviceRequests": ("gpus", lambda _: "all"),
     "ExtraHosts": ("extra_hosts", list),
-    "LogConfig": ("logging", lambda found: {"driver": found["Type"], "options": dict(found["Config"])}),
+    "LogConfig": ("logging", lambda config: {"driver": config["Type"], "options": dict(config["Config"])}),
     "Memory": ("mem_limit", int),
     "MemorySwap": ("memswap_limit", int),
-    "Mounts": ("volumes", lambda found: [each["Target"] for each in found]),
-    "NanoCpus": ("cpus", lambda found: found / 1e9),
+    "Mounts": ("volumes", lambda mounts: [mount["Target"] for mount in mounts]),
+    "NanoCpus": ("cpus", lambda nano_cpus: nano_cpus / 1e9),
     "PidMode": ("pid", str),
     "PidsLimit": ("pids_limit", int),
     "ReadonlyRootfs": ("read_only", bool),
     "SecurityOpt": ("security_opt", list),
     "Sysctls": ("sysctls", dict),
-    "Tmpfs": ("tmpfs", lambda found: [f"{path}:{options}" for path, options in found.items()]),
+    "Tmpfs": ("tmpfs", lambda mounts: [f"{path}:{options}" for path, options in mounts.items()]),
 }
-"""Each setting of the engine's that the lab uses: what compose calls it, and how it writes it."""
+"""Settings of the engine API used by the lab, with the name and the conversion for compose."""
 _ELSEWHERE = ("NetworkMode", "PortBindings")
 
 _HEAD = """\
@@ -64,18 +64,20 @@ sed "${{edits#;}}" links.json | curl --silent --show-error --fail-with-body -H "
 """
 
 
-def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
-    """Return the files of the project by name; ``images`` are the tags of devices with one of their own."""
+def compose_project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of the compose project by name; ``images`` are the tags of devices with their own image."""
     name, specs = trial.scenario.name, trial.experiment.devices
     subnet = data_subnet(trial.scenario.network.subnet, len(specs))
-    addresses = {name: str(each) for name, each in device_addresses(subnet, [spec.name for spec in specs]).items()}
+    addresses = {}
+    for device, address in device_addresses(subnet, [spec.name for spec in specs]).items():
+        addresses[device] = str(address)
     state = RunState(run=name, token=TOKEN)
     services = {}
     for spec in specs:
         settings = device_settings(state, images.get(spec.name, IMAGE.format("DEVICE")), spec, addresses)
-        services[spec.name] = {**service(settings), "network_mode": "none"}
+        services[spec.name] = {**compose_service(settings), "network_mode": "none"}
     services[SHAPER] = {
-        **service(shaper_settings(state, IMAGE.format("SHAPER"), "auto")),
+        **compose_service(shaper_settings(state, IMAGE.format("SHAPER"), "auto")),
         "networks": ["control"],
         "ports": [f"127.0.0.1:{PORT}:{CONTROL_PORT}"],
     }
@@ -93,18 +95,18 @@ def project(trial: Trial, images: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def service(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container as a service of compose, but for its networks and ports.
+def compose_service(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a container's settings as a compose service, without networks and ports.
 
-    Raises KeyError for a setting that has no word here.
+    Raises KeyError for a setting without an equivalent.
     """
     rest = {key: value for key, value in settings.items() if key not in ("host_config", "ports", "labels")}
-    # Compose has the runs' label for its own: what bears it would be removed as what a run has left.
-    # Nobody is there to make a token for each: all have the one of the project.
+    # Drop the label of runs: containers with this label are removed as leftovers of a run.
+    # All containers share the project's token, since no controller derives one for each.
     rest["environment"] = {**rest["environment"], "TESTBED_TOKEN": TOKEN}
-    found = {**rest, "labels": {key: value for key, value in settings["labels"].items() if key != "testbed.run"}}
+    converted = {**rest, "labels": {key: value for key, value in settings["labels"].items() if key != "testbed.run"}}
     for key, value in settings["host_config"].items():
         if key not in _ELSEWHERE:
             word, write = _OF_HOST[key]
-            found[word] = write(value)
-    return found
+            converted[word] = write(value)
+    return converted

@@ -1,4 +1,4 @@
-"""The containers of a run: how they are set up, made, found, and what they wrote."""
+"""Containers of a run: settings, creation, look-up and logs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping.backend import environment_for
 
 SHAPER_CAPABILITIES = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"]
-"""To configure networks, to enter the devices' namespaces (two of them), and to be scheduled in time."""
+"""Capabilities to configure networks, to enter the devices' namespaces (two of them), and for real-time scheduling."""
 
 SHAPER_MEMORY = 2 << 30
-"""Bytes; packets that wait in its queues are most of it."""
+"""Memory limit of the shaper in bytes; its packet queues take most of it."""
 
 _SYSCTLS = {
-    # A link that idles between two batches would else start slowly again, which is no property of the link.
+    # Otherwise TCP restarts slowly after an idle period between two batches, which is no property of the link.
     "net.ipv4.tcp_slow_start_after_idle": "0",
-    # Windows large enough for 1 Gbit/s over 100 ms each way: the usual 6 MB, and not the link, would set the pace.
+    # Windows for 1 Gbit/s over 100 ms each way: the default of 6 MB would limit the rate instead of the link.
     "net.ipv4.tcp_rmem": "4096 131072 67108864",
     "net.ipv4.tcp_wmem": "4096 16384 67108864",
 }
@@ -42,103 +42,103 @@ _LOGS = LogConfig(type=LogConfig.types.JSON, config={"max-size": "10m", "max-fil
 _LOG = logging.getLogger(__name__)
 
 ControlUrl = Callable[[str, Mapping[str, Any]], str]
-"""Takes the name of a device or the shaper and its container as inspected, and returns where its control port is
-reached from here; empty when it is not."""
+"""Function from the name and inspection of a container to its control URL for the controller; empty if unreachable."""
 
 
 @dataclass(frozen=True)
 class DeviceContainer:
-    """A device's container as last seen."""
+    """The last known state of a device's container."""
 
     name: str
     id: str
     address: str
-    """On the data network; the same for the whole run."""
+    """Address in the data network; constant for the whole run."""
     state: str
-    """The engine's word: created, running, paused, exited; or gone, or lost with its host."""
+    """State as reported by the engine (created, running, paused, exited), or gone, or lost with its host."""
     pid: int = 0
-    """In the engine's process namespace; 0 when it does not run."""
+    """Process ID in the engine's namespace; 0 if not running."""
     control_url: str = ""
-    """Reachable from the controller only; another one after each start, empty when it does not run."""
+    """URL reachable from the controller only; changes with each start, empty if not running."""
 
 
 @dataclass
 class RunningContainer:
-    """One container of some run, as the engine lists it."""
+    """A container of any run, as listed by the engine."""
 
     run: str
     name: str
     state: str
     since: str
-    """In the engine's words, e.g. 'Up 3 minutes'."""
+    """Uptime as reported by the engine, such as 'Up 3 minutes'."""
     address: str
     control_url: str = ""
 
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
-    """Return every run that the engine holds something of, with its containers; anybody's, not only this user's."""
-    found: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
+    """Return the containers of every run on the engine, by run, whoever owns it."""
+    labs: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
     urls: dict[str, str] = {}
-    for each in client.api.containers(all=True, filters={"label": RUN}):
-        labels = each["Labels"]
+    for entry in client.api.containers(all=True, filters={"label": RUN}):
+        labels = entry["Labels"]
         run, name = str(labels[RUN]), labels.get(DEVICE) or labels.get(ROLE, "?")
-        container = RunningContainer(run, name, each["State"], each["Status"], labels.get(ADDRESS, ""))
-        found.setdefault(run, []).append(container)
-        for port in each["Ports"]:
+        container = RunningContainer(run, name, entry["State"], entry["Status"], labels.get(ADDRESS, ""))
+        labs.setdefault(run, []).append(container)
+        for port in entry["Ports"]:
             if port.get("PublicPort"):
                 urls[run] = f"http://127.0.0.1:{port['PublicPort']}"
-    for run, containers in found.items():
+    for run, containers in labs.items():
         containers.sort(key=lambda container: container.name)
         if run in urls:
             _note_urls(containers, urls[run])
-    return found
+    return labs
 
 
 def _note_urls(containers: list[RunningContainer], shaper: str) -> None:
-    for each in containers:
-        if each.state == "running":
-            each.control_url = shaper if each.name == SHAPER else device_url(shaper, each.name)
+    for container in containers:
+        if container.state == "running":
+            is_shaper = container.name == SHAPER
+            container.control_url = shaper if is_shaper else device_url(shaper, container.name)
 
 
 def container_logs(client: docker.DockerClient, run: str, name: str, *, follow: bool = False) -> Iterator[bytes]:
-    """Yield what a device's container (or `shaper`) has written, piece by piece; with ``follow`` until it ends.
+    """Yield the output of a device's container, or the shaper's, in pieces; ``follow`` waits for further output.
 
-    Raises InputError where there is no such container, or no longer.
+    Raises InputError if the container does not exist.
     """
     try:
         yield from client.api.logs(container_name(run, name), stream=True, follow=follow)
     except NotFound:
-        raise InputError(f"there is no container of {name} in {run}, and so no log: see 'testbed ps'") from None
+        raise InputError(f"no container of {name} in {run}: see 'testbed ps'") from None
 
 
 def container_name(run: str, name: str) -> str:
-    """Return what the container of a device, or of the shaper, is called."""
+    """Return the container name of a device or the shaper."""
     return f"testbed-{run}-{name}"
 
 
 def device_url(shaper: str, name: str) -> str:
-    """Return where the shaper at a URL leads on to a device."""
+    """Return the URL at which a shaper forwards requests to a device."""
     return f"{shaper}/devices/{name}"
 
 
-def published_url(found: Mapping[str, Any]) -> str:
-    """Return where an inspected container's control port is published; empty when it is not."""
-    bindings = (found["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
+def published_url(inspection: Mapping[str, Any]) -> str:
+    """Return the URL of an inspected container's published control port; empty if it is not published."""
+    bindings = (inspection["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
 
 def look(client: docker.DockerClient, run: str, name: str, address: str, url: ControlUrl) -> DeviceContainer:
-    """Return a container as it is now; in state `gone` where there is none. ``url`` says how it is reached."""
+    """Return the current state of a container; ``gone`` if it does not exist. ``url`` returns its control URL."""
     try:
-        found = client.api.inspect_container(container_name(run, name))
+        inspection = client.api.inspect_container(container_name(run, name))
     except NotFound:
         return DeviceContainer(name, container_name(run, name), address, "gone")
-    status = found["State"]
-    return DeviceContainer(name, found["Id"], address, status["Status"], status["Pid"], url(name, found))
+    status = inspection["State"]
+    return DeviceContainer(name, inspection["Id"], address, status["Status"], status["Pid"], url(name, inspection))
 
 
 def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of a device's container, as the engine takes them; it knows the addresses of all devices."""
+    """Return the engine settings of a device's container, with the addresses of all devices."""
     memory = int(spec.memory)
     settings = container_settings(
         state,
@@ -154,18 +154,18 @@ def device_settings(state: RunState, image: str, spec: DeviceSpec, addresses: Ma
         sysctls=_SYSCTLS,
         device_requests=[DeviceRequest(count=-1, capabilities=[["gpu"]])] if spec.gpu else None,
         extra_hosts=dict(addresses),
-        # On one host the shaper makes the network: what the engine has for that takes most of a container's start.
+        # On one host, the shaper creates the network: the engine's own takes most of a container's start time.
         network_mode=network_name(state.run, "data") if state.hosts else "none",
     )
     if state.hosts:
-        # A worker's engine knows the overlay network only once a container is started there: none can be connected.
+        # A swarm worker knows the overlay network only after a container was started on it, too late to connect.
         endpoint = EndpointConfig(DEFAULT_DOCKER_API_VERSION, aliases=[spec.name], ipv4_address=addresses[spec.name])
         settings["networking_config"] = {"EndpointsConfig": {network_name(state.run, "data"): endpoint}}
     return {**settings, "hostname": spec.name}
 
 
 def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
-    """Return the settings of the shaper's container; ``links`` names the link backend."""
+    """Return the engine settings of the shaper's container; ``links`` names the link backend."""
     return container_settings(
         state,
         image,
@@ -177,12 +177,12 @@ def shaper_settings(state: RunState, image: str, links: str) -> dict[str, Any]:
         pids_limit=1024,
         cap_add=SHAPER_CAPABILITIES,
         pid_mode="host",
-        # On several hosts there is no control network: the keepers enter the containers' own loopback.
-        **({"network_mode": "none"} if state.hosts else _published(state.run)),
+        # Several hosts share no control network: the keepers enter the loopback of the containers instead.
+        **({"network_mode": "none"} if state.hosts else _control_network(state.run)),
     ) | ({} if state.hosts else {"ports": [CONTROL_PORT]})
 
 
-def _published(run: str) -> dict[str, Any]:
+def _control_network(run: str) -> dict[str, Any]:
     return {"network_mode": network_name(run, "control"), "port_bindings": {CONTROL_PORT: ("127.0.0.1", None)}}
 
 
@@ -193,7 +193,7 @@ def container_settings(
     environment: dict[str, str],
     **host: Any,
 ) -> dict[str, Any]:
-    """Return what all containers have in common, with what the caller adds for its own, as the engine takes it."""
+    """Return the common settings of all containers, with additions of the caller, for the engine API."""
     return {
         "image": image,
         "labels": {RUN: state.run, **labels},
@@ -214,17 +214,18 @@ def container_settings(
 
 
 def make_container(client: docker.DockerClient, run: str, name: str, settings: dict[str, Any]) -> None:
-    """Create and start a container. Its name is fixed: a request that is retried meets its first try.
+    """Create and start a container. Its fixed name makes a repeated request harmless.
 
-    Raises `HostError` where the engine refuses.
+    Raises `HostError` if the engine refuses.
     """
     title = container_name(run, name)
     try:
         client.api.create_container(name=title, use_config_proxy=False, **settings)
     except APIError as error:
+        # 409: an earlier try of this request has created the container.
         if error.status_code != 409:
-            raise HostError(f"the container of {name} cannot be made: {error.explanation}") from error
+            raise HostError(f"cannot create the container of {name}: {error.explanation}") from error
     try:
         client.api.start(title)
     except APIError as error:
-        raise HostError(f"the container of {name} cannot be started: {error.explanation}") from error
+        raise HostError(f"cannot start the container of {name}: {error.explanation}") from error

@@ -1,4 +1,4 @@
-"""The Docker engine: reach it, start or install it where none answers, and know what it is."""
+"""The Docker engine: connection, installation, start, and its properties."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Say = Callable[[str], None]
 _POOL = 64
 _TIMEOUT = 120
 ANSWER_SECONDS = 8
-"""For an engine of another machine to answer the first time."""
+"""Time-out of the first response of a remote engine, in seconds."""
 _START_PATIENCE = 60.0
 PATIENCE = 60.0
-"""Seconds for which an engine that has answered may not answer."""
+"""Time, in seconds, during which an engine that has responded before may be silent."""
 _PAUSE = 0.25
 SIMULATE = "'--runtime simulate' needs no engine"
 
 
 def connect(engine: EngineAddress | None = None) -> docker.DockerClient:
-    """Return a client of an engine, by default of the one that the user means; see `chosen_engine`.
+    """Return a client of an engine, by default the chosen one (see `chosen_engine`).
 
-    Raises HostError where no engine answers, with the reason and the remedy.
+    Raises HostError with the reason and the remedy if no engine responds.
     """
     engine = engine or chosen_engine()
     if engine.is_ssh:
@@ -46,80 +46,80 @@ def connect(engine: EngineAddress | None = None) -> docker.DockerClient:
     try:
         return connect_to(engine, _TIMEOUT if engine.is_local else ANSWER_SECONDS)
     except (DockerException, OSError) as error:
-        raise HostError(_advice(engine, error)) from error
+        raise HostError(_explain_missing_engine(engine, error)) from error
 
 
 def connect_to(engine: EngineAddress, timeout: int) -> docker.DockerClient:
-    """Return a client of an engine, which has to answer within ``timeout`` seconds at first.
+    """Return a client of an engine whose first response must arrive within ``timeout`` seconds.
 
-    Raises the errors of docker-py where no engine answers.
+    Raises the errors of docker-py if no engine responds.
     """
     tls: Any = certificates_of(engine) or False
     if timeout < _TIMEOUT:
         docker.DockerClient(base_url=engine.url, tls=tls, timeout=timeout, version="auto").close()
     client = docker.DockerClient(base_url=engine.url, tls=tls, timeout=_TIMEOUT, version="auto", max_pool_size=_POOL)
-    _be_patient(client)
-    # Nothing private is pulled, and the client asks all credential helpers of the user's for a build.
+    _retry_requests(client)
+    # Use no credentials: all images are public, and a build would query every credential helper of the user.
     client.api.reload_config(str(RECIPES / "anonymous.json"))
     return client
 
 
 def connect_to_run(run: str) -> docker.DockerClient:
-    """Return a client of the engine that a run was made on, whichever the user means now.
+    """Return a client of the engine on which a run was created, whichever engine is chosen now.
 
-    A run of another user is looked for on the engine that this user means. Raises HostError as `connect` does.
+    Runs of other users are expected on the chosen engine. Raises HostError as `connect` does.
     """
     return connect(runstate.read(run).engine if run in runstate.runs() else None)
 
 
 def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
-    """Return the engine that the user means now, and those on which this user's runs are.
+    """Return clients of the chosen engine and of all engines with runs of this user.
 
-    Engines that do not answer are left out; raises HostError where none does.
+    Unresponsive engines are skipped; raises HostError if none responds.
     """
     states = [runstate.read(run) for run in runstate.runs()]
     remembered = [state.engine for state in states if state.engine is not None and not state.hosts]
-    found: dict[EngineAddress, docker.DockerClient] = {}
+    clients: dict[EngineAddress, docker.DockerClient] = {}
     refusals: list[HostError] = []
     for engine in dict.fromkeys([chosen_engine(), *remembered]):
-        if engine.url in {each.url for each in found}:
+        if any(engine.url == connected.url for connected in clients):
             continue
         try:
-            found[engine] = connect(engine)
+            clients[engine] = connect(engine)
         except HostError as error:
             refusals.append(error)
-    if not found:
+    if not clients:
         raise refusals[0]
-    return found
+    return clients
 
 
 class _Certificates(TLSConfig):
-    """Those of a context, also where ``REQUESTS_CA_BUNDLE`` names others, which requests would prefer."""
+    """Certificates of a docker context, which take precedence over ``REQUESTS_CA_BUNDLE``."""
 
     def configure_client(self, client: docker.APIClient) -> None:
-        """Have the client of an engine use them."""
+        """Apply the certificates to a client."""
         super().configure_client(client)
         client.trust_env = False
 
 
 def certificates_of(engine: EngineAddress) -> TLSConfig | None:
-    """Return the certificates for an engine; None where it is spoken to without TLS."""
+    """Return the certificates for an engine, or None without TLS."""
     if not engine.certificates:
         return None
     ca, certificate, key = (str(Path(engine.certificates) / name) for name in CERTIFICATES)
     return _Certificates(client_cert=(certificate, key), ca_cert=ca, verify=engine.verify)
 
 
-def _be_patient(client: docker.DockerClient) -> None:
+def _retry_requests(client: docker.DockerClient) -> None:
     for prefix, adapter in list(client.api.adapters.items()):
         client.api.mount(prefix, _Patient(adapter))
 
 
 class _Patient(BaseAdapter):
-    """Repeats requests while the engine, which has answered before, does not: it may be restarting.
+    """A transport adapter that repeats requests while the engine is silent, for example during a restart.
 
-    Raises HostError once it has not answered for `PATIENCE` seconds. What is repeated may have been done already: who
-    makes something gives it a name, and takes a conflict for success.
+    Raises HostError after `PATIENCE` seconds. A repeated request may already have been executed, so callers choose
+    names themselves and treat a name conflict as success.
     """
 
     def __init__(self, inner: BaseAdapter) -> None:
@@ -127,7 +127,7 @@ class _Patient(BaseAdapter):
         self._inner = inner
 
     def send(self, request: requests.PreparedRequest, *arguments: Any, **options: Any) -> requests.Response:
-        """Send a request, again and again; what is streamed to the engine only once."""
+        """Send a request repeatedly until the engine responds; a streamed body is sent once only."""
         until = time.monotonic() + PATIENCE
         while True:
             try:
@@ -136,19 +136,19 @@ class _Patient(BaseAdapter):
                 raise HostError(f"the container engine took more than {_TIMEOUT} s for a request") from error
             except requests.ConnectionError as error:
                 if time.monotonic() > until or not isinstance(request.body, bytes | str | None):
-                    text = f"the container engine has not answered for {PATIENCE:.0f} s ({_reason(str(error))})"
+                    text = f"the container engine has not answered for {PATIENCE:.0f} s ({_shorten_error(str(error))})"
                     raise HostError(text) from error
             time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._inner.close()
 
 
 def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.DockerClient:
-    """Return a client; start the engine, or install Debian's, where none answers and we are root.
+    """Return a client; as root, start or install Debian's engine if none responds.
 
-    An engine that the user chose by ``DOCKER_HOST`` or a docker context is used or reported, never started.
+    An engine chosen by ``DOCKER_HOST`` or a docker context is never started. Raises HostError if no engine responds.
     """
     engine = engine or chosen_engine()
     try:
@@ -157,17 +157,17 @@ def ensure_engine(say: Say, engine: EngineAddress | None = None) -> docker.Docke
         if not may_start(engine):
             raise
     if shutil.which("dockerd") is None:
-        install_packages(["docker.io", "cgroupfs-mount"], say, why="no Docker engine answers and none is installed")
+        install_packages(["docker.io", "cgroupfs-mount"], say, why="no Docker engine responds and none is installed")
     try:
-        return connect(engine)  # the package may have started it
+        return connect(engine)  # the installation may have started the engine
     except HostError:
-        return _start(say)
+        return _start_engine(say)
 
 
 def lab_problem(client: docker.DockerClient, engine: EngineAddress) -> tuple[str, str] | None:
-    """Return why no lab can be on an engine, and the remedy; None where one can."""
+    """Return a reason why an engine cannot host a lab, and the remedy; None if it can."""
     if not engine.is_local:
-        reason = f"{engine.title} is another machine, whose published ports are out of reach from here"
+        reason = f"{engine.title} is another machine, whose published ports are unreachable from this one"
         return reason, _hosts_advice(engine)
     options = client.info().get("SecurityOptions") or ()
     for option, reason in _REFUSED_OPTIONS.items():
@@ -181,24 +181,24 @@ _REFUSED_OPTIONS = {
     "name=userns": "the container engine remaps user namespaces (userns-remap): the shaper may not see the devices' "
     "processes, nor enter their network namespaces",
 }
-"""Security options of an engine, as it lists them, and why no lab can be there."""
+"""Security options that prevent a lab, by their names in the engine's info, with the reason."""
 
 
 def refuse_unusable(client: docker.DockerClient, engine: EngineAddress) -> None:
-    """Raise HostError for an engine on which no lab can be."""
+    """Raise HostError for an engine that cannot host a lab."""
     problem = lab_problem(client, engine)
     if problem is not None:
         raise HostError("; ".join([*problem, SIMULATE]))
 
 
 _LIMITS = {"memory": "MemoryLimit", "processes": "PidsLimit"}
-"""Limits of containers that need a controller of control groups, and how an engine reports it."""
+"""Container limits that need a cgroup controller, with the engine's key for each."""
 
 
 def facts(client: docker.DockerClient) -> dict[str, Any]:
-    """Return what the engine says of itself and of the machine it runs on.
+    """Return properties of the engine and its machine.
 
-    ``memory`` is in bytes; ``unlimited`` names the limits of containers that this machine's kernel ignores.
+    ``memory`` is in bytes; ``unlimited`` lists the container limits that the machine's kernel ignores.
     """
     info, version = client.info(), client.version()
     parts = [str(part.get("Name", "")) for part in version.get("Components") or ()]
@@ -218,9 +218,9 @@ def facts(client: docker.DockerClient) -> dict[str, Any]:
 
 
 def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
-    """Return why the engine refuses something, an empty text where it does it.
+    """Return the reason why an engine refuses an operation, or an empty text on success.
 
-    It gives up on a registry that swallows packets only after minutes; here nobody waits longer than ``seconds``.
+    The engine waits minutes for a registry that drops packets; this function returns after ``seconds``.
     """
     answers: list[str] = []
 
@@ -234,13 +234,13 @@ def refusal_within(seconds: float, ask: Callable[[], object]) -> str:
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
-    return answers[0] if answers else f"no answer within {seconds:.0f} s"
+    return answers[0] if answers else f"no response within {seconds:.0f} s"
 
 
 def install_packages(packages: list[str], say: Say, why: str) -> None:
-    """Install Debian packages, saying so; the caller is root.
+    """Install Debian packages as root, and report the command with ``say``.
 
-    Raises HostError where this is no Debian, or apt failed; says what to run by hand.
+    Raises HostError with a manual command if the installation fails or the system is not Debian.
     """
     say(f"{why}: apt-get install {' '.join(packages)}")
     command = ["sh", str(RECIPES / "install"), why, *packages]
@@ -252,7 +252,7 @@ def install_packages(packages: list[str], say: Say, why: str) -> None:
 
 
 def may_start(engine: EngineAddress) -> bool:
-    """Return whether an engine that does not answer may be installed or started here."""
+    """Return whether an unresponsive engine may be installed or started by the testbed."""
     return os.geteuid() == 0 and not engine.chosen
 
 
@@ -260,13 +260,13 @@ def _hosts_advice(engine: EngineAddress) -> str:
     if engine.context:
         return f"run testbed on that machine, or here with '--hosts {engine.context}' (docs/hosts.md)"
     context = f"'docker context create NAME --docker host={engine.url}'"
-    return f"run testbed on that machine, or make a docker context by {context} and add '--hosts NAME' (docs/hosts.md)"
+    return f"run testbed on that machine, or create a context with {context} and add '--hosts NAME' (docs/hosts.md)"
 
 
-def _advice(engine: EngineAddress, error: BaseException) -> str:
-    """Return why no engine answers, and the remedy."""
+def _explain_missing_engine(engine: EngineAddress, error: BaseException) -> str:
+    """Return the reason why no engine responds, and the remedy."""
     if engine.chosen:
-        reason = f"no Docker engine answers at {engine.title} ({_reason(str(error))})"
+        reason = f"no Docker engine responds at {engine.title} ({_shorten_error(str(error))})"
         return f"{reason}: start it, or {engine.switch_back}; {SIMULATE}"
     if "Permission denied" in str(error):
         return (
@@ -275,22 +275,26 @@ def _advice(engine: EngineAddress, error: BaseException) -> str:
         )
     if shutil.which("dockerd") is None:
         remedy = "run 'testbed setup images' once as root, or 'sudo apt-get install docker.io'"
-        return f"there is no Docker engine: {remedy}; {SIMULATE}"
-    return f"no Docker engine answers: start it with 'sudo systemctl start docker', or run once as root; {SIMULATE}"
+        return f"no Docker engine is installed: {remedy}; {SIMULATE}"
+    remedy = "start it with 'sudo systemctl start docker', or run once as root"
+    return f"the Docker engine does not respond: {remedy}; {SIMULATE}"
 
 
-def _reason(text: str) -> str:
-    """Shorten what the client's layers make of a refused connection."""
-    known = {"FileNotFoundError": "there is no such socket", "Connection refused": "connection refused"}
-    return next((short for long, short in known.items() if long in text), _last_line(text))
+def _shorten_error(text: str) -> str:
+    """Return a short form of a refused connection's error."""
+    known = {"FileNotFoundError": "the socket does not exist", "Connection refused": "connection refused"}
+    for long, short in known.items():
+        if long in text:
+            return short
+    return _last_line(text)
 
 
-def _start(say: Say) -> docker.DockerClient:
-    """Start the installed engine, with systemd where that runs, and wait until it answers."""
+def _start_engine(say: Say) -> docker.DockerClient:
+    """Start the installed engine, through systemd if available, and wait for its response."""
     if Path("/run/systemd/system").is_dir():
         say("starting the Docker engine: systemctl start docker")
         subprocess.run(["systemctl", "start", "docker"], check=False, stdin=subprocess.DEVNULL)
-        return _wait(None, "journalctl -u docker")
+        return _wait_for_engine(None, "journalctl -u docker")
     _mount_cgroups()
     log = state_folder() / "dockerd.log"
     say(f"starting the Docker engine: dockerd (its log: {log})")
@@ -302,26 +306,28 @@ def _start(say: Say) -> docker.DockerClient:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # it outlives this command and its terminal
+            start_new_session=True,  # survives this command and its terminal
         )
-    return _wait(process, str(log))
+    return _wait_for_engine(process, str(log))
 
 
-def _wait(process: subprocess.Popen[bytes] | None, log: str) -> docker.DockerClient:
+def _wait_for_engine(process: subprocess.Popen[bytes] | None, log: str) -> docker.DockerClient:
     deadline = time.monotonic() + _START_PATIENCE
     while True:
         try:
             return connect(EngineAddress())
         except HostError:
             if process is not None and process.poll() is not None:
-                raise HostError(f"the Docker engine does not start: {_complaint(Path(log))} (see {log})") from None
+                raise HostError(f"the Docker engine did not start: {_last_error(Path(log))} (see {log})") from None
             if time.monotonic() > deadline:
-                raise HostError(f"the Docker engine does not answer after {_START_PATIENCE:.0f} s: see {log}") from None
+                raise HostError(
+                    f"the Docker engine did not respond within {_START_PATIENCE:.0f} s: see {log}"
+                ) from None
         time.sleep(0.1)
 
 
 def _mount_cgroups() -> None:
-    """Mount the control groups where nothing has: no init system did it for us."""
+    """Mount the control groups if no init system has done so."""
     if any(line.split()[2].startswith("cgroup") for line in Path("/proc/mounts").read_text().splitlines()):
         return
     helper = shutil.which("cgroupfs-mount")
@@ -330,16 +336,18 @@ def _mount_cgroups() -> None:
 
 
 def _path_with_working_iptables() -> str:
-    """Return PATH with the legacy iptables in front where the kernel lacks nf_tables, which Debian's default needs.
+    """Return PATH with the legacy iptables first if the kernel lacks nf_tables, the default of Debian.
 
-    The system's own choice of iptables is left as it is.
+    The system's own choice of iptables stays unchanged.
     """
     path = os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-    path = os.pathsep.join(
-        [path, *(folder for folder in ("/usr/sbin", "/sbin") if folder not in path.split(os.pathsep))]
-    )
+    folders = path.split(os.pathsep)
+    for system_folder in ("/usr/sbin", "/sbin"):
+        if system_folder not in folders:
+            folders.append(system_folder)
+    path = os.pathsep.join(folders)
     current, legacy = shutil.which("iptables", path=path), shutil.which("iptables-legacy", path=path)
-    if current is None or legacy is None or _works(current) or not _works(legacy):
+    if current is None or legacy is None or _iptables_works(current) or not _iptables_works(legacy):
         return path
     folder = state_folder() / "bin"
     folder.mkdir(exist_ok=True)
@@ -352,16 +360,16 @@ def _path_with_working_iptables() -> str:
     return f"{folder}{os.pathsep}{path}"
 
 
-def _works(iptables: str) -> bool:
+def _iptables_works(iptables: str) -> bool:
     done = subprocess.run([iptables, "-t", "nat", "-S"], capture_output=True, stdin=subprocess.DEVNULL)
     return done.returncode == 0
 
 
-def _complaint(log: Path) -> str:
-    """Return the last line of the engine's log that says what failed."""
+def _last_error(log: Path) -> str:
+    """Return the last line of the engine's log that reports an error."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     serious = [line for line in lines if "level=" not in line or "level=error" in line or "level=fatal" in line]
-    return (serious or lines or ["no word of why"])[-1]
+    return (serious or lines or ["no reason given"])[-1]
 
 
 def _last_line(text: str) -> str:

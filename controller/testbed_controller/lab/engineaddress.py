@@ -1,4 +1,4 @@
-"""The engine that the user means: that of DOCKER_HOST, else of the current docker context, else this machine's own."""
+"""The chosen engine: DOCKER_HOST, otherwise the current docker context, otherwise the engine of this machine."""
 
 from __future__ import annotations
 
@@ -14,45 +14,44 @@ from urllib.parse import urlsplit
 from testbed.common.errors import HostError, InputError
 
 SOCKET = "/var/run/docker.sock"
-"""Where an engine listens on its own machine, unless its context has another address."""
+"""Default socket of an engine on its own machine."""
 CERTIFICATES = ("ca.pem", "cert.pem", "key.pem")
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine listens, and who chose it.
+    """The address of an engine, and the source of the choice.
 
-    A run's state keeps the address of its engine, so that the run is found after the user has switched to another one.
+    A run's state stores the address of its engine, so the run is accessible after the user switches to another engine.
 
-    >>> EngineAddress("tcp://192.0.2.7:2376").is_local
-    False
+    >>> EngineAddress("tcp://192.0.2.7:2376").is_local False
     """
 
     url: str = f"unix://{SOCKET}"
     context: str = ""
-    """Name of the docker context; empty for DOCKER_HOST and for this machine's own engine."""
+    """Name of the docker context; empty for DOCKER_HOST and for the engine of this machine."""
     chosen: bool = False
-    """Whether the user chose this engine, by DOCKER_HOST or a context: such an engine is never started or installed."""
+    """Whether the user chose the engine by DOCKER_HOST or a context; such an engine is never started or installed."""
     certificates: str = ""
-    """Folder of the files `CERTIFICATES`; empty without TLS."""
+    """Folder with the files `CERTIFICATES`; empty without TLS."""
     verify: bool = True
-    """Whether the engine's own certificate is checked."""
+    """Whether to verify the engine's certificate."""
 
     @property
     def title(self) -> str:
-        """The address as the user wrote it."""
+        """The address in the user's notation."""
         if self.context:
             return f"the docker context '{self.context}' ({self.url})"
         return f"DOCKER_HOST={self.url}" if self.chosen else self.url
 
     @property
     def is_ssh(self) -> bool:
-        """Whether the engine is reached by ssh, which only `--hosts` does."""
+        """Whether the engine is reached by ssh, which only `--hosts` supports."""
         return urlsplit(self.url).scheme == "ssh"
 
     @property
     def is_local(self) -> bool:
-        """Whether the address is on this machine; its published ports may be out of reach all the same."""
+        """Whether the address is on this machine; published ports may be unreachable nevertheless."""
         parts = urlsplit(self.url)
         if parts.scheme in ("", "unix", "npipe"):
             return True
@@ -64,7 +63,7 @@ class EngineAddress:
 
     @property
     def switch_back(self) -> str:
-        """How to get from this engine to that of this machine."""
+        """Instruction for returning from this engine to the engine of this machine."""
         if not self.context:
             return "unset DOCKER_HOST"
         return "unset DOCKER_CONTEXT" if os.environ.get("DOCKER_CONTEXT") else "'docker context use default'"
@@ -73,7 +72,8 @@ class EngineAddress:
 def chosen_engine() -> EngineAddress:
     """Return the engine that docker's own commands would use now.
 
-    Read here, as docker-py follows contexts only since version 7.2. Raises HostError for a context that is missing.
+    The context is read here because docker-py follows contexts only since version 7.2. Raises HostError for a missing
+    context.
     """
     host = os.environ.get("DOCKER_HOST")
     if host:
@@ -86,39 +86,40 @@ def chosen_engine() -> EngineAddress:
     try:
         return find_context(name)
     except InputError as error:
-        raise HostError(f"{error}; or choose another, for instance by 'docker context use default'") from None
+        raise HostError(f"{error}; or choose another context, for example with 'docker context use default'") from None
 
 
 def find_context(name: str) -> EngineAddress:
-    """Return the engine of a docker context; raises InputError, with all names, for one that is missing."""
+    """Return the engine of a docker context; raises InputError with all names for a missing one."""
     if name == "default":
         return EngineAddress(os.environ.get("DOCKER_HOST") or EngineAddress.url)
-    folder = _configuration() / "contexts"
+    folder = _configuration_folder() / "contexts"
     key = hashlib.sha256(name.encode()).hexdigest()
     try:
-        found = json.loads((folder / "meta" / key / "meta.json").read_text())["Endpoints"]["docker"]
+        endpoint = json.loads((folder / "meta" / key / "meta.json").read_text())["Endpoints"]["docker"]
     except FileNotFoundError:
         raise InputError(
-            f"there is no docker context '{name}' (contexts: {', '.join(context_names())}): make it with "
+            f"unknown docker context '{name}' (contexts: {', '.join(context_names())}): create it with "
             f"'docker context create {name} --docker host=ssh://USER@ADDRESS'"
         ) from None
     certificates = folder / "tls" / key / "docker"
-    complete = all((certificates / each).exists() for each in CERTIFICATES)
+    complete = all((certificates / file).exists() for file in CERTIFICATES)
     tls = str(certificates) if complete else ""
-    return EngineAddress(str(found["Host"]), name, True, tls, not found.get("SkipTLSVerify"))
+    return EngineAddress(str(endpoint["Host"]), name, True, tls, not endpoint.get("SkipTLSVerify"))
 
 
 def context_names() -> list[str]:
     """Return the names of all docker contexts."""
-    found = (_configuration() / "contexts").glob("meta/*/meta.json")
-    return ["default", *sorted(json.loads(each.read_text())["Name"] for each in found)]
+    files = (_configuration_folder() / "contexts").glob("meta/*/meta.json")
+    names = [json.loads(file.read_text())["Name"] for file in files]
+    return ["default", *sorted(names)]
 
 
 def _current_context() -> str:
-    with suppress(OSError, ValueError):  # docker's own commands take an unreadable file for an empty one
-        return str(json.loads((_configuration() / "config.json").read_text()).get("currentContext", ""))
+    with suppress(OSError, ValueError):  # docker's own commands treat an unreadable file as empty
+        return str(json.loads((_configuration_folder() / "config.json").read_text()).get("currentContext", ""))
     return ""
 
 
-def _configuration() -> Path:
+def _configuration_folder() -> Path:
     return Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")

@@ -1,4 +1,4 @@
-"""Whether the containers of a run answer, and how those ended that do not."""
+"""Health of a run's containers: responses, and the causes of ended containers."""
 
 from __future__ import annotations
 
@@ -26,57 +26,58 @@ from testbed_controller.lab.removal import RUN
 _LOG = logging.getLogger(__name__)
 
 PATIENCE = 60.0
-"""Seconds for a container to answer; many starting at once on few processors take their time."""
+"""Time for a container to respond, in seconds; many starting at once on few processors are slow."""
 INTERVAL = 0.04
 LOOK_INTERVAL = 0.5
-"""Seconds between two looks whether a container still runs: on a busy host, asking costs what is asked for."""
+"""Interval of checks for ended containers, in seconds: on a busy host, frequent queries slow down the start itself."""
 PORT_SECONDS = 1.0
-"""Seconds of silence after which a container is asked whether only its published port is out of reach."""
+"""Silence, in seconds, after which the published port of a container is checked."""
 KILLED = 137
-"""The status of what SIGKILL has ended."""
+"""Exit code after SIGKILL."""
 TERMINATED = (0, 143)
-"""The statuses of agents and shapers after SIGTERM."""
+"""Exit codes of agents and shapers after SIGTERM."""
 STOP_SECONDS = 12.0
-"""Seconds within which an engine that stops has ended all containers: it kills those that take 10 s."""
+"""Time, in seconds, within which a stopping engine ends all containers: it kills them after 10 s."""
 LOGGED_LINES = 40
-"""Lines of a container's log that the controller logs where it gives the container up."""
+"""Number of lines of a failed container's log in the controller's log."""
 KILL_NOTED = 0.5
-"""Seconds within which the engine's events have a kill."""
+"""Time until a kill appears in the engine's events, in seconds."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a container ended, in the engine's words."""
+    """The cause of a container's end."""
 
     text: str
-    """To be put after its name."""
+    """Description that follows the name of the container in a message."""
     starved: bool = False
-    """Whether it needed more memory than it has."""
+    """Whether the container exceeded its memory limit."""
     asked: bool = False
-    """Whether the engine was asked for it: by a fault, by hand, by any other client."""
+    """Whether a client of the engine requested the end: a fault, a user, or another program."""
 
 
 class Health:
-    """The health of a run's containers; ``memory`` holds the limit of each device in bytes."""
+    """Health checks of a run's containers; ``memory`` maps each device to its limit in bytes."""
 
     def __init__(self, client: docker.DockerClient, run: str, memory: Mapping[str, float]) -> None:
         self._client = client
         self._run = run
         self._memory = memory
-        self._kills = _killed_for_memory()
+        self._kills = _count_oom_kills()
         self.is_here = True
-        """Whether the containers run on this machine's kernel, whose counts then say something of them."""
+        """Whether the containers run on this machine's kernel, so that its OOM counters apply."""
 
     def wait_for(self, urls: Mapping[str, str], *, published: bool = False) -> None:
-        """Return once all containers answer, given by name with their control URL; ``published`` by the engine.
+        """Wait until all containers respond, given their control URLs by name.
 
-        Raises HostError, with the last line that it wrote, for a container that has ended, or for one that stays silent
-        for `PATIENCE` seconds in which no other answered either; and for a published port that is out of reach.
+        Set ``published`` if the engine publishes the ports. Raises HostError with the last log line of an ended
+        container, or of one that stays silent for `PATIENCE` seconds while no other responds, and for an unreachable
+        published port.
         """
         waiting = dict(urls)
         began = looked = time.monotonic()
         while True:
-            before, waiting = waiting, {name: url for name, url in waiting.items() if not healthy(url)}
+            before, waiting = waiting, {name: url for name, url in waiting.items() if not is_healthy(url)}
             if not waiting:
                 return
             now = time.monotonic()
@@ -96,40 +97,40 @@ class Health:
                 self._check_port(name, url)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return how a container ended, else None.
+        """Return the cause of a container's end, or None if it is running.
 
-        Waits up to ``patience`` seconds for one to end that still seems to run.
+        Waits up to ``patience`` seconds for the end of a running container.
         """
         deadline = time.monotonic() + patience
         try:
-            status = self._ended(name)
+            status = self._ended_state(name)
             while status is None and time.monotonic() < deadline:
                 time.sleep(INTERVAL)
-                status = self._ended(name)
+                status = self._ended_state(name)
         except NotFound:
             return Ending("was removed from outside")
         return None if status is None else self._explain(name, status)
 
     def _explain(self, name: str, status: Mapping[str, Any]) -> Ending:
-        """Return the cause of an ending, given the state of the container."""
+        """Return the cause of an end, given the engine's state of the container."""
         if status.get("OOMKilled"):
-            return self._starvation(name)
+            return self._explain_starvation(name)
         code = status["ExitCode"]
         if self._was_asked(name, status):
             return Ending(f"was ended through the engine (exit code {code})", asked=True)
-        if code in TERMINATED and self._all_end():
+        if code in TERMINATED and self._wait_for_all_to_end():
             return Ending("was ended with all other containers of the run: the container engine was stopped")
         if code != KILLED:
             return Ending(f"ended by itself with exit code {code}")
-        # With cgroup v1 the engine misses most kills for want of memory: the group is gone before it looks.
-        if self.is_here and _killed_for_memory() > self._kills:
-            return self._starvation(name)
+        # With cgroup v1, the engine misses most OOM kills, because the cgroup disappears before it checks.
+        if self.is_here and _count_oom_kills() > self._kills:
+            return self._explain_starvation(name)
         return Ending("was ended from outside (SIGKILL)")
 
-    def _all_end(self) -> bool:
-        """Wait for all containers of the run to end; return whether they do.
+    def _wait_for_all_to_end(self) -> bool:
+        """Wait for the end of all containers; return whether they ended.
 
-        An engine that is stopped in an orderly way ends its containers first, of which it notes no event.
+        An engine that shuts down in order ends its containers first, without reporting events.
         """
         deadline = time.monotonic() + STOP_SECONDS
         running = {"label": f"{RUN}={self._run}", "status": "running"}
@@ -139,26 +140,28 @@ class Health:
             time.sleep(LOOK_INTERVAL)
         return True
 
-    def _ended(self, name: str) -> dict[str, Any] | None:
-        """Return the engine's state of a container that has ended, else None."""
+    def _ended_state(self, name: str) -> dict[str, Any] | None:
+        """Return the engine's state of an ended container, otherwise None."""
         status: dict[str, Any] = self._client.api.inspect_container(container_name(self._run, name))["State"]
         return status if status["Status"] in ("exited", "dead") else None
 
-    def _starvation(self, name: str) -> Ending:
+    def _explain_starvation(self, name: str) -> Ending:
         limit = self._memory.get(name)
-        return Ending("was ended by the kernel for want of memory" if limit is None else _out_of_memory(limit), True)
+        if limit is None:
+            return Ending("was killed by the kernel because of insufficient memory", starved=True)
+        return Ending(_out_of_memory(limit), starved=True)
 
     def _was_asked(self, name: str, status: Mapping[str, Any]) -> bool:
-        """Return whether the engine was asked to end a container that has ended."""
+        """Return whether a client requested the end of the container."""
         filters = {"container": container_name(self._run, name), "event": "kill"}
         began, ended = (datetime.fromisoformat(status[key]).timestamp() for key in ("StartedAt", "FinishedAt"))
-        # The engine notes a kill just after it has sent the signal, and answers when that time is over.
+        # The engine records a kill just after sending the signal, and responds when the window is over.
         window = int(began), math.ceil(ended + KILL_NOTED)
         with contextlib.closing(self._client.events(*window, decode=True, filters=filters)) as events:
             return any(event["timeNano"] / 1e9 >= began for event in events)
 
     def check_alive(self, name: str) -> None:
-        """Raise HostError with the reason if the container has ended."""
+        """Raise HostError with the cause if the container has ended."""
         ending = self.ending(name)
         if ending is None:
             return
@@ -174,11 +177,11 @@ class Health:
     def _give_up(self, name: str, why: str) -> NoReturn:
         log = b"".join(container_logs(self._client, self._run, name)).decode(errors="replace").strip().splitlines()
         _LOG.info("the log of %s ends with:\n%s", name, "\n".join(log[-LOGGED_LINES:]))
-        raise HostError(f"{name} {why}; the last it said: {log[-1] if log else 'nothing'}")
+        raise HostError(f"{name} {why}; last log line: {log[-1] if log else 'none'}")
 
 
-def _killed_for_memory() -> int:
-    """Return how many processes this kernel has ended for want of memory; 0 where it does not count them."""
+def _count_oom_kills() -> int:
+    """Return the number of processes killed by this kernel for lack of memory; 0 without statistics."""
     with contextlib.suppress(OSError):
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(counts.get("oom_kill", 0))
@@ -187,14 +190,14 @@ def _killed_for_memory() -> int:
 
 def _out_of_memory(limit: float) -> str:
     return (
-        f"ran out of memory: its container is held to {format_size(limit)}, of which the agent with torch takes "
-        "about 200MB beside the weights and activations of the plan: give it more, or let it hold less by more "
+        f"ran out of memory: its container is limited to {format_size(limit)}, of which the agent with torch takes "
+        "about 200MB in addition to the plan's weights and activations: raise the limit, or reduce the load with more "
         "devices, a smaller model, batch_size or in_flight"
     )
 
 
-def healthy(url: str) -> bool:
-    """Return whether an agent or shaper answers there."""
+def is_healthy(url: str) -> bool:
+    """Return whether an agent or shaper responds at a URL."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=2)
     try:

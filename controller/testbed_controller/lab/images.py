@@ -1,8 +1,8 @@
-"""The images of devices and shaper: what goes into them, their tags, how they are built and found again.
+"""Images of devices and shaper: content, tags, builds, and look-up.
 
-Each image is tagged with a hash of all that goes into it, so an image that exists is right and nothing is
-built twice. They stand on each other: ``base`` (Debian and Python), ``runtime`` (Python packages, one each for device
-and shaper), and on top the project's code as a thin layer that a change of code rebuilds within seconds.
+The tag of each image is a hash of its inputs, so an existing image is valid and nothing is built twice. Images build on
+each other: ``base`` (Debian and Python), ``runtime`` (Python packages, separate for device and shaper), and a thin
+layer with the project's code, which is rebuilt within seconds.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from testbed_controller.lab.wheels import (
 REGISTRY_BASE = f"python:{PYTHON}-slim-bookworm"
 PULL_PATIENCE = 60.0
 _BOOTSTRAP_ROOM = 600 * 10**6
-"""Bytes of temporary files while mmdebstrap makes the base image: packages, their files, and the archive of them."""
+"""Temporary disk space of mmdebstrap in bytes: packages, their files, and the archive."""
 LABEL = "testbed.image"
 _STAGE_SECONDS = 3600.0
-"""Longest time that a build takes."""
+"""Upper bound of a build's duration, in seconds."""
 _SYSTEM_CONTAINERD = ("/run/containerd/containerd.sock", "/var/run/containerd/containerd.sock")
-"""Sockets of a containerd that the engine did not start, and whose data is not below the engine's."""
+"""Sockets of a system containerd, whose data is outside the engine's folder."""
 
 CODE = {
     "device": ("testbed", "testbed_agent"),
@@ -65,17 +65,17 @@ CODE = {
     ),
     "agent": ("testbed", "testbed_agent"),
 }
-"""The packages, and the parts of packages, that each image carries."""
+"""The packages, or parts of packages, in each image."""
 HOSTS = ("testbed/scenario/", "testbed/simulation/", "testbed/prepare.py", "testbed/validation.py")
-"""What no image carries of that: scenarios are read, planned and simulated on the host."""
+"""Files excluded from all images: scenarios are read, planned and simulated on the host."""
 
 SPARE = {"program": 4, "packages": 4, "device": 8, "shaper": 8, "agent": 2, "runtime": 4, "base": 2, "stage": 0}
-"""How many images of each kind stay when others are built, so that going back to another version is quick."""
+"""Number of old images of each kind to keep after a build, for a quick return to another version."""
 
 
 @dataclass(frozen=True)
 class ImageTags:
-    """The tags that the present code needs."""
+    """The image tags for the current code."""
 
     base: str
     device_runtime: str
@@ -83,7 +83,7 @@ class ImageTags:
     device: str
     shaper: str
     target: Target
-    """The target of the packages in the images."""
+    """Platform and torch build of the packages."""
 
     @property
     def by_kind(self) -> dict[str, str]:
@@ -92,18 +92,18 @@ class ImageTags:
 
 
 def names(target: Target | None = None) -> ImageTags:
-    """Return the tags for the files as they are now; needs no engine.
+    """Return the tags for the current files, without contacting an engine.
 
-    Without a target, those for this machine's architecture and the preferred build of torch.
+    The default target is this machine's architecture with the preferred build of torch.
     """
     target = target or Target(host_machine(), torch_builds()[0])
-    return _names({kind: _code_files(kind) for kind in ("device", "shaper")}, target)
+    return _tags_for({kind: _code_files(kind) for kind in ("device", "shaper")}, target)
 
 
 def present_names(client: docker.DockerClient) -> ImageTags:
-    """Return the tags that a run on an engine uses: of the builds of torch, the first whose images are there."""
+    """Return the tags that a run on an engine uses: of the torch builds, the first with existing images."""
     code = {kind: _code_files(kind) for kind in ("device", "shaper")}
-    return _choose(client, [_names(code, target) for target in _targets(client)])
+    return _choose(client, [_tags_for(code, target) for target in _targets(client)])
 
 
 def _targets(client: docker.DockerClient) -> list[Target]:
@@ -114,48 +114,48 @@ def _targets(client: docker.DockerClient) -> list[Target]:
 def _choose(client: docker.DockerClient, choices: Sequence[ImageTags]) -> ImageTags:
     for kind in ("device", "device_runtime"):
         for tags in choices:
-            if exists(client, getattr(tags, kind)):
+            if image_exists(client, getattr(tags, kind)):
                 return tags
     return choices[0]
 
 
-def _names(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
-    runtimes = {kind: _runtime_name(kind, target) for kind in code}
-    tags = {kind: _code_name(kind, files, runtimes[kind]) for kind, files in code.items()}
-    return ImageTags(_base_name(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"], target)
+def _tags_for(code: Mapping[str, Mapping[str, bytes]], target: Target) -> ImageTags:
+    runtimes = {kind: _runtime_tag(kind, target) for kind in code}
+    tags = {kind: _code_tag(kind, files, runtimes[kind]) for kind, files in code.items()}
+    return ImageTags(_base_tag(), runtimes["device"], runtimes["shaper"], tags["device"], tags["shaper"], target)
 
 
-def _base_name() -> str:
+def _base_tag() -> str:
     packages, bootstrap = "\n".join(_base_packages()), "\n".join(_bootstrap_command("-"))
     parts = {"packages": packages.encode(), "recipe": recipe("base"), "bootstrap": bootstrap.encode()}
     return f"testbed/base:{digest(parts)}"
 
 
-def _runtime_name(kind: str, target: Target) -> str:
+def _runtime_tag(kind: str, target: Target) -> str:
     packages = "\n".join(f"{name}{specifier}" for name, specifier in requirements(kind, target).items())
-    parts = {"base": _base_name().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
+    parts = {"base": _base_tag().encode(), "recipe": recipe("runtime"), "packages": packages.encode()}
     return f"testbed/runtime:{digest(parts)}"
 
 
-def _code_name(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
+def _code_tag(kind: str, code: Mapping[str, bytes], runtime: str) -> str:
     files = {f"code/{name}": content for name, content in code.items()}
     return f"testbed/{kind}:{digest({'runtime': runtime.encode(), 'recipe': recipe(kind), **files})}"
 
 
 def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
-    """Return the tags of images that exist, building what does not.
+    """Return the tags of existing images, after building missing ones.
 
-    Raises HostError where an image cannot be had; says what failed and what would help.
+    Raises HostError with the reason and a remedy if an image cannot be built.
     """
-    # Read once: a file that is saved meanwhile must not end up under the hash of what it was.
+    # Read the code once: a file saved during the build must not get the hash of its former content.
     code = {kind: _code_files(kind) for kind in ("device", "shaper")}
-    choices = [_names(code, target) for target in _targets(client)]
+    choices = [_tags_for(code, target) for target in _targets(client)]
     wanted = _choose(client, choices)
-    if exists(client, wanted.device) and exists(client, wanted.shaper):
+    if image_exists(client, wanted.device) and image_exists(client, wanted.shaper):
         return wanted
-    with one_at_a_time():
+    with build_lock():
         wanted = _choose(client, choices)
-        if not exists(client, wanted.device) and not exists(client, wanted.device_runtime):
+        if not image_exists(client, wanted.device) and not image_exists(client, wanted.device_runtime):
             wanted = _obtain_torch(choices, say)
         for kind, files in code.items():
             _ensure_image(client, kind, files, wanted.target, say)
@@ -164,7 +164,7 @@ def ensure_images(client: docker.DockerClient, say: Say) -> ImageTags:
 
 
 def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
-    """Return the tags of the preferred build of torch if pip can fetch it, otherwise those of the other one."""
+    """Return the tags of the preferred torch build if pip can fetch it, otherwise of the other build."""
     preferred = choices[0]
     if len(choices) == 1 or fetch_cpu_torch(preferred.target, say):
         return preferred
@@ -172,18 +172,18 @@ def _obtain_torch(choices: Sequence[ImageTags], say: Say) -> ImageTags:
 
 
 def ensure_agent(client: docker.DockerClient, say: Say) -> str:
-    """Return the tag of the image of the agent alone, which `images/program.Dockerfile` puts beside a user's."""
+    """Return the tag of the agent's image, which `images/program.Dockerfile` adds to a user's image."""
     return _ensure_image(client, "agent", _code_files("agent"), _targets(client)[0], say)
 
 
 def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], target: Target, say: Say) -> str:
-    """Return the tag of an image with our code; build it, and what it stands on, where it is missing."""
-    runtime, base = _runtime_name(kind, target), _base_name()
-    tag = _code_name(kind, code, runtime)
-    if exists(client, tag):
+    """Return the tag of an image with our code, after building the image and its base if missing."""
+    runtime, base = _runtime_tag(kind, target), _base_tag()
+    tag = _code_tag(kind, code, runtime)
+    if image_exists(client, tag):
         return tag
-    if not exists(client, runtime):
-        if not exists(client, base):
+    if not image_exists(client, runtime):
+        if not image_exists(client, base):
             _make_base(client, base, say)
         say(f"building the {kind}'s Python packages into {runtime}")
         _build_runtime(client, kind, base, runtime, target)
@@ -196,38 +196,38 @@ def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, byt
 def remove_images(
     client: docker.DockerClient, keep: ImageTags | None = None, spare: Mapping[str, int] | None = None
 ) -> list[str]:
-    """Remove the testbed's images but those to keep, and of each kind a number of the newest; return what went."""
-    kept = set() if keep is None else set(keep.by_kind.values())
-    gone: list[str] = []
+    """Remove the testbed's images except ``keep`` and the newest ``spare`` of each kind; return removed tags."""
+    keep_tags = set() if keep is None else set(keep.by_kind.values())
+    removed: list[str] = []
     for kind in SPARE:
-        ours = _images_of(client, kind)
-        for image in ours[(spare or {}).get(kind, 0) :]:
+        existing = _images_of(client, kind)
+        for image in existing[(spare or {}).get(kind, 0) :]:
             for reference in image.tags or [str(image.id)]:
-                if reference not in kept and _remove(client, reference):
-                    gone.append(reference)
-    return gone
+                if reference not in keep_tags and _remove_image(client, reference):
+                    removed.append(reference)
+    return removed
 
 
 def _images_of(client: docker.DockerClient, kind: str) -> list[Image]:
-    """Return the testbed's images of a kind, the newest first; of stages those that no build needs any more."""
+    """Return the testbed's images of a kind, newest first; for stages, only abandoned ones."""
     images = client.images.list(filters={"label": f"{LABEL}={kind}"})
     if kind == "stage":
-        ours = [image for image in images if _is_abandoned(image)]
+        selected = [image for image in images if _is_abandoned(image)]
     else:
-        # What somebody builds on one of ours inherits the label; it is theirs, and so is its name.
+        # Images that users build on ours inherit the label, but have other names.
         prefix = f"testbed/{kind}:"
-        ours = [image for image in images if any(tag.startswith(prefix) for tag in image.tags)]
-    return sorted(ours, key=lambda image: str(image.attrs["Created"]), reverse=True)
+        selected = [image for image in images if any(tag.startswith(prefix) for tag in image.tags)]
+    return sorted(selected, key=lambda image: str(image.attrs["Created"]), reverse=True)
 
 
 def _is_abandoned(stage: Image) -> bool:
-    """Return whether no build needs a stage any more: others of this engine may be building at the moment."""
+    """Return whether a stage is too old for an active build, possibly of another user of the engine."""
     created = datetime.fromisoformat(str(stage.attrs["Created"])[:19]).replace(tzinfo=UTC)
     return (datetime.now(UTC) - created).total_seconds() > _STAGE_SECONDS
 
 
-def _remove(client: docker.DockerClient, reference: str) -> bool:
-    """Remove one image; leave one that a container uses, or that another image stands on."""
+def _remove_image(client: docker.DockerClient, reference: str) -> bool:
+    """Remove one image and return True, unless a container or another image uses it."""
     try:
         client.images.remove(reference)
     except ImageNotFound:
@@ -239,11 +239,11 @@ def _remove(client: docker.DockerClient, reference: str) -> bool:
     return True
 
 
-# What goes in
+# Content
 
 
 def digest(parts: Mapping[str, bytes]) -> str:
-    """Return a short hash of named contents, in the order of their names."""
+    """Return a short hash of named contents, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(parts):
         for piece in (name.encode(), parts[name]):
@@ -289,7 +289,7 @@ def _make_base(client: docker.DockerClient, tag: str, say: Say) -> None:
 
 
 def _base_from_registry(client: docker.DockerClient, tag: str, say: Say) -> str:
-    """Build the base on the official Python image; return why that is not possible, or an empty text."""
+    """Build the base from the official Python image; return the reason of a failure, or an empty text."""
     if refusal := refusal_within(PULL_PATIENCE, lambda: client.images.pull(REGISTRY_BASE)):
         return refusal
     say(f"building {tag} on {REGISTRY_BASE}")
@@ -319,7 +319,7 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
     if shutil.which("mmdebstrap") is None:
         if os.geteuid() != 0:
             raise HostError(
-                "no base image: no container registry answers and mmdebstrap is not installed; run "
+                "no base image: no container registry responds and mmdebstrap is not installed; run "
                 "'sudo apt-get install mmdebstrap' and try again"
             )
         install_packages(["mmdebstrap"], say, why="the base image is made with mmdebstrap")
@@ -331,13 +331,13 @@ def _base_from_mmdebstrap(client: docker.DockerClient, tag: str, say: Say) -> No
         if done.returncode:
             if full := describe_full_disk(done.stderr, Path(tempfile.gettempdir()), _BOOTSTRAP_ROOM):
                 raise HostError(f"mmdebstrap failed: {full}")
-            complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no word of why"]
-            raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' by hand")
+            complaints = [line for line in done.stderr.splitlines() if line.startswith("E:")] or ["no reason given"]
+            raise HostError(f"mmdebstrap failed: {complaints[0]}; run '{' '.join(command[:3])} ... bookworm' manually")
         labelled = [f"LABEL {LABEL}=base testbed.source=mmdebstrap"]
-        try:  # the repository with its tag, since Podman takes no tag beside it
+        try:  # Podman accepts the tag only as part of the repository
             client.api.import_image_from_file(str(archive), repository=tag, changes=labelled)
         except APIError as error:
-            raise HostError(f"the engine does not take the base image: {_reason(error)}") from error
+            raise HostError(f"the engine refused the base image: {_summarise_error(error)}") from error
 
 
 # Runtime image
@@ -367,19 +367,19 @@ def build(
     labels: dict[str, str],
     network: str | None = "none",
 ) -> None:
-    """Build one image from a context made here, without a network unless asked for one; raises `HostError`.
+    """Build one image from a temporary context, by default without network access; raises `HostError`.
 
-    Only a build with a network, which fetches packages, gets the proxies of the user's Docker configuration.
+    Only a build with network access, which fetches packages, uses the proxies of the user's Docker configuration.
     """
-    # Not among the temporary files, which often lie in memory: the wheels of torch may take gigabytes.
+    # Avoid the temporary folder, which is often in memory: the wheels of torch may take gigabytes.
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=BUILD) as context:
         try:
             with tarfile.open(fileobj=context, mode="w") as archive:
                 for name, content in {"Dockerfile": recipe, **files}.items():
-                    _add(archive, name, content)
+                    _add_file(archive, name, content)
         except OSError as error:
-            raise HostError(f"the image {tag} cannot be built: {BUILD}: {error.strerror or error}") from error
+            raise HostError(f"cannot build the image {tag}: {BUILD}: {error.strerror or error}") from error
         context.seek(0)
         stage = secrets.token_hex(8)
         try:
@@ -395,15 +395,15 @@ def build(
                 forcerm=True,
             )
         except (BuildError, APIError) as error:
-            raise HostError(f"the image {tag} cannot be built: {_reason(error)}") from error
+            raise HostError(f"cannot build the image {tag}: {_summarise_error(error)}") from error
         finally:
-            # The builder keeps the stage that held the wheels as a cache; the hash in the tag makes that useless.
+            # The builder caches the stage with the wheels, which is useless because tags contain hashes.
             for image in client.images.list(filters={"label": f"testbed.stage={stage}", "dangling": True}):
-                _remove(client, str(image.id))
+                _remove_image(client, str(image.id))
 
 
-def _add(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
-    """Add one file with nothing of the host's in its entry, so that equal content gives equal layers."""
+def _add_file(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
+    """Add one file without metadata of the host, so that equal content gives equal layers."""
     entry = tarfile.TarInfo(name)
     entry.mode = 0o644
     if isinstance(content, Path):
@@ -415,8 +415,8 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes | Path) -> None:
         archive.addfile(entry, io.BytesIO(content))
 
 
-def _reason(error: BaseException) -> str:
-    """Return one line of why the engine refused."""
+def _summarise_error(error: BaseException) -> str:
+    """Return one line with the engine's reason."""
     if isinstance(error, BuildError):
         output = "".join(str(line.get("stream", "")) for line in error.build_log if isinstance(line, dict))
         lines = [line for line in output.splitlines() if line.strip() and not line.startswith(("Step", " --->"))]
@@ -425,8 +425,8 @@ def _reason(error: BaseException) -> str:
     return text.strip().splitlines()[-1] if text.strip() else type(error).__name__
 
 
-def exists(client: docker.DockerClient, tag: str) -> bool:
-    """Say whether the engine has an image."""
+def image_exists(client: docker.DockerClient, tag: str) -> bool:
+    """Return whether the engine has an image."""
     try:
         client.images.get(tag)
     except ImageNotFound:
@@ -435,13 +435,13 @@ def exists(client: docker.DockerClient, tag: str) -> bool:
 
 
 def image_size(client: docker.DockerClient, tag: str) -> int:
-    """Return the bytes that an image takes on the engine's disk."""
-    # A containerd image store inspects the size of the compressed layers, and lists that of all that is stored.
+    """Return the disk space of an image on the engine, in bytes."""
+    # With a containerd image store, inspecting reports compressed layers, and listing reports the stored size.
     return int(client.api.images(name=tag)[0]["Size"])
 
 
 def image_folder(info: Mapping[str, Any]) -> Path:
-    """Return the folder in which an engine keeps images, by what the engine says of itself."""
+    """Return the folder in which an engine stores images, given its info."""
     store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
     daemon = str((info.get("Containerd") or {}).get("Address", ""))
     if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:
@@ -450,8 +450,8 @@ def image_folder(info: Mapping[str, Any]) -> Path:
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Keep two commands from building the same image at once."""
+def build_lock() -> Iterator[None]:
+    """Prevent concurrent builds of the same image by two commands."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "images.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

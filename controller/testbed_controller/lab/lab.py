@@ -1,4 +1,4 @@
-"""A run's devices and shaper as containers: made, found again, broken and removed."""
+"""The devices and shaper of a run as containers: creation, look-up, faults and removal."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ from testbed_controller.lab.removal import DEVICE, RUN, remove_run
 from testbed_controller.shaping.plan import Endpoint
 
 WORKERS = max(4, 2 * (os.cpu_count() or 1))
-"""Containers made at once: more only queue up inside the engine."""
+"""Number of containers created concurrently; more would only queue inside the engine."""
 MINIMAL_MEMORY = 32 * 2**20
-"""Bytes; in less the agent does not even start (an idle one needs some 25 MB, one with torch some 200 MB more)."""
+"""Minimum memory of an agent in bytes (an idle one needs about 25 MB, one with torch about 200 MB more)."""
 
 LEASE_SECONDS = 1800.0
-"""How long a container of a run lives without its controller; so long that no busy host ends a living run."""
+"""Lifetime of a container without its controller, in seconds; long enough for a busy host."""
 RENEWAL_SECONDS = 60.0
 PAUSE = 0.2
-"""Seconds before the engine is asked again for its events, after it ended them."""
+"""Pause before reconnecting to the engine's event stream, in seconds."""
 
 Progress = Callable[[str], None]
 
 
 class RunLab:
-    """What a lab knows of its run, whether it is on one engine or on several."""
+    """The common state of a lab on one engine or on several."""
 
     def __init__(self, state: runstate.RunState, trial: Trial, subnet: IPv4Network) -> None:
         self._state = state
@@ -81,36 +81,38 @@ class RunLab:
 
     @property
     def run_id(self) -> str:
-        """The run's id, which all its labels carry."""
+        """The ID of the run, the label of all its containers."""
         return self._state.run
 
     @property
     def token(self) -> str:
-        """The secret of this run, of which those that agents and shaper ask for are made; no container has it."""
+        """The secret of this run, from which the tokens of agents and shaper are derived; no container has it."""
         return self._state.token
 
     def check_serves(self, trial: Trial) -> None:
-        """Raise InputError where a trial needs other devices, links or images than are here."""
+        """Raise InputError if a trial needs other devices, links or images than this lab has."""
         now, wanted = self.experiment, trial.experiment
         names = [device.name for device in now.devices]
-        programs = [programs_of(each.workload, names) for each in (now, wanted)]
-        images = [{name: (part.image, part.packages) for name, part in found.items()} for found in programs]
+        images = []
+        for experiment in (now, wanted):
+            programs = programs_of(experiment.workload, names)
+            images.append({name: (part.image, part.packages) for name, part in programs.items()})
         for key, same in (
             ("devices", now.devices == wanted.devices),
             ("network", (now.links, now.cells) == (wanted.links, wanted.cells)),
             ("workload.programs", not images[1] or images[0] == images[1]),
         ):
             if not same:
-                text = f"{key}: not those that {self.run_id} was made of"
-                raise InputError(f"{text}: change the workload alone, or 'testbed down' and 'testbed up' again")
+                text = f"{key}: differs from the lab {self.run_id}"
+                raise InputError(f"{text}: change only the workload, or run 'testbed down' and 'testbed up' again")
 
     def note_results(self, results: Path) -> None:
-        """Remember which folder the run that goes on here is written to."""
+        """Store the results folder of the active run."""
         self._state = replace(self._state, results=str(results))
         runstate.write(self._state)
 
     def _take_down(self, remove: Callable[[], object]) -> bool:
-        """Remove the run; return False where that was interrupted or fails, and the reaper goes on with it."""
+        """Remove the run; return False if the reaper has to continue after an interruption or failure."""
         reaper, self._reaper = self._reaper, None
         if reaper is not None:
             return reaper.remove(remove)
@@ -119,7 +121,14 @@ class RunLab:
 
 
 class Lab(RunLab):
-    """The containers and networks of one run on one engine."""
+    """The containers and networks of one run on one engine.
+
+    Example::
+
+        lab = Lab.create(trial)
+        lab.kill("worker1")
+        lab.down()
+    """
 
     def __init__(
         self,
@@ -132,9 +141,9 @@ class Lab(RunLab):
         url: ControlUrl | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """``here`` names the devices on this engine, where others are elsewhere.
+        """``here`` names the devices on this engine if others are on further engines.
 
-        ``url`` says how containers are reached, ``clock`` is that of the engine's host where it is not this one.
+        ``url`` returns the control URL of a container; ``clock`` is the clock of a remote engine's host.
         """
         super().__init__(state, trial, subnet)
         self._client = client
@@ -147,13 +156,13 @@ class Lab(RunLab):
         self._shaper_url = ""
         self._agents: dict[str, Agent] = {}
         self.over = threading.Event()
-        """Set when the lab is taken down."""
+        """Set when the lab is removed."""
         self.health = Health(client, state.run, {device.name: device.memory for device in trial.experiment.devices})
         self.health.is_here = clock is None
         self.ending = self.health.ending
-        """Returns how a container ended; see there."""
+        """Function that returns the cause of a container's end; see `Health.ending`."""
 
-    # Making and finding
+    # Creation and look-up
 
     @classmethod
     def create(
@@ -166,12 +175,11 @@ class Lab(RunLab):
         results: Path | None = None,
         keep: bool = False,
     ) -> Lab:
-        """Make network, shaper and devices; return when all are healthy and every link is shaped.
+        """Create network, shaper and devices; return when all are healthy and every link is shaped.
 
-        Leaves nothing behind when it fails or is interrupted. The lab is removed if this process dies before `down`,
-        unless it is there to ``keep``. ``results`` is the folder that the run is written to.
-        Raises HostError where there is no engine, no images, no room for the networks, or a container does not come
-        up; InputError where the scenario's subnet does not fit.
+        A failure or interruption leaves nothing behind. The lab is removed if this process dies before `down`, except
+        with ``keep``. ``results`` is the run's results folder. Raises HostError if the engine, images, networks or
+        containers are unavailable, and InputError if the scenario's subnet is too small.
         """
         say = progress or (lambda _text: None)
         check_devices(trial.experiment)
@@ -184,7 +192,7 @@ class Lab(RunLab):
             raise HostError(text)
         check_memory(trial.experiment.devices, machine["memory"], torch=needs_torch)
         if machine["unlimited"]:
-            say(f"no device is held to limits on {', '.join(machine['unlimited'])}: see 'testbed doctor'")
+            say(f"limits on {', '.join(machine['unlimited'])} are not enforced: see 'testbed doctor'")
         images = ensure_images(client, say)
         devices = device_images(client, trial.scenario.workload, trial.experiment, images, say)
         state = new_state(trial, run_id, results, keep, engine)
@@ -192,7 +200,7 @@ class Lab(RunLab):
         with reaper.guarding(partial(remove_run, client, state.run, settle=False), keep):
             runstate.write(state)
             lab = cls(client, state, trial, data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices)))
-            say("making the network")
+            say("creating the network")
             make_control_network(client, state.run, trial.scenario.network.control_subnet)
             lab.populate(devices, images.shaper, links, say)
         if not keep:
@@ -202,9 +210,9 @@ class Lab(RunLab):
 
     @classmethod
     def open(cls, run_id: str) -> Lab:
-        """Find a run that is up, from any process.
+        """Open an existing lab, from any process.
 
-        Raises InputError where there is no such run; HostError where no engine answers.
+        Raises InputError for an unknown run, and HostError if no engine responds.
         """
         state = runstate.read(run_id)
         client = connect(state.engine)
@@ -212,12 +220,12 @@ class Lab(RunLab):
         subnet = data_subnet(trial.scenario.network.subnet, len(trial.experiment.devices))
         lab = cls(client, state, trial, subnet)
         lab.refresh()
-        with contextlib.suppress(HostError):  # without a shaper no program is started or followed
+        with contextlib.suppress(HostError):  # without a shaper, no program can be started or followed
             lab._compare_clocks()
         return lab
 
     def _compare_clocks(self) -> None:
-        """Convert the times of the devices from now on where the engine's machine has another monotonic clock."""
+        """Convert the devices' times if the engine's machine has another monotonic clock."""
         if self._clock is not None:
             return
         clock = EngineClock(lambda: float(self.shaper.facts()["monotonic"]))
@@ -228,35 +236,39 @@ class Lab(RunLab):
 
     @property
     def broadcast(self) -> str:
-        """The data network's broadcast address."""
+        """The broadcast address of the data network."""
         return str(self.subnet.broadcast_address)
 
     def refresh(self) -> None:
-        """Look again what every container of the run is doing; one that has vanished is in state ``gone``."""
+        """Update the state of every container; a missing one is ``gone``."""
         self._shaper_url = self.look(SHAPER).control_url
         for name in self._here:
             self.devices[name] = look(self._client, self.run_id, name, self._addresses[name], self._url)
 
     def states(self) -> dict[str, str]:
-        """Return in the engine's words what the container of each device is doing, all asked for at once."""
+        """Return the engine's state of each device's container, with a single query."""
         filters = {"label": [f"{RUN}={self.run_id}", DEVICE]}
-        found = self._client.api.containers(all=True, filters=filters)
-        states = {str(each["Labels"][DEVICE]): str(each["State"]) for each in found}
+        states: dict[str, str] = {}
+        for container in self._client.api.containers(all=True, filters=filters):
+            states[str(container["Labels"][DEVICE])] = str(container["State"])
         return {name: states.get(name, "gone") for name in self.devices}
 
     def facts(self) -> dict[str, Any]:
-        """Return what a run's manifest should say of the engine, the images and the link backend."""
-        found = self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"})
-        images = {str(each["Image"]): str(each["ImageID"]) for each in found}
-        found = {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
-        return found | ({"clock": self._clock.clock.facts()} if isinstance(self._clock, EngineClock) else {})
+        """Return the properties of engine, images and link backend for a run's manifest."""
+        images = {}
+        for container in self._client.api.containers(all=True, filters={"label": f"{RUN}={self.run_id}"}):
+            images[str(container["Image"])] = str(container["ImageID"])
+        lab_facts = {"engine": facts(self._client), "images": images, "shaper": self.shaper.facts()}
+        if isinstance(self._clock, EngineClock):
+            lab_facts["clock"] = self._clock.clock.facts()
+        return lab_facts
 
     def container_logs(self) -> dict[str, Iterator[bytes]]:
-        """Return what each container of the run has written, by device, and by ``shaper``; read as it is iterated."""
+        """Return the output of each container by device name or ``shaper``; read during iteration."""
         names = [*self._here, SHAPER]
         return {name: container_logs(self._client, self.run_id, name) for name in names}
 
-    # Talking
+    # Clients
 
     @cached_property
     def shaper(self) -> Shaper:
@@ -264,130 +276,127 @@ class Lab(RunLab):
         return Shaper(self._shaper_url, self._state.token_of(SHAPER))
 
     def agent(self, name: str) -> Agent:
-        """Return the client of a device's agent at its present port; raises `TestbedError` where the device is off."""
+        """Return a client of a device's agent at its current port; raises `TestbedError` if the device is off."""
         url = self._device(name).control_url
         if not url:
-            raise TestbedError(f"{name} is {self.devices[name].state}: nothing answers for it")
+            raise TestbedError(f"{name} is {self.devices[name].state}: its agent does not run")
         known = self._agents.get(name)
         if known is None or known.url != url:
             known = self._agents[name] = Agent(url, self._state.token_of(name), name, self._clock)
         return known
 
     def changes(self, on_return: Callable[[float], None]) -> ContainerChanges:
-        """Return what follows the containers of the run, the shaper's too; see there."""
+        """Return an iterator over state changes of the run's containers, including the shaper."""
         return ContainerChanges(self, on_return)
 
-    # Breaking and mending
+    # Faults and repairs
 
     def kill(self, name: str) -> None:
-        """End the device's container at once, as a power cut would; nothing happens when it is down already."""
+        """Kill the device's container, as a power cut would; no effect on a device that is down."""
         device = self._device(name)
-        with _unless(409, 404):
+        with _tolerate(409, 404):
             self._client.api.kill(device.id, "SIGKILL")
-        with _unless(404):
+        with _tolerate(404):
             self._client.api.wait(device.id, timeout=30)
-        with contextlib.suppress(HostError):  # without a shaper there are no links either
+        with contextlib.suppress(HostError):  # without a shaper, no links exist either
             self.shaper.release()
         self.look(name)
 
     def start(self, name: str) -> None:
-        """Switch the device on again; it has no links before `admit`. Raises `TestbedError` where that fails."""
+        """Start the device again, without links until `admit`. Raises `TestbedError` if the start fails."""
         device = self._device(name)
         try:
             self._client.api.start(device.id)
         except NotFound:
-            raise TestbedError(f"the container of {name} is gone: it cannot be started again") from None
+            raise TestbedError(f"the container of {name} was removed and cannot be started again") from None
         except APIError as error:
-            raise HostError(f"{name} cannot be started: {error.explanation}") from error
+            raise HostError(f"cannot start {name}: {error.explanation}") from error
         self.look(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
-        """Return when the links of a device that was switched on are shaped and its agent is healthy.
+        """Shape the links of a started device and wait until its agent is healthy.
 
-        Its links are as they were last set, with whatever faults are in force; ``links`` changes them before.
+        The links have their current properties, including active faults; ``links`` changes them before.
         """
         device = self.look(self._device(name).name)
-        self._attach([device], links or {})
+        self._shape_links([device], links or {})
         self.health.wait_for({name: device.control_url})
         self._note_targets()
 
     def _note_targets(self) -> None:
-        """Write down where the devices' metrics are now: a device that booted again has another port."""
+        """Store the metrics URLs of the devices, whose ports change with every start."""
         urls = {name: device.control_url for name, device in self.devices.items() if device.control_url}
         runstate.write_targets(self._state, urls)
 
-    def _attach(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
-        """Have these devices' interfaces shaped."""
+    def _shape_links(self, devices: Iterable[DeviceContainer], links: Mapping[Pair, Link]) -> None:
         specs = {spec.name: spec for spec in self.experiment.devices}
-        endpoints = [
-            Endpoint(
-                each.name,
-                each.pid,
-                each.address,
-                specs[each.name].uplink,
-                specs[each.name].downlink,
-                None if self._state.hosts else str(self.subnet),
-            )
-            for each in devices
-        ]
+        # On several hosts the engine's overlay network provides the interface, otherwise the shaper.
+        subnet = None if self._state.hosts else str(self.subnet)
+        endpoints = []
+        for device in devices:
+            spec = specs[device.name]
+            endpoints.append(Endpoint(device.name, device.pid, device.address, spec.uplink, spec.downlink, subnet))
         elsewhere = self._addresses.keys() - set(self._here)
         for name in sorted(elsewhere):
             endpoints.append(Endpoint(name, 0, self._addresses[name], specs[name].uplink, specs[name].downlink))
         self.shaper.attach(endpoints, links, self.experiment.seed, self.experiment.cells)
 
     def pause(self, name: str) -> None:
-        """Freeze every process of the device; packets still reach its kernel."""
+        """Freeze all processes of the device; its kernel still receives packets."""
         device = self._device(name)
-        with _unless(409):
+        with _tolerate(409):
             self._client.api.pause(device.id)
         self.look(name)
 
     def resume(self, name: str) -> None:
-        """Let a paused device go on."""
+        """Continue a paused device."""
         device = self._device(name)
-        with _unless(409, 500):  # 500: 'is not paused', in older engines
+        with _tolerate(409, 500):  # 500: 'is not paused' in older engines
             self._client.api.unpause(device.id)
         self.look(name)
 
     def down(self) -> bool:
-        """Remove everything of the run, whatever is left of it.
+        """Remove everything that belongs to the run.
 
-        Returns False where that was interrupted or the engine does not answer: it goes on in the background.
+        Returns False after an interruption or without a response of the engine; the removal then continues in the
+        background.
         """
         self.over.set()
         return self._take_down(partial(remove_run, self._client, self.run_id, settle=False))
 
     def renew_leases(self) -> None:
-        """Renew the lease of every container that runs, until the lab is taken down."""
+        """Renew the lease of every running container until the lab is removed."""
         while not self.over.wait(RENEWAL_SECONDS):
             renewals = [self.shaper.renew]
-            renewals += [self.agent(name).renew for name, found in list(self.devices.items()) if found.control_url]
+            for name, container in list(self.devices.items()):
+                if container.control_url:
+                    renewals.append(self.agent(name).renew)
             for renew in renewals:
-                with contextlib.suppress(TestbedError):  # it is down by now, or busy: there are many more renewals
+                with contextlib.suppress(TestbedError):  # down or busy; further renewals follow
                     renew()
 
-    # Inside
+    # Internals
 
     def _device(self, name: str) -> DeviceContainer:
         try:
             return self.devices[name]
         except KeyError:
-            raise InputError(f"there is no device '{name}' in {self.run_id}: {', '.join(self.devices)}") from None
+            raise InputError(f"unknown device '{name}'; {self.run_id} has {', '.join(self.devices)}") from None
 
     def look(self, name: str) -> DeviceContainer:
-        """Note what a container is doing now, of a device or the shaper, and return it."""
-        found = look(self._client, self.run_id, name, self._addresses.get(name, ""), self._url)
+        """Update and return the state of a device's container or the shaper's."""
+        container = look(self._client, self.run_id, name, self._addresses.get(name, ""), self._url)
         if name in self.devices:
-            self.devices[name] = found
-        return found
+            self.devices[name] = container
+        return container
 
-    def _through_shaper(self, name: str, found: Mapping[str, Any]) -> str:
+    def _through_shaper(self, name: str, inspection: Mapping[str, Any]) -> str:
         if name == SHAPER:
-            return published_url(found)
-        return device_url(self._shaper_url, name) if found["State"]["Pid"] else ""
+            return published_url(inspection)
+        return device_url(self._shaper_url, name) if inspection["State"]["Pid"] else ""
 
     def populate(self, images: Mapping[str, str], shaper_image: str, links: str, say: Progress) -> None:
-        """Make and start all containers, shape the links as soon as every device has its network, await health."""
+        """Create and start all containers, shape the links, and wait until all devices are healthy."""
         settings = {SHAPER: shaper_settings(self._state, shaper_image, links)}
         settings |= {
             spec.name: device_settings(self._state, images[spec.name], spec, self._addresses)
@@ -397,22 +406,23 @@ class Lab(RunLab):
         say(f"starting {len(settings) - 1} devices and the shaper")
         pool = ThreadPoolExecutor(WORKERS, "lab")
         try:
-            made = [pool.submit(make_container, self._client, self.run_id, *each) for each in settings.items()]
+            made = [pool.submit(make_container, self._client, self.run_id, *item) for item in settings.items()]
+            # The shaper, which is first, starts while the engine creates the devices.
             made[0].result()
             self._shaper_url = self.look(SHAPER).control_url
             self.health.wait_for({SHAPER: self._shaper_url}, published=not self._state.hosts)
             self._compare_clocks()
-            for each in made:
-                each.result()
+            for creation in made:
+                creation.result()
             self.devices = {device.name: device for device in pool.map(self.look, self._here)}
         finally:
-            # Requests under way are waited for, so that nothing appears after the clearing up.
+            # Wait for active requests, so that no container appears after the cleanup.
             pool.shutdown(wait=True, cancel_futures=True)
         say("shaping the links")
         try:
-            self._attach(self.devices.values(), self.experiment.links)
+            self._shape_links(self.devices.values(), self.experiment.links)
         except HostError:
-            for name in self.devices:  # a device that has ended already is the better explanation
+            for name in self.devices:  # an ended device explains the error better
                 self.health.check_alive(name)
             raise
         say("waiting for the devices")
@@ -428,7 +438,7 @@ def new_state(
     engine: EngineAddress | None = None,
     hosts: Mapping[str, list[str]] | None = None,
 ) -> runstate.RunState:
-    """Return the state of a run that begins, with an id that no other run has unless one is given."""
+    """Return the state of a new run, with a unique ID by default."""
     return runstate.RunState(
         run=run_id or runstate.new_id(trial.scenario.name),
         token=secrets.token_urlsafe(24),
@@ -443,43 +453,43 @@ def new_state(
 
 
 def trial_of(state: runstate.RunState) -> Trial:
-    """Return what a lab was made for."""
+    """Return the trial of a lab."""
     trial = trials(Scenario.model_validate(state.scenario))[0]
     return replace(trial, point=state.point, repetition=state.repetition)
 
 
 def check_devices(experiment: Experiment) -> None:
-    """Raise InputError for a device in whose memory no agent starts, and for machines, which no container shares."""
+    """Raise InputError for a device without enough memory for an agent, and for shared machines."""
     if experiment.machines:
-        text = "machines: containers compute as if each had a machine of its own: leave this out, or run it with"
+        text = "machines: containers cannot share the processors of a machine: remove this key, or use"
         raise InputError(f"{text} '--runtime simulate'")
     for device in experiment.devices:
         if device.memory < MINIMAL_MEMORY:
             raise InputError(
-                f"devices: {device.name} has {format_size(device.memory)} of memory, in which no agent starts: give it "
-                f"{format_size(MINIMAL_MEMORY)} at least, or run it with '--runtime simulate'"
+                f"devices: {device.name} has {format_size(device.memory)} of memory, too little for an agent: "
+                f"use at least {format_size(MINIMAL_MEMORY)}, or '--runtime simulate'"
             )
 
 
 @contextlib.contextmanager
-def _unless(*codes: int) -> Iterator[None]:
-    """Pass over these refusals of the engine, which mean that it is so already; Podman has no number for that."""
+def _tolerate(*codes: int) -> Iterator[None]:
+    """Ignore these error codes, which mean that the state is reached already; Podman has no code for this case."""
     try:
         yield
     except APIError as error:
         if error.status_code not in codes and "container state improper" not in str(error.explanation):
-            raise HostError(f"the engine refuses: {error.explanation}") from error
+            raise HostError(f"the engine refused: {error.explanation}") from error
 
 
 class ContainerChanges:
-    """Follows the containers of a run, the shaper's too, whoever does something to them.
+    """An iterator over the state changes of a run's containers, whoever causes them.
 
-    An event of the engine says only that something changed; what the container is doing now is looked up. So nothing
-    is missed where the engine itself was away for a while: all containers are looked at again once it answers.
+    An event of the engine only triggers a query of the container's current state. Therefore no change is lost while the
+    engine is away: all containers are queried again when it returns.
     """
 
     def __init__(self, lab: Lab, on_return: Callable[[float], None]) -> None:
-        """``on_return`` is called with the seconds for which the engine gave no events, once it does again."""
+        """``on_return`` is called with the duration of the engine's absence, in seconds, when it responds again."""
         self._lab = lab
         self._on_return = on_return
         self._last: dict[str, tuple[str, int]] = {}
@@ -487,9 +497,9 @@ class ContainerChanges:
         self._stream: Any = None
 
     def __iter__(self) -> Iterator[DeviceContainer]:
-        """Yield each container as it is at first, and again when its state or its process has changed.
+        """Yield each container initially, and after every change of its state or process.
 
-        Ends after `close`. Raises HostError where the engine does not answer any more.
+        Ends after `close`. Raises HostError if the engine stops responding.
         """
         lab = self._lab
         names = {container_name(lab.run_id, name): name for name in [*lab.devices, SHAPER]}
@@ -507,22 +517,22 @@ class ContainerChanges:
                     self._on_return(time.monotonic() - left)
                     left = None
                 for name in names.values():
-                    yield from self._looked(name)
+                    yield from self._query(name)
                 for event in self._stream:
                     if name := names.get(event["Actor"]["Attributes"]["name"], ""):
-                        yield from self._looked(name)
+                        yield from self._query(name)
             left = left or time.monotonic()
             self._over.wait(PAUSE)
 
     def close(self) -> None:
-        """Let whoever iterates come to an end."""
+        """End the iteration."""
         self._over.set()
         if self._stream is not None:
-            with contextlib.suppress(OSError, AttributeError):  # it is over already
+            with contextlib.suppress(OSError, AttributeError):  # already closed
                 self._stream.close()
 
-    def _looked(self, name: str) -> Iterator[DeviceContainer]:
-        found = self._lab.look(name)
-        if self._last.get(name) != (found.state, found.pid) and not self._over.is_set():
-            self._last[name] = found.state, found.pid
-            yield found
+    def _query(self, name: str) -> Iterator[DeviceContainer]:
+        container = self._lab.look(name)
+        if self._last.get(name) != (container.state, container.pid) and not self._over.is_set():
+            self._last[name] = container.state, container.pid
+            yield container

@@ -1,4 +1,4 @@
-"""Whether the devices of a run fit into the memory of the machine that they share."""
+"""Memory of a run's devices, compared with the memory of their machine."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from testbed.common.formats import size
 from testbed.hardware import DeviceSpec
 
 RESERVED = 1 << 30
-"""Bytes of a machine's memory that are left to its engine and shaper."""
+"""Memory reserved for engine and shaper, in bytes."""
 AGENT = 25e6
-"""Bytes of an agent that has imported no torch, as measured (docs/speed.md)."""
+"""Measured memory of an agent without torch, in bytes (docs/speed.md)."""
 TORCH_AGENT = 172e6
-"""The same with torch, without weights and samples: 128 such devices took 22 GB, the files that they share included."""
+"""Memory of an agent with torch but without weights and samples, in bytes: 128 devices took 22 GB with shared files."""
 
 
 def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
-    """Return the bytes that a device takes at least; its limit, which is seldom reached, where that is less."""
+    """Return the minimum memory of a device in bytes; its limit, if that is smaller."""
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 
 def too_small(devices: Iterable[DeviceSpec], *, torch: bool) -> str | None:
-    """Return which devices cannot hold their agent in a container, and the remedy; None where all can."""
+    """Return an error about devices with too little memory for an agent, or None."""
     agent = TORCH_AGENT if torch else AGENT
     small = [f"{device.name} ({size(device.memory)})" for device in devices if device.memory < agent]
     if not small:
         return None
     return (
-        f"containers cannot hold {', '.join(small[:5])}{' and others' if len(small) > 5 else ''}: an agent"
-        f"{' with torch' if torch else ''} takes {size(agent)}: give them more memory, or '--runtime simulate'"
+        f"too little memory: {', '.join(small[:5])}{' and others' if len(small) > 5 else ''}: an agent"
+        f"{' with torch' if torch else ''} takes {size(agent)}: use more memory, or '--runtime simulate'"
     )
 
 
 def check_memory(devices: Iterable[DeviceSpec], memory: float, *, torch: bool) -> None:
-    """Raise HostError where devices take more than a machine has; ``memory`` is that of the machine in bytes."""
-    taken = [device_memory(device, torch=torch) for device in devices]
-    if sum(taken) <= memory - RESERVED:
+    """Raise HostError if the devices exceed the ``memory`` of their machine in bytes."""
+    required = [device_memory(device, torch=torch) for device in devices]
+    if sum(required) <= memory - RESERVED:
         return
     agent = f"{size(TORCH_AGENT)} for each agent with torch" if torch else f"{size(AGENT)} for each agent"
     raise HostError(
-        f"{len(taken)} devices take at least {size(sum(taken))} of memory ({agent}), the engine's machine has "
-        f"{size(memory)}, and {size(RESERVED)} is kept for engine and shaper: use fewer devices, several hosts "
+        f"{len(required)} devices take at least {size(sum(required))} of memory ({agent}), the engine's machine has "
+        f"{size(memory)}, and {size(RESERVED)} is reserved for engine and shaper: use fewer devices, several hosts "
         "(--hosts), or '--runtime simulate'"
     )

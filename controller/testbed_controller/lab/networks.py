@@ -1,4 +1,4 @@
-"""The two networks of a run: one for the controller, one for data, which the shaper makes; and their addresses."""
+"""Networks of a run: a control network of the engine, and a data network created by the shaper; their addresses."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from testbed.network.checks import has_room, no_room, prefix_for
 from testbed_controller.lab.removal import RUN
 
 DEFAULT_RANGE = "198.18.0.0/15"
-"""Set aside for benchmarks between networks (RFC 2544): no user's own network is there."""
+"""Range reserved for benchmarks of networks (RFC 2544), hence free of users' networks."""
 _NAMED = 3
-"""Obstacles that a message names."""
+"""Maximum number of obstacles in a message."""
 _TAKEN = ("overlap", "conflict", "already used")
-"""Words by which engines say that a subnet is taken; the last are Podman's."""
+"""Parts of engine errors about occupied subnets; the last is Podman's."""
 _ALLOTTED_WITHIN = 10.0
-"""Seconds within which a swarm gives an overlay network its subnet."""
+"""Time for a swarm to assign a subnet to an overlay network, in seconds."""
 CLOSED = {"com.docker.network.bridge.enable_ip_masquerade": "false"}
-"""Options of the control network: nothing beyond this host is to be reached over it."""
+"""Options of the control network, which must not lead beyond this host."""
 
 
 def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network], key: str = "subnet") -> Iterator[IPv4Network]:
-    """Yield the subnets of a range that have room for the devices and overlap nothing that is taken, lowest first.
+    """Yield the subnets of a range with room for the devices and without overlaps with ``taken``, lowest first.
 
-    Raises InputError, located at this key of the scenario's network, where the range is too small for the devices.
+    Raises InputError, located at ``key`` of the scenario's network, if the range is too small.
     """
     whole = IPv4Network(within)
     if not has_room(whole, devices):
@@ -45,9 +45,9 @@ def free_subnets(within: str, devices: int, taken: Iterable[IPv4Network], key: s
 
 
 def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv4Address]:
-    """Return each device's address, in the order of the scenario, from the third of the subnet on.
+    """Return the address of each device, in the order of the scenario, from the third of the subnet on.
 
-    Raises `HostError` where the subnet has no room.
+    Raises `HostError` if the subnet is too small.
     """
     first = int(subnet.network_address) + 2
     if first + len(names) > int(subnet.broadcast_address):
@@ -56,59 +56,68 @@ def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv
 
 
 def host_routes(within: str) -> list[IPv4Network]:
-    """Return the networks inside a range that this machine routes to, by any routing table.
+    """Return the networks within a range to which this machine has routes, in any routing table.
 
-    A route that is wider than the range claims nothing of it, because the route of a new network there is preferred:
-    VPNs take all addresses by a default route or by its two halves. Other tables than the main one count as well,
-    since a policy rule (``ip rule``) may ask them first. Returns nothing on machines without Linux's routing tables.
+    A wider route is no obstacle, because the route of a new network within the range is more specific: VPNs take all
+    addresses by a default route or its two halves. All tables count, since a policy rule (``ip rule``) may precede the
+    main table. Returns nothing without Linux's routing tables.
     """
     if sys.platform != "linux":
         return []
-    from pyroute2 import IPRoute  # late: commands that make no network start sooner
+    from pyroute2 import IPRoute  # late: other commands start faster without pyroute2
 
     whole = IPv4Network(within)
     with IPRoute() as kernel:
         routes = kernel.get_routes(family=AF_INET)
-    networks = {IPv4Network((route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False) for route in routes}
-    return sorted(each for each in networks if each.prefixlen >= whole.prefixlen and each.overlaps(whole))
+    networks = set()
+    for route in routes:
+        network = IPv4Network((route.get("dst") or "0.0.0.0", route["dst_len"]), strict=False)
+        if network.prefixlen >= whole.prefixlen and network.overlaps(whole):
+            networks.add(network)
+    return sorted(networks)
 
 
 def network_name(run: str, kind: str) -> str:
-    """Return what a network of a run is called; ``kind`` is control or data."""
+    """Return the name of a run's network; ``kind`` is control or data."""
     return f"testbed-{run}-{kind}"
 
 
 def data_subnet(within: str, devices: int) -> IPv4Network:
-    """Return the subnet of the network that the shaper of a run makes, and that nothing outside of it meets.
+    """Return the subnet of a run's data network, which is isolated and created by the shaper.
 
-    Raises InputError where the range is too small.
+    Raises InputError if the range is too small.
     """
     return next(free_subnets(within, devices, ()))
 
 
 def make_control_network(client: docker.DockerClient, run: str, within: str | None = None) -> None:
-    """Make the network over which the controller reaches the shaper.
+    """Create the network over which the controller reaches the shaper.
 
-    Its subnet comes from ``within``; by default from `DEFAULT_RANGE`, or from the engine's own address pools when
-    nothing of that range is free. Raises HostError where the network cannot be made.
+    Its subnet comes from ``within``; by default from `DEFAULT_RANGE`, or from the engine's address pools if the range
+    is occupied. Raises HostError if the network cannot be created.
     """
     chosen = within or DEFAULT_RANGE
-    routed, held = host_routes(chosen), subnets(client)
+    routed = host_routes(chosen)
+    engine_subnets = subnets(client)
     pools: list[IPAMPool | None] = []
-    for subnet in free_subnets(chosen, 1, [*routed, *held], "control_subnet"):
+    for subnet in free_subnets(chosen, 1, [*routed, *engine_subnets], "control_subnet"):
         pools.append(IPAMPool(subnet=str(subnet)))
     if within is None:
         pools.append(None)
-    complaint = all_taken(chosen, routed, {"the engine": held})
+    complaint = describe_obstacles(chosen, routed, {"the engine": engine_subnets})
     make_network(client, run, "control", pools, "the control network", complaint, driver="bridge", options=CLOSED)
 
 
-def all_taken(within: str, routed: Iterable[IPv4Network], held: Mapping[str, Iterable[IPv4Network]]) -> str:
-    """Name what takes a range: routes of this machine, and networks that each of these engines has."""
+def describe_obstacles(
+    within: str, routed: Iterable[IPv4Network], engine_networks: Mapping[str, Iterable[IPv4Network]]
+) -> str:
+    """Name the obstacles in a range: routes of this machine and networks of engines."""
     whole = IPv4Network(within)
-    obstacles = [f"a route of this machine to {each}" for each in routed]
-    for engine, networks in held.items():
-        obstacles += [f"the network {each} of {engine}" for each in networks if each.overlaps(whole)]
+    obstacles = [f"a route of this machine to {network}" for network in routed]
+    for engine, networks in engine_networks.items():
+        for network in networks:
+            if network.overlaps(whole):
+                obstacles.append(f"the network {network} of {engine}")
     more = f" and {len(obstacles) - _NAMED} more" if len(obstacles) > _NAMED else ""
     return f"{within} is taken by {', '.join(obstacles[:_NAMED])}{more}"
 
@@ -122,9 +131,9 @@ def make_network(
     complaint: str,
     **settings: Any,
 ) -> None:
-    """Make a network of a run in the first of these pools that nobody takes meanwhile; None is the engine's choice.
+    """Create a network of a run in the first free pool; None leaves the choice to the engine.
 
-    Raises HostError where the engine refuses, or with the ``complaint`` where there is no pool.
+    Raises HostError if the engine refuses, or with ``complaint`` if no pool is available.
     """
     name = network_name(run, kind)
     complaints = [complaint]
@@ -134,7 +143,7 @@ def make_network(
             client.api.create_network(name, ipam=ipam, labels={RUN: run}, check_duplicate=True, **settings)
         except APIError as error:
             refusal = str(error.explanation)
-            if "already exists" in refusal:  # the first try of a request that was repeated
+            if "already exists" in refusal:  # created by an earlier try of the request
                 return
             if pool is None:
                 complaints.append(f"the engine's own address pools: {refusal}")
@@ -142,16 +151,16 @@ def make_network(
             complaints = [refusal]
             if not any(word in refusal for word in _TAKEN):
                 break
-            continue  # another run took it between our look and our request
+            continue  # occupied by another run in the meantime
         return
     key = "subnet" if kind == "data" else "control_subnet"
-    raise HostError(f"{title} cannot be made ({'; '.join(complaints)}): choose a free range by network.{key}")
+    raise HostError(f"cannot create {title} ({'; '.join(complaints)}): choose a free range with network.{key}")
 
 
 def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
-    """Return the subnet of a network of a run; raises docker's NotFound where it has no such network.
+    """Return the subnet of a run's network; raises docker's NotFound for a missing network.
 
-    A swarm allots the subnet of an overlay network a moment after the network was made; HostError where it does not.
+    A swarm assigns the subnet of an overlay network with a delay; raises HostError after a time-out.
     """
     deadline = time.monotonic() + _ALLOTTED_WITHIN
     while True:
@@ -159,11 +168,16 @@ def subnet_of(client: docker.DockerClient, run: str, kind: str) -> IPv4Network:
         if pools:
             return IPv4Network(pools[0]["Subnet"])
         if time.monotonic() > deadline:
-            raise HostError(f"the engine gave the network {network_name(run, kind)} no subnet: is its swarm healthy?")
+            raise HostError(f"the engine assigned no subnet to {network_name(run, kind)}: is its swarm healthy?")
         time.sleep(0.1)
 
 
 def subnets(client: docker.DockerClient) -> list[IPv4Network]:
-    """Return the subnets that networks of the engine have."""
-    configurations = (each for network in client.api.networks() for each in network["IPAM"]["Config"] or ())
-    return [IPv4Network(each["Subnet"]) for each in configurations if ":" not in each.get("Subnet", ":")]
+    """Return the subnets of the engine's networks."""
+    networks = []
+    for network in client.api.networks():
+        for configuration in network["IPAM"]["Config"] or ():
+            subnet = configuration.get("Subnet", ":")
+            if ":" not in subnet:  # no IPv6
+                networks.append(IPv4Network(subnet))
+    return networks

@@ -1,4 +1,4 @@
-"""Where the code lies, and where the controller keeps what outlives a command."""
+"""Locations of the code, and of the controller's persistent files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from testbed.common.errors import HostError
 _HERE = Path(__file__).resolve().parent
 IS_CHECKOUT = (_HERE.parents[2] / "pyproject.toml").is_file()
 ROOT = _HERE.parents[2] if IS_CHECKOUT else _HERE.parents[1]
-"""The checkout, or the folder that pip installed the packages into."""
+"""The checkout, or the installation folder of the packages."""
 RECIPES = ROOT / "images" if IS_CHECKOUT else _HERE / "recipes"
-"""What makes the images: Dockerfiles, and lists of what goes into them. setup.py puts them into the wheel."""
+"""Folder with Dockerfiles and package lists; setup.py includes it in the wheel."""
 BUILD = ROOT / ".build" if IS_CHECKOUT else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed"
-"""What was fetched for the images; may be removed."""
+"""Folder of downloads for the images; may be deleted."""
 _OWNED = ".owned"
 
 
@@ -30,38 +30,38 @@ def package_folder(package: str) -> Path:
 
 
 def state_path() -> Path:
-    """Return where the folder of state files and logs is, or would be."""
+    """Return the path of the folder for state files and logs, which may not exist yet."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "testbed"
 
 
 def state_folder() -> Path:
-    """Return the folder of state files and logs, made with access for its owner only; raises `HostError`."""
+    """Return the folder of state files and logs, created for its owner only; raises `HostError`."""
     folder = state_path()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         why = error.strerror or error
-        raise HostError(f"{folder}: cannot be made: {why}: name another place by XDG_STATE_HOME") from None
+        raise HostError(f"{folder}: cannot create the folder: {why}: choose another one with XDG_STATE_HOME") from None
     return folder
 
 
 def own(run: str) -> int:
-    """Hold a lock on a run; return its descriptor. It is held until no process has that any more."""
+    """Hold a lock on a run; return its file descriptor. The lock lasts until all processes have closed it."""
     lock = os.open(state_folder() / f"{run}{_OWNED}", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def disown(run: str) -> None:
-    """Let a run be nobody's, without its being abandoned."""
+    """Delete the lock of a run, so that the run does not count as abandoned."""
     (state_folder() / f"{run}{_OWNED}").unlink(missing_ok=True)
 
 
 def abandoned() -> list[str]:
-    """Return the runs whose owners have all been killed; asks no engine."""
-    found = []
+    """Return the runs whose owners were all killed, without contacting an engine."""
+    runs = []
     for path in sorted(state_path().glob(f"*{_OWNED}")):
         with suppress(OSError), path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            found.append(path.stem)
-    return found
+            runs.append(path.stem)
+    return runs

@@ -1,4 +1,4 @@
-"""Whether the published port of a container can be reached from here, and the reason where it cannot."""
+"""Reachability of a container's published port, with the reason if it is unreachable."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from testbed.wire.ports import CONTROL_PORT
 _CONNECT_SECONDS = 1.0
 _TRY = f"import socket; socket.create_connection(('127.0.0.1', {CONTROL_PORT}), {_CONNECT_SECONDS})"
 _CONTAINER_FILES = ("/.dockerenv", "/run/.containerenv")
-"""Files that Docker and Podman put into each container."""
+"""Files that Docker and Podman create in every container."""
 
 
 def port_problem(client: docker.DockerClient, container: str, url: str) -> str:
-    """Return why a container that listens cannot be reached at the URL of its published control port.
+    """Return the reason why a listening container is unreachable at the URL of its published control port.
 
-    Empty where the port is reachable, and while the container does not listen yet.
+    Empty if the port is reachable, or if the container does not listen yet.
     """
-    # Once more after the look inside: the container may have begun to listen in between.
-    if _accepts(url) or not _listens(client, container) or _accepts(url):
+    # Check again after the query inside, since the container may have begun to listen in between.
+    if _is_reachable(url) or not _is_listening(client, container) or _is_reachable(url):
         return ""
     remedy = "if the engine is on another machine, run testbed there, or add '--hosts NAME'"
     if _is_in_container():
-        remedy = f"testbed seems to run in a container: start that container with '--network host'; {remedy}"
-    return f"the engine publishes its port at {urlsplit(url).netloc}, which is out of reach from here; {remedy}"
+        remedy = f"testbed seems to run in a container: start the container with '--network host'; {remedy}"
+    return f"the engine publishes its port at {urlsplit(url).netloc}, which is unreachable from here; {remedy}"
 
 
-def _accepts(url: str) -> bool:
+def _is_reachable(url: str) -> bool:
     parts = urlsplit(url)
     try:
         socket.create_connection((str(parts.hostname), int(parts.port or 0)), _CONNECT_SECONDS).close()
@@ -40,7 +40,7 @@ def _accepts(url: str) -> bool:
     return True
 
 
-def _listens(client: docker.DockerClient, container: str) -> bool:
+def _is_listening(client: docker.DockerClient, container: str) -> bool:
     """Return whether the control port answers inside the container."""
     try:
         started = client.api.exec_create(container, ["python3", "-c", _TRY])["Id"]
@@ -51,4 +51,4 @@ def _listens(client: docker.DockerClient, container: str) -> bool:
 
 
 def _is_in_container() -> bool:
-    return any(Path(each).exists() for each in _CONTAINER_FILES)
+    return any(Path(file).exists() for file in _CONTAINER_FILES)

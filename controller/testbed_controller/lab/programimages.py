@@ -1,4 +1,4 @@
-"""The images of programs: the user's own, or ours with more Python packages; the agent runs beside what is in them."""
+"""Images of programs: a user's image or ours with further Python packages, extended with the agent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from testbed_controller.lab.images import (
     LABEL,
     ImageTags,
     build,
+    build_lock,
     digest,
     ensure_agent,
-    exists,
-    one_at_a_time,
+    image_exists,
     recipe,
 )
 from testbed_controller.lab.paths import BUILD
@@ -30,41 +30,41 @@ from testbed_controller.lab.wheels import fetch_program_wheels
 def device_images(
     client: docker.DockerClient, workload: WorkloadPart, experiment: Experiment, ours: ImageTags, say: Say
 ) -> dict[str, str]:
-    """Return the tag of each device's image; build those of programs that are missing.
+    """Return the tag of each device's image, after building missing images of programs.
 
-    Raises InputError where the engine has no such image of the user's; HostError where one cannot be built.
+    Raises InputError if the engine lacks a user's image, and HostError if a build fails.
     """
     programs = programs_of(workload, [device.name for device in experiment.devices])
     tags = {device.name: ours.device for device in experiment.devices}
     for name, part in programs.items():
         if part.image or part.packages:
-            tags[name] = _ensure(client, part, ours, say)
+            tags[name] = _ensure_program_image(client, part, ours, say)
     return tags
 
 
-def _ensure(client: docker.DockerClient, part: ProgramPart, ours: ImageTags, say: Say) -> str:
-    """Return the tag of an image with the agent beside what the program asks for."""
-    with one_at_a_time():
+def _ensure_program_image(client: docker.DockerClient, part: ProgramPart, ours: ImageTags, say: Say) -> str:
+    """Return the tag of a program's image with the agent added."""
+    with build_lock():
         agent = ensure_agent(client, say)
-        image = part.image or _with_packages(client, part.packages, ours, say)
+        image = part.image or _ensure_packages_image(client, part.packages, ours, say)
         try:
             identity = str(client.images.get(image).id)
         except ImageNotFound:
-            text = f"the engine has no image '{image}': docker pull it, or build it, then try again"
+            text = f"the engine has no image '{image}': pull or build it, then try again"
             raise InputError(text, ("workload", "programs")) from None
         file = recipe("program")
         tag = f"testbed/program:{digest({'agent': agent.encode(), 'image': identity.encode(), 'recipe': file})}"
-        if not exists(client, tag):
-            say(f"putting the agent beside {image} into {tag}")
+        if not image_exists(client, tag):
+            say(f"adding the agent to {image} as {tag}")
             build(client, tag, file, {}, {"AGENT": agent, "IMAGE": image}, {LABEL: "program"})
     return tag
 
 
-def _with_packages(client: docker.DockerClient, packages: Sequence[str], ours: ImageTags, say: Say) -> str:
+def _ensure_packages_image(client: docker.DockerClient, packages: Sequence[str], ours: ImageTags, say: Say) -> str:
     """Return the tag of an image with Debian, Python, torch and these packages."""
     file, wanted = recipe("packages"), "\n".join(sorted(packages)).encode()
     tag = f"testbed/packages:{digest({'on': ours.device_runtime.encode(), 'packages': wanted, 'recipe': file})}"
-    if not exists(client, tag):
+    if not image_exists(client, tag):
         say(f"building {tag} with {', '.join(packages)}")
         folder = BUILD / "packages" / digest({ours.device_runtime: b"", **dict.fromkeys(packages, b"")})
         wheels = fetch_program_wheels(folder, packages, ours.target, say)

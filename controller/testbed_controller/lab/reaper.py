@@ -1,11 +1,11 @@
-"""A small process that outlives the controller just long enough to remove a run that the controller left behind.
+"""A small process that outlives a controller just long enough to remove a run that the controller left behind.
 
-It waits on a pipe whose other end only the controller holds. However the controller ends, SIGKILL included, the
-kernel closes that end, and the reaper removes the run, as soon as the engine answers. It is dismissed only by who has
-seen that the engine holds nothing of the run any more, or has a lab that is to outlive its controller.
+The reaper waits on a pipe whose other end only the controller holds. However the controller ends, even by SIGKILL, the
+kernel closes the pipe, and the reaper removes the run as soon as the engine responds. It is dismissed after the
+controller has removed the run, or when a lab is meant to outlive its controller.
 
-Controller and reaper hold a lock together, on a file beside the run's state file. Where nobody holds it any more both
-were killed, and the run is abandoned.
+Controller and reaper share a lock on a file beside the run's state file. If the lock is free, both were killed and the
+run is abandoned.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from testbed_controller.lab.paths import ROOT, disown, own, state_folder
 
 _DISMISSED = b"dismissed"
 _PAUSE = 2.0
-"""Seconds between two attempts to remove a run whose engine does not answer."""
+"""Pause between two attempts to remove a run while its engine does not respond, in seconds."""
 _PATIENCE = 24 * 3600.0
 
 
 _UNSURE: list[Reaper] = []
-"""Reapers that are to look again when this process has ended."""
+"""Reapers that check again after the end of this process."""
 
 
 class Reaper:
-    """Watches over a run from before anything of it exists."""
+    """The guardian of a run, started before anything of the run exists."""
 
     def __init__(self, run: str, program: str = "testbed_controller.lab.reaper") -> None:
-        """``program`` is the module whose `main` is the reaper."""
+        """``program`` is the module whose `main` the process runs."""
         self._run = run
         self._lock = own(run)
         with (state_folder() / "reaper.log").open("ab") as log:
@@ -45,13 +45,14 @@ class Reaper:
                 stdout=log,
                 stderr=log,
                 pass_fds=[self._lock],
-                start_new_session=True,  # the terminal's Ctrl-C and hang-up are not for it
+                start_new_session=True,  # protects from the terminal's Ctrl-C and hang-up
             )
 
     def remove(self, remove: Callable[[], object], *, sure: bool = True) -> bool:
-        """Remove the run; return False where that fails or is interrupted, and the reaper goes on with it alone.
+        """Remove the run; return False after a failure or an interruption, when the reaper continues alone.
 
-        Unless it is ``sure`` that nothing of the run is still being made, the reaper looks again after this process.
+        Unless it is ``sure`` that no request is still creating parts of the run, the reaper checks again after this
+        process.
         """
         from testbed.common.errors import TestbedError
 
@@ -61,16 +62,16 @@ class Reaper:
         except (TestbedError, KeyboardInterrupt):
             done = False
         if not sure:
-            _UNSURE.append(self)  # requests under way are over only when this process is
+            _UNSURE.append(self)  # active requests end with this process
         elif done:
             self.dismiss()
         else:
-            self._end()
+            self._close_pipe()
         return done and sure
 
     @contextmanager
     def guarding(self, remove: Callable[[], object], keep: bool) -> Iterator[None]:
-        """Remove the run where it cannot be made, or that is interrupted; let it be if it is there to ``keep``."""
+        """Remove the run if its creation fails or is interrupted; dismiss the reaper afterwards with ``keep``."""
         try:
             yield
         except BaseException as error:
@@ -80,16 +81,16 @@ class Reaper:
             self.dismiss()
 
     def dismiss(self) -> None:
-        """Let the run be: nothing of it is left, or all of it is to stay."""
+        """End the reaper: the run is removed, or is meant to stay."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # somebody ended the reaper
+        with suppress(OSError):  # the reaper was killed
             self._process.stdin.write(_DISMISSED)
             self._process.stdin.flush()
-        self._end()
+        self._close_pipe()
         self._process.wait()
         disown(self._run)
 
-    def _end(self) -> None:
+    def _close_pipe(self) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.close()
@@ -97,7 +98,7 @@ class Reaper:
 
 
 def main(run: str, remove: Callable[[str], object]) -> None:
-    """Wait for the controller's end of the pipe to close; remove the run unless dismissed."""
+    """Wait until the controller's end of the pipe closes, and remove the run unless dismissed."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == _DISMISSED:
@@ -112,11 +113,11 @@ def main(run: str, remove: Callable[[str], object]) -> None:
             if time.monotonic() > until:
                 raise
             time.sleep(_PAUSE)
-    print(f"{run}: its controller is gone; removed {removed} containers and networks", flush=True)
+    print(f"{run}: the controller has ended; removed {removed} containers and networks", flush=True)
 
 
-def _remove(run: str) -> int:
-    # Imported only now: for the length of a run this process should be small.
+def _remove_run(run: str) -> int:
+    # Late imports keep the process small during the run.
     from testbed_controller.lab.engine import connect_to_run
     from testbed_controller.lab.removal import remove_run
 
@@ -124,4 +125,4 @@ def _remove(run: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], _remove)
+    main(sys.argv[1], _remove_run)

@@ -1,4 +1,4 @@
-"""Take a run away: its containers, its networks, its state file, found by label and in whatever state they are."""
+"""Removal of a run: containers, networks and state file, found by label in any state."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ ROLE = "testbed.role"
 
 _PATIENCE = 30.0
 _BEING_MADE = 300.0
-"""Seconds for which a run without a running container counts as one that is being made."""
+"""Time, in seconds, during which a run without a running container counts as being created."""
 _SETTLE = 0.4
-"""Seconds after which a request whose sender was killed has had its effect in the engine."""
+"""Time, in seconds, after which a request of a killed client has taken effect in the engine."""
 _WORKERS = 8
 
 
 def labelled_runs(client: docker.DockerClient) -> set[str]:
-    """Return the id of every run that the engine still holds something of."""
+    """Return the ID of every run with anything left on the engine."""
     containers = client.api.containers(all=True, filters={"label": RUN})
     networks = client.api.networks(filters={"label": RUN})
     volumes = client.api.volumes(filters={"label": RUN})["Volumes"] or []
-    return {str(thing["Labels"][RUN]) for thing in [*containers, *networks, *volumes]}
+    return {str(entry["Labels"][RUN]) for entry in [*containers, *networks, *volumes]}
 
 
 def abandoned_runs(client: docker.DockerClient) -> set[str]:
-    """Return the runs, of any user, of which no container runs and to which nothing was added for some minutes.
+    """Return the runs of all users without a running container and without recent additions.
 
-    The shaper of a run ends when nobody has renewed its lease, so that a run whose controller is gone becomes one.
+    A shaper ends when its lease expires, so a run without a controller becomes abandoned eventually.
     """
     label = {"label": RUN}
     alive, made = set(), []
@@ -51,7 +51,7 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
         made.append((network, datetime.fromisoformat(network["Created"]).timestamp()))
     for volume in client.api.volumes(filters=label)["Volumes"] or []:
         made.append((volume, datetime.fromisoformat(volume["CreatedAt"]).timestamp()))
-    # A run that is just being made has networks before it has a container.
+    # A run in creation has networks before it has containers.
     newest = time.time() - _BEING_MADE
     known = {str(thing["Labels"][RUN]) for thing, _ in made}
     fresh = {str(thing["Labels"][RUN]) for thing, at in made if at > newest}
@@ -59,11 +59,10 @@ def abandoned_runs(client: docker.DockerClient) -> set[str]:
 
 
 def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) -> int:
-    """Remove everything of one run; return how many containers, networks and stray volumes there were.
+    """Remove everything of one run; return the number of containers, networks and stray volumes.
 
-    What is already gone counts as removed. With ``settle`` the engine is asked again a moment later, because a
-    container that a killed controller had asked for may appear after the first look. Raises HostError where something
-    does not go away.
+    Missing parts count as removed. With ``settle``, the engine is queried again after a moment, because a container
+    requested by a killed controller may appear late. Raises HostError if a part cannot be removed.
     """
     count = remove_from(client, run, settle=settle)
     runstate.forget(run)
@@ -71,49 +70,49 @@ def remove_run(client: docker.DockerClient, run: str, *, settle: bool = True) ->
 
 
 def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True, networks: bool = True) -> int:
-    """Do as `remove_run` does, on this engine of several, and leave the state file; raises `HostError` likewise.
+    """Remove a run from one engine of several, and keep its state file; raises `HostError`.
 
-    Without ``networks`` those of a swarm stay: they cannot go before a host that is away is back.
+    Without ``networks``, the swarm's networks stay, since they can be removed only after an absent host returns.
     """
     count = 0
     deadline = time.monotonic() + _PATIENCE
     quiet = False
     while True:
-        things, problems = 0, []
+        remaining, problems = 0, []
         for list_ids, remove in _phases(client, {"label": f"{RUN}={run}"}, networks):
             ids = list_ids()
-            things += len(ids)
-            problems += _each(ids, remove)
-        count += things - len(problems)
+            remaining += len(ids)
+            problems += _remove_all(ids, remove)
+        count += remaining - len(problems)
         if problems:
             if time.monotonic() > deadline:
-                text = f"{problems[0]} of run {run} does not go away"
+                text = f"cannot remove a part of run {run}: {problems[0]}"
                 raise HostError(f"{text}: see 'docker ps -a' and the engine's log")
             time.sleep(0.1)
-        if not things:
+        if not remaining:
             if quiet or not settle:
                 return count
             time.sleep(_SETTLE)
-        quiet = not things
+        quiet = not remaining
 
 
 def _phases(
     client: docker.DockerClient, label: dict[str, str], networks: bool
 ) -> list[tuple[Callable[[], list[str]], Callable[[str], Any]]]:
-    """Return how things of one label are listed and removed, in the order in which that is possible."""
+    """Return functions that list and remove labelled objects, in the required order."""
     api = client.api
 
     def list_containers() -> list[str]:
         return [str(one["Id"]) for one in api.containers(all=True, filters=label)]
 
     def list_networks() -> list[str]:
-        found = api.networks(filters=label)
-        # Those of a swarm are removed by its managers, once no host has a container on them.
-        swarm = any(one["Scope"] == "swarm" for one in found) and networks and _manages(client)
-        return [str(one["Id"]) for one in found if swarm or one["Scope"] != "swarm"]
+        labelled = api.networks(filters=label)
+        # Only a swarm's managers can remove its networks, after the last container has left.
+        swarm = any(one["Scope"] == "swarm" for one in labelled) and networks and _is_manager(client)
+        return [str(one["Id"]) for one in labelled if swarm or one["Scope"] != "swarm"]
 
     def list_volumes() -> list[str]:
-        # Those of a container went with it, unless somebody removed it by other means.
+        # Volumes disappear with their container, unless the container was removed by other means.
         return [str(one["Name"]) for one in api.volumes(filters=label)["Volumes"] or []]
 
     return [
@@ -123,12 +122,12 @@ def _phases(
     ]
 
 
-def _manages(client: docker.DockerClient) -> bool:
+def _is_manager(client: docker.DockerClient) -> bool:
     return bool(client.info()["Swarm"].get("ControlAvailable", False))
 
 
-def _each(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
-    """Remove at once; return what the engine says of those that it keeps for now."""
+def _remove_all(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
+    """Remove objects concurrently; return the engine's reasons for objects that remain for now."""
 
     def attempt(id_: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""What a run must remember outside the engine: its token and scenario, in a file for its owner only."""
+"""The persistent state of a run: token and scenario, in a file readable by its owner only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testbed_controller.lab.paths import state_folder
 
 @dataclass(frozen=True)
 class RunState:
-    """One run, as `testbed down`, `fault`, `link`, `ps` and `logs` find it from another process."""
+    """The state of one run, for `testbed down`, `fault`, `link`, `ps` and `logs` in other processes."""
 
     run: str
     token: str
@@ -27,42 +27,42 @@ class RunState:
     point: dict[str, Any] = field(default_factory=dict)
     repetition: int = 0
     results: str | None = None
-    """The folder that the run is written to; None of a lab that stands without a run."""
+    """Results folder of the run; None for a lab without a run."""
     lease: float | None = None
-    """Seconds after which its containers end when nobody renews that; None of a lab that outlives its controller."""
+    """Lease of the containers in seconds; None for a lab that outlives its controller."""
     engine: EngineAddress | None = None
-    """The engine that the run was made on; None of a run over several hosts."""
+    """Engine of the run; None for a run on several hosts."""
     hosts: dict[str, list[str]] = field(default_factory=dict)
-    """The devices on each of several hosts, by the docker context of its engine; empty of a lab on one engine."""
+    """Devices on each of several hosts, by docker context; empty for a lab on one engine."""
     ways: list[tuple[str, str, float]] = field(default_factory=list)
-    """From which host to which by how many seconds the way between them delays."""
+    """Measured delays between hosts: (source host, destination host, seconds)."""
 
     def token_of(self, name: str) -> str:
-        """Return what the control API of a device, or of the shaper, asks for: none of them knows another's."""
+        """Return the token of a device's or the shaper's control API; containers do not know each other's."""
         return derived(self.token, "control", name)
 
 
 def new_id(scenario: str) -> str:
-    """Return an id that no other run has."""
+    """Return a unique run ID."""
     return f"{scenario}-{secrets.token_hex(4)}"
 
 
 def path_of(run: str) -> Path:
-    """Return where a run's state file is, whether or not it exists."""
+    """Return the path of a run's state file, whether or not it exists."""
     return state_folder() / f"{run}.json"
 
 
 def write(state: RunState) -> None:
-    """Write or replace the state file in one step; nobody else may read it."""
-    _write(path_of(state.run), asdict(state))
+    """Write or replace the state file atomically, readable by its owner only."""
+    _write_private(path_of(state.run), asdict(state))
 
 
 def write_targets(state: RunState, urls: Mapping[str, str]) -> None:
-    """Say to Prometheus where the devices of a run (name -> control URL) are, and with which tokens.
+    """Write a Prometheus target file for the devices of a run (name -> control URL), with their tokens.
 
-    A file of targets as its ``file_sd_configs`` reads and follows them; JSON is YAML, too.
+    The format is that of ``file_sd_configs``; JSON is valid YAML.
     """
-    _write(
+    _write_private(
         state_folder() / f"{state.run}.targets.yml",
         [
             {
@@ -79,7 +79,7 @@ def write_targets(state: RunState, urls: Mapping[str, str]) -> None:
     )
 
 
-def _write(target: Path, content: object) -> None:
+def _write_private(target: Path, content: object) -> None:
     draft = target.with_suffix(f".{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -88,34 +88,34 @@ def _write(target: Path, content: object) -> None:
 
 
 def read(run: str) -> RunState:
-    """Return what was written.
+    """Return the state of a run.
 
-    Raises InputError where there is no such run of this user.
+    Raises InputError for an unknown run of this user.
     """
     try:
-        found = json.loads(path_of(run).read_text())
+        document = json.loads(path_of(run).read_text())
     except FileNotFoundError:
-        known = ", ".join(runs()) or "there is none"
-        raise InputError(f"there is no run '{run}' here (runs: {known})") from None
-    engine = found.get("engine")
-    return RunState(**{**found, "engine": None if engine is None else EngineAddress(**engine)})
+        known = ", ".join(runs()) or "none"
+        raise InputError(f"unknown run '{run}' (runs: {known})") from None
+    engine = document.get("engine")
+    return RunState(**{**document, "engine": None if engine is None else EngineAddress(**engine)})
 
 
 def hosts_of(run: str) -> dict[str, list[str]]:
-    """Return the devices on each of the hosts that a run is spread over; empty of others, and of unknown ones."""
+    """Return the devices on each host of a distributed run; empty for other and unknown runs."""
     return read(run).hosts if run in runs() else {}
 
 
 def runs() -> list[str]:
-    """Return the ids of all runs with a state file, in the order of their making."""
+    """Return the IDs of all runs with a state file, oldest first."""
     files = sorted(state_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     return [path.stem for path in files]
 
 
 def choose(run: str | None) -> str:
-    """Return the run meant where a command may leave it out: the one there is.
+    """Return ``run`` or, if None, the only existing run.
 
-    Raises InputError where there is none, or there are several.
+    Raises InputError if no run or several runs exist.
     """
     known = runs()
     if run is not None:
@@ -123,25 +123,25 @@ def choose(run: str | None) -> str:
     if not known:
         raise InputError("no run is up: start one with 'testbed up SCENARIO' or 'testbed run SCENARIO'")
     if len(known) > 1:
-        raise InputError(f"several runs are up, say which of {', '.join(known)}")
+        raise InputError(f"several runs are up: choose one of {', '.join(known)}")
     return known[0]
 
 
 def forget(run: str) -> None:
-    """Remove the state file and what lies beside it, as far as they are still there."""
+    """Delete the state file and its companion files, if present."""
     for path in state_folder().glob(f"{run}.*"):
         path.unlink(missing_ok=True)
 
 
 def writing(results: Path) -> str:
-    """Return the run that is written to a folder; raise InputError where there is none, or no longer."""
+    """Return the run that writes to a results folder; raises InputError if none does."""
     for run in runs():
         if read(run).results == str(results):
             return run
-    raise InputError(f"{results}: no run that is up is written there")
+    raise InputError(f"{results}: no active run writes to this folder")
 
 
 def results_of(run: str) -> Path | None:
-    """Return the folder that a run is written to; None of a lab without a run, or one of another user."""
+    """Return the results folder of a run; None for a lab without a run, or a run of another user."""
     results = read(run).results if run in runs() else None
     return None if results is None else Path(results)

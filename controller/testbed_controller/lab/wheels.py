@@ -1,6 +1,6 @@
-"""The Python packages of the images: which ones, in which versions and builds, and their wheels.
+"""Python packages of the images: selection, versions, builds, and wheels.
 
-They are resolved for Python and platform of the images, whichever the controller runs on.
+Packages are resolved for the Python and platform of the images, independent of the controller's own.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from testbed_controller.lab.engine import Say
 from testbed_controller.lab.paths import BUILD, RECIPES
 
 PYTHON = "3.11"
-"""Python of every image, whichever the controller runs on: that of Debian 12."""
+"""Python version of every image, that of Debian 12, independent of the controller's."""
 _GLIBC = 36
-"""Minor version of the C library of Debian 12."""
+"""Minor version of glibc in Debian 12."""
 REQUIREMENTS = {"device": ("agent", "device"), "shaper": ("shaper",), "agent": ("agent",)}
-"""Which lists of Python packages each image has."""
+"""Package lists of each image."""
 _FULL = 20 << 20
-"""Bytes: with fewer free a disk counts as full."""
+"""A disk with less free space, in bytes, counts as full."""
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """The properties of an image that decide on its Python packages.
+    """Platform properties of an image that determine its Python packages.
 
-    >>> Target("aarch64", "2.13.0+cpu").environment["platform_machine"]
-    'aarch64'
+    >>> Target("aarch64", "2.13.0+cpu").environment["platform_machine"] 'aarch64'
     """
 
     machine: str
-    """Processor architecture, by the kernel's name."""
+    """Processor architecture, by Linux's name."""
     torch: str
     """Version of torch with its build, such as 2.13.0+cpu."""
 
@@ -73,13 +72,13 @@ class Target:
 
     @property
     def platforms(self) -> list[str]:
-        """The platform tags of wheels that the image can load, the closest one first."""
+        """The platform tags of compatible wheels, the closest one first."""
         names = [f"manylinux_2_{minor}_{self.machine}" for minor in range(_GLIBC, 4, -1)]
         legacy = [f"manylinux{year}_{self.machine}" for year in ("2014", "2010", "1")]
         return [*names, *legacy, f"linux_{self.machine}"]
 
     def supported_tags(self) -> set[tags.Tag]:
-        """Return the tags of all wheels that the image can load."""
+        """Return the tags of all compatible wheels."""
         version = tuple(int(part) for part in PYTHON.split("."))
         own = tags.cpython_tags(version, platforms=self.platforms)
         pure = tags.compatible_tags(version, f"cp{version[0]}{version[1]}", self.platforms)
@@ -104,26 +103,26 @@ def machine_name(architecture: str) -> str:
 
 
 def torch_builds() -> tuple[str, ...]:
-    """Return the builds of torch that the device image may hold, the preferred one first.
+    """Return the allowed builds of torch for the device image, the preferred one first.
 
-    The version is that of this environment. The CPU build comes first, since it is a tenth of the size; the build of
-    this environment is the alternative, and the only choice where TESTBED_TORCH asks for it. Raises `HostError` where
-    torch is not installed or TESTBED_TORCH is neither cpu nor cuda.
+    The version is that of this environment. The CPU build comes first because it has a tenth of the size; the build of
+    this environment is the alternative, and the only choice with TESTBED_TORCH=cuda. Raises `HostError` if torch is
+    missing or TESTBED_TORCH is invalid.
     """
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        raise HostError("the Python package 'torch' is not installed: install it by pip, or run 'make'") from None
+        raise HostError("the Python package 'torch' is not installed: install it with pip, or run 'make'") from None
     wish = os.environ.get("TESTBED_TORCH") or "cpu"
     if wish not in ("cpu", "cuda"):
-        raise HostError(f"TESTBED_TORCH={wish} is unknown: set it to cpu or cuda")
+        raise HostError(f"unknown TESTBED_TORCH={wish}: set it to cpu or cuda")
     if wish == "cuda" or installed.endswith("+cpu"):
         return (installed,)
     return (installed.partition("+")[0] + "+cpu", installed)
 
 
 def fetch_cpu_torch(target: Target, say: Say) -> bool:
-    """Fetch the CPU build of torch for an image; return whether a source has it, and report where none has."""
+    """Fetch the CPU build of torch for an image; return whether a package index provides the build."""
     folder = _wheel_folder()
     if _find_wheel(folder, Requirement(f"torch=={target.torch}"), target.supported_tags()) is not None:
         return True
@@ -138,13 +137,12 @@ def fetch_cpu_torch(target: Target, say: Say) -> bool:
 
 
 def requirements(kind: str, target: Target) -> dict[str, str]:
-    """Return the Python packages of an image and of everything that they need: name -> version specifier.
+    """Return the Python packages of an image with all dependencies: name -> version specifier.
 
-    The result equals that of pip: with extras and markers, for the image's Python and platform. Versions are those of
-    this environment, which is made from ``requirements.lock``, so host and devices compute with the same ones. A
-    package that only the image's platform needs keeps the specifier of its requirement.
-
-    Raises `HostError` where a package of the lists is not installed here.
+    The result equals pip's: with extras and markers, for the image's Python and platform. Versions are those of this
+    environment, which is made from ``requirements.lock``, so host and devices compute with equal ones. A package needed
+    only on the image's platform keeps the specifier of its requirement. Raises `HostError` if a listed package is not
+    installed here.
     """
     packages: dict[str, str] = {}
     absent: dict[str, Requirement] = {}
@@ -160,7 +158,7 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
             if requirement in listed:
                 raise HostError(
                     f"the Python package '{requirement.name}' of {RECIPES.name}/{kind}.requirements is not "
-                    "installed: install it by pip, or in a checkout add it to requirements.lock and run 'make'"
+                    "installed: install it with pip, or in a checkout add it to requirements.lock and run 'make'"
                 ) from None
             known = absent.setdefault(name, Requirement(name))
             known.extras |= requirement.extras
@@ -170,7 +168,7 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
         environment = target.environment
         packages[name] = f"=={distribution.version}"
         if name == "torch":
-            # "==2.13.0" would accept 2.13.0+cpu, too.
+            # "==2.13.0" would also accept 2.13.0+cpu.
             packages[name] = f"==={target.torch}" if "+" not in target.torch else f"=={target.torch}"
             if target.torch.endswith("+cpu"):
                 # The CUDA packages of other builds are marked as needed on Linux.
@@ -178,20 +176,24 @@ def requirements(kind: str, target: Target) -> dict[str, str]:
         for extra in ("", *requirement.extras):
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _needed(distribution.requires or (), {**environment, "extra": extra})
+                waiting += _filter_requirements(distribution.requires or (), {**environment, "extra": extra})
     return dict(sorted(packages.items()))
 
 
-def _needed(lines: Iterable[str], environment: Mapping[str, str]) -> list[Requirement]:
-    found = [Requirement(line) for line in lines]
-    return [each for each in found if each.marker is None or each.marker.evaluate(dict(environment))]
+def _filter_requirements(lines: Iterable[str], environment: Mapping[str, str]) -> list[Requirement]:
+    needed = []
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate(dict(environment)):
+            needed.append(requirement)
+    return needed
 
 
 def list_packages(kind: str) -> list[str]:
-    """Return the packages that an image imports itself: those required, and the extras that are installed here."""
+    """Return the directly imported packages of an image: required ones, and installed extras."""
     names = []
-    for each in REQUIREMENTS[kind]:
-        names += read_list(RECIPES / f"{each}.requirements")
+    for group in REQUIREMENTS[kind]:
+        names += read_list(RECIPES / f"{group}.requirements")
     extras = RECIPES / f"{kind}.extras"
     if extras.exists():
         names += [name for name in read_list(extras) if _is_installed(name)]
@@ -207,7 +209,7 @@ def _is_installed(package: str) -> bool:
 
 
 def read_list(path: Path) -> list[str]:
-    """Return the names in a file with one a line, without comments."""
+    """Return the names in a file with one name per line, without comments."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return [line for line in lines if line]
 
@@ -216,19 +218,19 @@ def read_list(path: Path) -> list[str]:
 
 
 def fetch_wheels(packages: Mapping[str, str], target: Target) -> list[Path]:
-    """Return a wheel of each package and of pip itself from the cache, fetched by the host's pip where missing.
+    """Return a wheel of each package and of pip itself, from the cache or fetched by the host's pip.
 
-    Raises `HostError` where pip cannot fetch them.
+    Raises `HostError` if pip fails.
     """
     wanted = {**packages, "pip": f"=={pip_version()}"}
     return complete_wheels(_wheel_folder(), [Requirement(name + text) for name, text in wanted.items()], target)
 
 
 def complete_wheels(folder: Path, roots: Iterable[Requirement], target: Target) -> list[Path]:
-    """Return the wheels in a folder of some packages and of everything that they need; fetch missing ones.
+    """Return wheels for some packages and all dependencies from a folder, after fetching missing ones.
 
-    pip evaluates markers for the machine that it runs on, so that the dependencies which only the image has are
-    found here, in the metadata of the wheels. Raises `HostError` where pip cannot fetch a wheel.
+    pip evaluates markers for the host, so dependencies specific to the image are resolved here, from the metadata of
+    the wheels. Raises `HostError` if pip fails.
     """
     pinned = {canonicalize_name(each.name): each for each in roots}
     tried: set[str] = set()
@@ -244,10 +246,9 @@ def complete_wheels(folder: Path, roots: Iterable[Requirement], target: Target) 
 
 
 def fetch_program_wheels(folder: Path, packages: Sequence[str], target: Target, say: Say) -> list[Path]:
-    """Return wheels of a program's packages and of everything that they need beyond the device image, and of pip.
+    """Return wheels for a program's packages, their dependencies beyond the device image, and pip.
 
-    They share the torch of the device image, unless they name another version. Raises `HostError` where pip cannot
-    fetch them.
+    The packages share the device image's torch unless they name another version. Raises `HostError` if pip fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     present = requirements("device", target)
@@ -303,7 +304,7 @@ def _walk_wheels(
         for extra in extras:
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                waiting += _needed(_wheel_requirements(path), {**target.environment, "extra": extra})
+                waiting += _filter_requirements(_wheel_requirements(path), {**target.environment, "extra": extra})
     return wheels, missing
 
 
@@ -316,17 +317,17 @@ def _wheel_requirements(path: Path) -> list[str]:
 
 
 def _find_wheel(folder: Path, requirement: Requirement, supported: set[tags.Tag]) -> Path | None:
-    """Return the newest wheel in a folder that meets a requirement and that the image can load."""
-    found: dict[Version, Path] = {}
+    """Return the newest wheel in a folder that meets a requirement and fits the image."""
+    wheels: dict[Version, Path] = {}
     wanted = canonicalize_name(requirement.name)
     for path in folder.glob("*.whl"):
         try:
-            name, version, _, fits = parse_wheel_filename(path.name)
+            name, version, _, wheel_tags = parse_wheel_filename(path.name)
         except InvalidWheelFilename:
             continue
-        if name == wanted and requirement.specifier.contains(version, prereleases=True) and supported & fits:
-            found[version] = path
-    return found[max(found)] if found else None
+        if name == wanted and requirement.specifier.contains(version, prereleases=True) and supported & wheel_tags:
+            wheels[version] = path
+    return wheels[max(wheels)] if wheels else None
 
 
 def _wheel_folder() -> Path:
@@ -336,17 +337,17 @@ def _wheel_folder() -> Path:
 
 
 def describe_full_disk(errors: str, folder: Path, room: int = _FULL) -> str:
-    """Return a sentence if errors came of a full disk, of a folder or of temporary files; otherwise an empty text.
+    """Return a sentence if the errors result from a full disk, otherwise an empty text.
 
-    A disk with less than ``room`` bytes free is the cause of any error.
+    A disk with less than ``room`` bytes free is assumed to be the cause of any error.
     """
-    for each in (folder, Path(tempfile.gettempdir())):
-        free = shutil.disk_usage(each).free
+    for location in (folder, Path(tempfile.gettempdir())):
+        free = shutil.disk_usage(location).free
         if free < room:
             size = formats.size(free)
-            return f"the disk of {each} has {size} free: make room there, or name another by TMPDIR"
+            return f"the disk of {location} has {size} free: free some space, or choose another disk with TMPDIR"
     if os.strerror(errno.ENOSPC) in errors:
-        return f"the disk of {folder} or of {tempfile.gettempdir()} became full: make room there"
+        return f"the disk of {folder} or of {tempfile.gettempdir()} became full: free some space"
     return ""
 
 
@@ -354,18 +355,18 @@ def describe_full_disk(errors: str, folder: Path, room: int = _FULL) -> str:
 
 
 def pip_version() -> str:
-    """Return the version of the host's pip; raises HostError where this environment has none."""
+    """Return the version of the host's pip; raises HostError if pip is missing."""
     try:
         return metadata.version("pip")
     except metadata.PackageNotFoundError:
-        text = f"images are made of wheels that pip fetches, and there is none here: '{sys.executable} -m ensurepip'"
+        text = f"pip is missing, which fetches the wheels of images: run '{sys.executable} -m ensurepip'"
         raise HostError(text) from None
 
 
 def pip_wheels(folder: Path, target: Target, *arguments: str) -> str:
-    """Let the host's pip write wheels for an image into a folder; return its complaint, empty if none.
+    """Write wheels for an image into a folder with the host's pip; return an error, or an empty text.
 
-    Packages that come as source alone can be built only where the host is like the image.
+    Source packages can be built only on a host with the image's platform.
     """
     done = subprocess.run(
         [*_pip_command(folder, target), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -384,7 +385,7 @@ def _pip_command(folder: Path, target: Target) -> list[str]:
 
 
 def _explain(errors: str, folder: Path) -> str:
-    """Return the cause of a failure of pip in one line."""
+    """Return the cause of a pip failure in one line."""
     if full := describe_full_disk(errors, folder):
         return full
     complaint = next((line for line in errors.splitlines() if line.startswith("ERROR")), errors[-200:].strip())

@@ -36,25 +36,25 @@ def test_a_host_that_was_not_measured_refuses_nothing() -> None:
 
 
 def test_more_than_was_measured_is_refused_with_what_works() -> None:
-    capability.keep(FOUND)
+    capability.store(FOUND)
     assert capability.known() == [FOUND]
     for rate in ("2gbit", None):
         capability.check(asking(rate), "auto")
-    with pytest.raises(InputError, match=r"a -> b asks for 5gbit, .* use at most 2gbit"):
+    with pytest.raises(InputError, match=r"a -> b needs 5gbit, .* use at most 2gbit"):
         capability.check(asking("5gbit"), "auto")
     capability.check(asking("5gbit"), "netem")
 
 
 def test_each_backend_is_kept_for_itself() -> None:
-    capability.keep(FOUND)
-    capability.keep(Capability("netem", 10e9, 1e-4, 1e-4, 10e-6, 200))
+    capability.store(FOUND)
+    capability.store(Capability("netem", 10e9, 1e-4, 1e-4, 10e-6, 200))
     capability.check(asking("5gbit"), "auto")
     with pytest.raises(InputError):
         capability.check(asking("5gbit"), "userspace")
 
 
 def test_another_kernel_makes_the_figures_void(tmp_path: Path) -> None:
-    capability.keep(FOUND)
+    capability.store(FOUND)
     path = tmp_path / "testbed" / "links.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "host": ["here", "2.6.32", 1]}))
     assert capability.known() == []

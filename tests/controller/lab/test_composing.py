@@ -13,7 +13,7 @@ from testbed.common import yamltext
 from testbed.scenario.expand import trials
 from testbed.scenario.loading import load
 from testbed_controller.cli.export import export
-from testbed_controller.lab.composing import project, service
+from testbed_controller.lab.composing import compose_project, compose_service
 from testbed_controller.lab.containers import device_settings, shaper_settings
 from testbed_controller.lab.runstate import RunState
 
@@ -29,7 +29,7 @@ def test_the_command_writes_a_project(tmp_path: Path) -> None:
 
 def test_a_device_has_in_compose_what_it_has_in_a_lab() -> None:
     trial = trials(load("quickstart", ["devices.source.cpus=1.5", "devices.source.uplink=10mbit"]))[0]
-    files = project(trial, {"worker1": "mine:1"})
+    files = compose_project(trial, {"worker1": "mine:1"})
     services = yamltext.values(files["docker-compose.yml"])["services"]
     assert services["worker1"]["image"] == "mine:1"
     source = services["source"]
@@ -47,12 +47,12 @@ def test_a_device_with_a_gpu_is_given_those_of_the_host() -> None:
     settings = device_settings(STATE, "i", spec, {"source": "10.0.0.2"})
     (request,) = settings["host_config"]["DeviceRequests"]
     assert (request["Count"], request["Capabilities"]) == (-1, [["gpu"]])
-    assert service(settings)["gpus"] == "all"
+    assert compose_service(settings)["gpus"] == "all"
 
 
 def test_no_setting_of_a_container_is_forgotten() -> None:
     spec = trials(load("quickstart"))[0].experiment.devices[0]
     for settings in (device_settings(STATE, "i", spec, {"source": "10.0.0.2"}), shaper_settings(STATE, "i", "auto")):
-        service(settings)
+        compose_service(settings)
         with pytest.raises(KeyError, match="Privileged"):
-            service({**settings, "host_config": {**settings["host_config"], "Privileged": True}})
+            compose_service({**settings, "host_config": {**settings["host_config"], "Privileged": True}})

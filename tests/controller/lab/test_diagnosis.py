@@ -13,14 +13,14 @@ def test_an_engine_that_starts_no_container_is_not_taken_for_a_kernel_without_mo
     def refuses(*_: Any, **__: Any) -> None:
         raise APIError("500", explanation="runc create failed: error setting rlimits")
 
-    monkeypatch.setattr(diagnosis, "exists", lambda *_: True)
+    monkeypatch.setattr(diagnosis, "image_exists", lambda *_: True)
     client: Any = SimpleNamespace(
         info=dict,
         containers=SimpleNamespace(run=refuses, list=lambda **_: []),
         networks=SimpleNamespace(list=lambda **_: []),
     )
     monkeypatch.setattr(diagnosis.capability, "remove_run", lambda *_, **__: [])
-    checks = list(diagnosis._links(client, "testbed/shaper:x"))
+    checks = list(diagnosis._check_links(client, "testbed/shaper:x"))
     assert [(check.name, check.status, check.needed) for check in checks] == [("links", "missing", True)]
     assert "error setting rlimits" in checks[0].detail
     assert "modprobe" not in f"{checks[0]}"
@@ -42,8 +42,8 @@ def test_images_are_complete_without_those_that_they_stand_on(monkeypatch: pytes
     tags = images.names()
     present = {tags.device, tags.shaper}
     for module in (diagnosis, images):
-        monkeypatch.setattr(module, "exists", lambda _, tag: tag in present)
+        monkeypatch.setattr(module, "image_exists", lambda _, tag: tag in present)
     client: Any = SimpleNamespace(info=dict)
-    assert diagnosis._images(client).status == "ok"
+    assert diagnosis._check_images(client).status == "ok"
     present.remove(tags.shaper)
-    assert diagnosis._images(client).detail == "not built yet: shaper"
+    assert diagnosis._check_images(client).detail == "not built yet: shaper"

@@ -84,7 +84,7 @@ def test_somebody_elses_engine_is_reported_and_never_started(monkeypatch: pytest
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setattr(engine.subprocess, "Popen", lambda *_a, **_k: pytest.fail("started something"))
     monkeypatch.setattr(engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something"))
-    with pytest.raises(HostError, match=r"there is no such socket.*unset DOCKER_HOST") as caught:
+    with pytest.raises(HostError, match=r"the socket does not exist.*unset DOCKER_HOST") as caught:
         engine.ensure_engine(print)
     assert caught.value.exit_code == 3
 
@@ -94,12 +94,12 @@ def test_without_root_no_engine_is_installed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(engine, "connect_to", lambda *_: (_ for _ in ()).throw(OSError("FileNotFoundError")))
     monkeypatch.setattr(engine.subprocess, "run", lambda *_a, **_k: pytest.fail("ran something"))
     monkeypatch.setattr(engine.shutil, "which", lambda *_a, **_k: None)
-    with pytest.raises(HostError, match=r"there is no Docker engine: .* as root"):
+    with pytest.raises(HostError, match=r"no Docker engine is installed: .* as root"):
         engine.ensure_engine(print)
 
 
 def test_a_user_outside_the_group_is_told_about_it() -> None:
-    assert "group 'docker'" in engine._advice(EngineAddress(), PermissionError(13, "Permission denied"))
+    assert "group 'docker'" in engine._explain_missing_engine(EngineAddress(), PermissionError(13, "Permission denied"))
 
 
 def test_the_engines_own_complaint_is_found_in_its_log(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_the_engines_own_complaint_is_found_in_its_log(tmp_path: Path) -> None:
         "failed to start daemon: Devices cgroup isn't mounted\n"
         'time="2" level=info msg="stopping"\n\n'
     )
-    assert engine._complaint(log) == "failed to start daemon: Devices cgroup isn't mounted"
+    assert engine._last_error(log) == "failed to start daemon: Devices cgroup isn't mounted"
     log.write_text("")
-    assert engine._complaint(log) == "no word of why"
+    assert engine._last_error(log) == "no reason given"
 
 
 def test_legacy_iptables_go_in_front_where_only_they_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

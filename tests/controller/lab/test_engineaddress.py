@@ -80,8 +80,10 @@ def test_contexts_are_found_without_a_configuration_beside_them(folder: Path) ->
 
 def test_a_missing_context_is_refused_with_those_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context(folder, "a", "unix:///a")
-    with pytest.raises(InputError, match=r"no docker context 'x' \(contexts: default, a\): .*docker context create x"):
+    with pytest.raises(
+        InputError, match=r"unknown docker context 'x' \(contexts: default, a\): .*docker context create x"
+    ):
         find_context("x")
     monkeypatch.setenv("DOCKER_CONTEXT", "x")
-    with pytest.raises(HostError, match="no docker context 'x'"):
+    with pytest.raises(HostError, match="unknown docker context 'x'"):
         chosen_engine()

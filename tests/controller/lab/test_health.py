@@ -23,16 +23,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_many_that_come_up_one_after_the_other_are_waited_for(clock: list[float], monkeypatch) -> None:
     urls = {f"device{number}": str(50.0 * number) for number in range(10)}
-    monkeypatch.setattr(health, "healthy", lambda url: clock[0] >= float(url))
+    monkeypatch.setattr(health, "is_healthy", lambda url: clock[0] >= float(url))
     health.Health(Mock(), "run", {}).wait_for(urls)
     assert clock[0] == 450.0
 
 
 def test_one_that_stays_silent_is_given_up(clock: list[float], monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "testbed_controller.lab.health")
-    monkeypatch.setattr(health, "healthy", lambda url: url == "there")
+    monkeypatch.setattr(health, "is_healthy", lambda url: url == "there")
     monkeypatch.setattr(health, "container_logs", lambda *_: [b"I am", b" here\n"])
-    with pytest.raises(HostError, match="silent does not answer within 60 s; the last it said: I am here"):
+    with pytest.raises(HostError, match="silent does not answer within 60 s; last log line: I am here"):
         health.Health(Mock(), "run", {}).wait_for({"other": "there", "silent": "not there"})
     assert clock[0] <= 80.0
     assert caplog.messages == ["the log of silent ends with:\nI am here"]

@@ -112,7 +112,7 @@ def test_a_request_that_was_repeated_finds_what_the_first_one_made() -> None:
 
 
 def test_what_the_engine_says_is_said_and_nothing_tried_again() -> None:
-    with pytest.raises(HostError, match=r"the control network cannot be made \(no such option here\)"):
+    with pytest.raises(HostError, match=r"cannot create the control network \(no such option here\)"):
         make_control_network(Engine(refuses="all"), "run-1")
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_names_what_takes_the_range_and_the_key_that_chooses_another()
     for cause in ("a route of this machine to 198.18.1.0/24", "the network 198.18.0.0/15 of the engine"):
         assert cause in text
     assert "fully subnetted" in text
-    assert text.endswith("choose a free range by network.control_subnet")
+    assert text.endswith("choose a free range with network.control_subnet")
 
 
 def test_a_chosen_range_is_kept_to() -> None:

@@ -49,6 +49,6 @@ def test_a_shaper_out_of_reach_is_refused_within_five_seconds(closed: str, monke
     monkeypatch.setattr(health.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(health.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr(health.Health, "check_alive", lambda *_: None)
-    with pytest.raises(HostError, match=r"shaper: .* out of reach from here"):
+    with pytest.raises(HostError, match=r"shaper: .* unreachable from here"):
         health.Health(engine(0), "run", {}).wait_for({"shaper": closed}, published=True)
     assert now[0] < 5.0

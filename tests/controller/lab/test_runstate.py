@@ -33,7 +33,7 @@ def test_forgetting_twice_is_forgetting():
 
 def test_an_unknown_run_is_refused_with_the_known_ones():
     runstate.write(a_run("x-1"))
-    with pytest.raises(InputError, match=r"no run 'x-2' here \(runs: x-1\)"):
+    with pytest.raises(InputError, match=r"unknown run 'x-2' \(runs: x-1\)"):
         runstate.read("x-2")
 
 
@@ -43,6 +43,6 @@ def test_the_only_run_need_not_be_named():
     runstate.write(a_run("x-1"))
     assert runstate.choose(None) == "x-1"
     runstate.write(a_run("x-2"))
-    with pytest.raises(InputError, match=r"say which of .*(x-1, x-2|x-2, x-1)"):
+    with pytest.raises(InputError, match=r"choose one of .*(x-1, x-2|x-2, x-1)"):
         runstate.choose(None)
     assert runstate.choose("x-2") == "x-2"
