@@ -160,33 +160,33 @@ class Deployments:
             "device": device,
             "kinds": [link.to_json() for link in numbers],
             "links": links,
-            "peers": {name: self._peer(device, name) for name in peers},
+            "peers": {name: self._peer_entry(device, name) for name in peers},
             "own_facts": kind_of(problem.workload).own_facts(problem),
         }
-        plan_text = self._plan if plan is self.plan else plan.model_dump_json()
-        return f'{self._common[:-1]},"plan":{plan_text},{_json(own)[1:]}'.encode()
+        plan_text = self._plan_json if plan is self.plan else plan.model_dump_json()
+        return f'{self._common_fields[:-1]},"plan":{plan_text},{_to_json_text(own)[1:]}'.encode()
 
-    def _peer(self, device: str, peer: str) -> dict[str, str]:
+    def _peer_entry(self, device: str, peer: str) -> dict[str, str]:
         sent, received = data_token(self.token, device, peer), data_token(self.token, peer, device)
         return {"address": self.addresses[peer], "sent": sent, "received": received}
 
     @cached_property
-    def _plan(self) -> str:
+    def _plan_json(self) -> str:
         return self.plan.model_dump_json()
 
     @cached_property
-    def _common(self) -> str:
+    def _common_fields(self) -> str:
         """Return the JSON fields common to all devices."""
         problem = self.problem
         numbers: dict[str, int] = {}
         specs: list[object] = []
         devices: dict[str, int] = {}
         for spec in problem.devices:
-            nameless = _adapter(DeviceSpec).dump_python(replace(spec, name=""), mode="json")
-            number = devices[spec.name] = numbers.setdefault(_json(nameless), len(numbers))
+            nameless = _type_adapter(DeviceSpec).dump_python(replace(spec, name=""), mode="json")
+            number = devices[spec.name] = numbers.setdefault(_to_json_text(nameless), len(numbers))
             if number == len(specs):
                 specs.append(nameless)
-        return _json(
+        return _to_json_text(
             {
                 "version": VERSION,
                 "run": self.run,
@@ -203,12 +203,12 @@ class Deployments:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
     """Return a cached serialiser. Building one is slow, and commands that only plan need none."""
     return TypeAdapter(kind)
 
 
-def _json(document: object) -> str:
+def _to_json_text(document: object) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 

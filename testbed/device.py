@@ -54,24 +54,24 @@ class Cost:
         """Work of one kind; costs add up to work of several."""
         before = _EACH * KINDS.index(kind)
         after = _EACH * (len(KINDS) - 1) - before
-        self._set((*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after)))
+        self._set_amounts((*repeat(0.0, before), flops, accessed, weights, *repeat(0.0, after)))
 
-    def _set(self, amounts: tuple[float, ...]) -> Cost:
+    def _set_amounts(self, amounts: tuple[float, ...]) -> Cost:
         object.__setattr__(self, "_amounts", amounts)
         return self
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set(tuple(map(add, self._amounts, other._amounts)))
+        return Cost.__new__(Cost)._set_amounts(tuple(map(add, self._amounts, other._amounts)))
 
     def __sub__(self, other: Cost) -> Cost:
-        return Cost.__new__(Cost)._set(tuple(map(sub, self._amounts, other._amounts)))
+        return Cost.__new__(Cost)._set_amounts(tuple(map(sub, self._amounts, other._amounts)))
 
     def __mul__(self, times: float) -> Cost:
         return self.scaled(times, times, times)
 
     def scaled(self, flops: float, accessed: float, weights: float) -> Cost:
         """Return the cost with FLOPs, activation bytes and weight bytes multiplied by separate factors."""
-        return Cost.__new__(Cost)._set(tuple(map(mul, self._amounts, cycle((flops, accessed, weights)))))
+        return Cost.__new__(Cost)._set_amounts(tuple(map(mul, self._amounts, cycle((flops, accessed, weights)))))
 
     def of(self, kinds: Collection[Kind] = KINDS) -> Work:
         """Return the work of some kinds together."""

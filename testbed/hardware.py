@@ -105,7 +105,8 @@ class DeviceSpec:
         if self.precision != "f32":
             plain = replace(self, precision="f32").rates
             layers = tuple(
-                (tuple(kind for kind in kinds if kind != "other"), self._narrow(each)) for kinds, each in plain
+                (tuple(kind for kind in kinds if kind != "other"), self._scale_to_precision(each))
+                for kinds, each in plain
             )
             return *(pair for pair in layers if pair[0]), *(
                 (("other",), each) for kinds, each in plain if "other" in kinds
@@ -113,7 +114,7 @@ class DeviceSpec:
         others = tuple(kind for kind in KINDS if kind not in self.kinds)
         return (others, Rates(self.speed, self.memory_rate)), *(((kind,), each) for kind, each in self.kinds.items())
 
-    def _narrow(self, rates: Rates) -> Rates:
+    def _scale_to_precision(self, rates: Rates) -> Rates:
         """Scale layer rates to the precision. Work outside layers, such as updates, stays in float32."""
         values, weights = SHARES[self.precision]
         speed, memory, weight = rates.speed, rates.memory_rate, rates.weight_rate

@@ -107,10 +107,10 @@ class Problem(Generic[ProblemOptions]):
 
     def with_links_of(self, device: str) -> Self:
         """Return the same with the links from and to a device alone."""
-        return replace(self, links=_LinksOf(self.links, device, self._pairs.get(device, ())))
+        return replace(self, links=_LinksOf(self.links, device, self._pairs_by_device.get(device, ())))
 
     @cached_property
-    def _pairs(self) -> Mapping[str, Sequence[Pair]]:
+    def _pairs_by_device(self) -> Mapping[str, Sequence[Pair]]:
         """The links from and to each device, in the order of all."""
         found: dict[str, list[Pair]] = {}
         for pair in self.links:
@@ -125,7 +125,7 @@ class _LinksOf(Mapping[Pair, Link]):
     def __init__(self, links: Mapping[Pair, Link], device: str, pairs: Sequence[Pair]) -> None:
         self._links = links
         self._device = device
-        self._pairs = pairs
+        self._pairs_by_device = pairs
 
     def __getitem__(self, pair: Pair) -> Link:
         if self._device not in pair:
@@ -133,10 +133,10 @@ class _LinksOf(Mapping[Pair, Link]):
         return self._links[pair]
 
     def __iter__(self) -> Iterator[Pair]:
-        return iter(self._pairs)
+        return iter(self._pairs_by_device)
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._pairs_by_device)
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ def prepare(trial: Trial) -> Prepared:
     work = kind_of(scenario.workload)
     try:
         problem, division = work.divide(scenario, method, problem)
-        plan = _planned(method, problem)
+        plan = _make_plan(method, problem)
         work.check(method, problem, plan)
     except InputError as error:
-        raise scenario.source.error([_locate(error, trial)]) from None
+        raise scenario.source.error([_locate_error(error, trial)]) from None
     problems = [
         *(_memory_problems(trial, plan) or _message_problems(trial, method, problem, plan)),
         *_fault_problems(trial, method, plan),
@@ -79,7 +79,7 @@ def raise_refused(refused: Sequence[str]) -> None:
         raise InputError("\n".join(refused))
 
 
-def _planned(method: Method, problem: Problem) -> Plan:
+def _make_plan(method: Method, problem: Problem) -> Plan:
     """Return the plan of a method; raises `InputError`, also where a user's own planner raises something else."""
     try:
         return method.plan(problem)
@@ -104,7 +104,7 @@ def build_problem(trial: Trial) -> tuple[Method, Problem]:
         given: Problem = Problem(devices, links, workload, options, scenario.seed)
         return method, kind_of(workload).problem(given, scenario, method)
     except InputError as error:
-        raise scenario.source.error([_locate(error, trial)]) from None
+        raise scenario.source.error([_locate_error(error, trial)]) from None
 
 
 def batches(scenario: Scenario, plan: Plan) -> int | None:
@@ -175,7 +175,7 @@ def _device_key(name: str, scenario: Scenario) -> Key:
     return ("devices",)
 
 
-def _locate(error: InputError, trial: Trial) -> Diagnostic:
+def _locate_error(error: InputError, trial: Trial) -> Diagnostic:
     """Prefix an error with the scenario key of its workload field or device."""
     key = error.key or ("method",)
     if key[0] in type(trial.scenario.workload).model_fields:

@@ -25,7 +25,7 @@ from testbed.workload import kind_of
 
 def problems(trial: Trial) -> Iterator[Diagnostic]:
     """Yield all problems of a trial's method, model, data, names and expectations."""
-    scenario, figures = trial.scenario, _figures(trial.scenario)
+    scenario, figures = trial.scenario, _available_metrics(trial.scenario)
     yield from _workload_problems(scenario)
     yield from _name_problems(trial)
     yield from _expect_problems(trial, figures)
@@ -61,10 +61,10 @@ def _method_or_problem(scenario: Scenario) -> Method | Diagnostic:
     try:
         return find_method(scenario)
     except InputError as error:
-        return _located(error)
+        return _to_diagnostic(error)
 
 
-def _located(error: InputError) -> Diagnostic:
+def _to_diagnostic(error: InputError) -> Diagnostic:
     """Convert an error to a diagnostic with a key below `workload`."""
     return Diagnostic(("workload", *error.key), error.text)
 
@@ -74,7 +74,7 @@ def reporting(method: Method, workload: WorkloadPart) -> MetricsSpec:
     return kind_of(workload).declared.joined(method.declared)
 
 
-def _figures(scenario: Scenario) -> dict[str, Metric]:
+def _available_metrics(scenario: Scenario) -> dict[str, Metric]:
     """Return the metrics available to a run; for an unknown method, those of all methods."""
     method = _method_or_problem(scenario)
     known = methods.METHODS.values() if isinstance(method, Diagnostic) else [method]

@@ -158,11 +158,11 @@ def register(task: str, made: Any) -> None:
 
 def kind(task: str) -> Any:
     """Return the `testbed.workload.Workload` of a task. Raises `InputError` listing the available tasks."""
-    return _registered.get(task) or _kind(task)
+    return _registered.get(task) or _load_kind(task)
 
 
 @cache
-def _kind(task: str) -> Any:
+def _load_kind(task: str) -> Any:
     if task in _CLASSES:
         module, _, name = _CLASSES[task].partition(":")
         return getattr(importlib.import_module(module), name)()

@@ -54,17 +54,17 @@ class Scale:
         return number(value if self.factor == 1 else value / self.factor)
 
 
-def _scaled(value: float, steps: _Steps) -> str:
+def _format_scaled(value: float, steps: _Steps) -> str:
     """Format with the largest unit whose value is at least one after rounding to three digits."""
     for factor, unit in steps:
         # 999.7 kB rounds to 1000 kB, which reads as 1 MB.
         if abs(float(f"{value:.3g}")) >= factor:
-            return f"{_digits(value / factor)} {unit}"
+            return f"{_format_digits(value / factor)} {unit}"
     factor, unit = steps[-1]
-    return f"{_digits(value / factor)} {unit}"
+    return f"{_format_digits(value / factor)} {unit}"
 
 
-def _digits(number: float) -> str:
+def _format_digits(number: float) -> str:
     """Write three significant digits, never as a power of ten between 0.001 and a million."""
     if number == 0:
         return "0"
@@ -90,12 +90,12 @@ def number(value: float | None) -> str:
     """Write a plain number."""
     if value is None:
         return NONE
-    return f"{value:,}" if isinstance(value, int) else _digits(value)
+    return f"{value:,}" if isinstance(value, int) else _format_digits(value)
 
 
 def count(value: float) -> str:
     """Write a large count with a decimal prefix."""
-    return _scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))).rstrip()
+    return _format_scaled(value, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))).rstrip()
 
 
 def seconds(value: float | None) -> str:
@@ -108,7 +108,7 @@ def seconds(value: float | None) -> str:
     # Below a nanosecond is rounding, not time.
     if abs(value) < 1e-9:
         return "0 s"
-    return _scaled(value, _SECONDS)
+    return _format_scaled(value, _SECONDS)
 
 
 def moment(value: float | None) -> str:
@@ -120,24 +120,26 @@ def size(value: float | None) -> str:
     """Write bytes."""
     if value is None:
         return NONE
-    return _scaled(value, _BYTES) if value else "0 B"
+    return _format_scaled(value, _BYTES) if value else "0 B"
 
 
 def joules(value: float | None) -> str:
     """Write an energy."""
-    return NONE if value is None else _scaled(value, _JOULES)
+    return NONE if value is None else _format_scaled(value, _JOULES)
 
 
 def rate(value: float | None) -> str:
     """Format bit/s; None is ``unlimited``."""
     if value is None:
         return "unlimited"
-    return _scaled(value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit")))
+    return _format_scaled(value, ((1e9, "gbit"), (1e6, "mbit"), (1e3, "kbit"), (1.0, "bit")))
 
 
 def speed(value: float) -> str:
     """Write FLOP/s."""
-    return _scaled(value, ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s")))
+    return _format_scaled(
+        value, ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s"))
+    )
 
 
 def share(value: float | None) -> str:
@@ -172,4 +174,4 @@ def ratio(value: float | None) -> str:
     if value is None:
         return NONE
     # Two places of a tiny one would be nothing.
-    return f"{_digits(float(f'{value:.2g}'))}×" if 1e-6 < abs(value) < 0.1 else f"{value:.2f}×"
+    return f"{_format_digits(float(f'{value:.2g}'))}×" if 1e-6 < abs(value) < 0.1 else f"{value:.2f}×"

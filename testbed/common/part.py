@@ -35,19 +35,19 @@ class ConfigModel(BaseModel):
                 return schema  # type: ignore[no-any-return]  # a reference to a schema that is restricted already
             fields = fields["schema"]
         for field in fields["fields"].values():
-            field["schema"] = _restricted(field["schema"])
+            field["schema"] = _restrict_numbers(field["schema"])
         return schema  # type: ignore[no-any-return]
 
 
-def _plain(error: str, value: object) -> object:
+def _require_plain(error: str, value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
         raise PydanticKnownError(error)  # type: ignore[arg-type]
     return value
 
 
 _PLAIN: Mapping[str, Callable[[object], object]] = {
-    "int": partial(_plain, "int_type"),
-    "float": partial(_plain, "float_type"),
+    "int": partial(_require_plain, "int_type"),
+    "float": partial(_require_plain, "float_type"),
 }
 
 
@@ -55,7 +55,7 @@ _INNER = ("schema", "items_schema", "values_schema", "choices")
 """Keys of a pydantic schema with nested schemas."""
 
 
-def _restricted(schema: Any) -> Any:
+def _restrict_numbers(schema: Any) -> Any:
     """Return the schema of a value, of which all numbers are plain and have bounds."""
     kind = schema["type"]
     if kind == "model":
@@ -74,5 +74,5 @@ def _restricted_parts(parts: Any) -> Any:
     if not isinstance(parts, dict):
         return parts  # the label of a choice
     if isinstance(parts.get("type"), str):
-        return _restricted(parts)
+        return _restrict_numbers(parts)
     return {tag: _restricted_parts(each) for tag, each in parts.items()}

@@ -38,7 +38,7 @@ _MEANT = {
 }
 
 
-def _hint(kind: str, number: float, unit: str, units: Mapping[str, float]) -> str:
+def _suggest_unit(kind: str, number: float, unit: str, units: Mapping[str, float]) -> str:
     """Suggest the intended unit for an unknown one."""
     if kind == "rate":
         if match := _TC_BYTE_RATE.fullmatch(unit):
@@ -55,7 +55,7 @@ def _hint(kind: str, number: float, unit: str, units: Mapping[str, float]) -> st
     return f"a {kind} is in " + ", ".join(units)
 
 
-def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -> float:
+def _parse_quantity(kind: str, value: object, units: Mapping[str, float], example: str) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"a {kind} is text with a unit, such as '{example}'")
     text = " ".join(str(value).split())
@@ -74,7 +74,7 @@ def _parse(kind: str, value: object, units: Mapping[str, float], example: str) -
             + (f", so write '{likely}'" if likely != example else "")
         )
     if unit not in units:
-        raise ValueError(f"'{unit}' is not a unit of {kind}: {_hint(kind, number, unit, units)}")
+        raise ValueError(f"'{unit}' is not a unit of {kind}: {_suggest_unit(kind, number, unit, units)}")
     quantity = number * units[unit]
     if not quantity <= LARGEST:
         raise ValueError(f"'{text}' is too large for a {kind}: it is at most {LARGEST:g} {next(iter(units))}")
@@ -98,30 +98,30 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
     return None
 
 
-parse_rate = partial(_parse, "rate", units=RATE_UNITS, example="50mbit")
+parse_rate = partial(_parse_quantity, "rate", units=RATE_UNITS, example="50mbit")
 """Return bit/s from text like ``50mbit``; raise ValueError with a hint for ``50Mbps``."""
-parse_duration = partial(_parse, "duration", units=DURATION_UNITS, example="5ms")
+parse_duration = partial(_parse_quantity, "duration", units=DURATION_UNITS, example="5ms")
 """Return seconds from text like ``5ms``."""
-parse_speed = partial(_parse, "speed", units=SPEED_UNITS, example="3.6gflops")
+parse_speed = partial(_parse_quantity, "speed", units=SPEED_UNITS, example="3.6gflops")
 """Return FLOP/s (a multiply and an add are two) from text like ``3.6gflops``."""
-parse_byte_rate = partial(_parse, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s")
+parse_byte_rate = partial(_parse_quantity, "byte rate", units=BYTE_RATE_UNITS, example="4.4GB/s")
 """Return bytes/s, of memory, from text like ``4.4GB/s``."""
 
 
 def parse_size(value: object) -> int:
     """Return whole bytes from text like ``1GiB``."""
-    return round(_parse("size", value, SIZE_UNITS, "512MiB"))
+    return round(_parse_quantity("size", value, SIZE_UNITS, "512MiB"))
 
 
 def parse_fraction(value: object) -> float:
     """Return a fraction of one from text like ``1%``. Raises ValueError with a suggestion."""
-    fraction = _parse("fraction", value, FRACTION_UNITS, "1%")
+    fraction = _parse_quantity("fraction", value, FRACTION_UNITS, "1%")
     if fraction > 1:
         raise ValueError(f"'{value}' is more than 100%: write at most 100%")
     return fraction
 
 
-def _format(value: float, units: Mapping[str, float]) -> str:
+def _format_quantity(value: float, units: Mapping[str, float]) -> str:
     """Return the shortest text that parses to the same float, preferring numbers of at least 1."""
     if value == 0:
         return "0"
@@ -135,29 +135,29 @@ def _format(value: float, units: Mapping[str, float]) -> str:
     return min(texts)[-1] if texts else f"{value / units[base]!r}{base}"
 
 
-format_rate = partial(_format, units=RATE_UNITS)
+format_rate = partial(_format_quantity, units=RATE_UNITS)
 """Format bit/s with a unit."""
-format_duration = partial(_format, units=DURATION_UNITS)
+format_duration = partial(_format_quantity, units=DURATION_UNITS)
 """Write seconds with their unit."""
-format_size = partial(_format, units=SIZE_UNITS)
+format_size = partial(_format_quantity, units=SIZE_UNITS)
 """Write bytes with their unit."""
-format_speed = partial(_format, units=SPEED_UNITS)
+format_speed = partial(_format_quantity, units=SPEED_UNITS)
 """Format FLOP/s with a unit."""
-format_byte_rate = partial(_format, units=BYTE_RATE_UNITS)
+format_byte_rate = partial(_format_quantity, units=BYTE_RATE_UNITS)
 """Write bytes/s with their unit."""
-format_fraction = partial(_format, units=FRACTION_UNITS)
+format_fraction = partial(_format_quantity, units=FRACTION_UNITS)
 """Write a fraction of one as per cent."""
 
 
-def _annotate(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:
+def _annotated_type(parse: Callable[[object], float], write: Callable[[float], str], example: str) -> Any:
     """Tie parser, writer and JSON schema of one kind of quantity into a pydantic annotation."""
     schema = {"anyOf": [{"type": "string"}, {"const": 0}], "examples": [example]}
     return (Le(LARGEST), BeforeValidator(parse), PlainSerializer(write), WithJsonSchema(schema))
 
 
-Rate = Annotated[float, *_annotate(parse_rate, format_rate, "50mbit")]
-Duration = Annotated[float, *_annotate(parse_duration, format_duration, "5ms")]
-Fraction = Annotated[float, *_annotate(parse_fraction, format_fraction, "1%")]
-Size = Annotated[float, *_annotate(parse_size, format_size, "1GiB")]
-ByteRate = Annotated[float, *_annotate(parse_byte_rate, format_byte_rate, "4.4GB/s")]
-Speed = Annotated[float, *_annotate(parse_speed, format_speed, "3.6gflops")]
+Rate = Annotated[float, *_annotated_type(parse_rate, format_rate, "50mbit")]
+Duration = Annotated[float, *_annotated_type(parse_duration, format_duration, "5ms")]
+Fraction = Annotated[float, *_annotated_type(parse_fraction, format_fraction, "1%")]
+Size = Annotated[float, *_annotated_type(parse_size, format_size, "1GiB")]
+ByteRate = Annotated[float, *_annotated_type(parse_byte_rate, format_byte_rate, "4.4GB/s")]
+Speed = Annotated[float, *_annotated_type(parse_speed, format_speed, "3.6gflops")]

@@ -98,10 +98,10 @@ class _TextImporter(MetaPathFinder, InspectLoader):
         return compile(self.sources[fullname], shown(fullname), "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        own = self.imports.get(_root(module.__name__))
+        own = self.imports.get(_root_package(module.__name__))
         if own:
             # Import statements, also those in functions, call what the builtins of their module have for it.
-            importing = {"__import__": partial(_import, own)}
+            importing = {"__import__": partial(_import_module, own)}
             module.__dict__["__builtins__"] = {**vars(builtins), **importing}
         super().exec_module(module)
 
@@ -109,11 +109,11 @@ class _TextImporter(MetaPathFinder, InspectLoader):
 _IMPORTER = _TextImporter()
 
 
-def _root(module: str) -> str:
+def _root_package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _import(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any) -> ModuleType:
+def _import_module(own: Mapping[str, str], name: str, *arguments: Any, **keywords: Any) -> ModuleType:
     """Resolve an import statement; ``own`` maps names of user modules to their unique names."""
     relative = arguments[3] if len(arguments) > 3 else keywords.get("level", 0)
     first, dot, rest = name.partition(".")
@@ -128,7 +128,7 @@ def read(file: Path, name: str, key: Key) -> Code:
     A process reads a file once: what runs, what it declares and what is kept with the results is the same text. Raises
     `InputError` naming the key, also where a file beside it has the name of another module that can be imported.
     """
-    return _gathered(file.resolve(), str(file), key).model_copy(update={"name": name})
+    return _gather_code(file.resolve(), str(file), key).model_copy(update={"name": name})
 
 
 @dataclass
@@ -146,15 +146,15 @@ class _Source:
 
 
 @cache
-def _gathered(file: Path, named: str, key: Key) -> Code:
+def _gather_code(file: Path, named: str, key: Key) -> Code:
     """Collect a file and all its imports from the same folder."""
-    main = _Source(file, {"": file}, {"": _text(file, named, key)}, {})
+    main = _Source(file, {"": file}, {"": _read_text(file, named, key)}, {})
     sources = _with_imports(main, Path(named).parent, key)
     if sum(len(text) for source in sources for text in source.texts.values()) > MOST_CHARACTERS:
         text = f"{named} and the files that it imports have more than {MOST_CHARACTERS:,} characters: import less"
         raise InputError(text, key)
     for source in sources:
-        source.module = f"{re.sub(r'[^0-9A-Za-z_]', '_', source.path.stem)}_{_digest(source, file.parent)}"
+        source.module = f"{re.sub(r'[^0-9A-Za-z_]', '_', source.path.stem)}_{_source_digest(source, file.parent)}"
     found = Code(name="", module=main.module, sources={}, files={}, imports={})
     for source in sources:
         if source.imported:
@@ -178,22 +178,22 @@ def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
     waiting = [main]
     while waiting:
         source = waiting.pop()
-        for name, file, line in _imports(source):
-            path = _beside(folder, name)
+        for name, file, line in _absolute_imports(source):
+            path = _find_beside(folder, name)
             if path is None:
                 continue
-            if (other := _elsewhere(name, path)) is not None:
+            if (other := _other_origin(name, path)) is not None:
                 where = f"{named / file.relative_to(folder)}:{line}"
                 text = f"{where}: imports '{name}', which is {path.name} beside it and {other}: rename {path.name}"
                 raise InputError(text, key)
             if path not in sources:
-                sources[path] = _source(path, key)
+                sources[path] = _open_source(path, key)
                 waiting.append(sources[path])
             source.imported[name] = sources[path]
     return list(sources.values())
 
 
-def _text(file: Path, named: str, key: Key) -> str:
+def _read_text(file: Path, named: str, key: Key) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -205,7 +205,7 @@ def _text(file: Path, named: str, key: Key) -> str:
         ) from None
 
 
-def _beside(folder: Path, name: str) -> Path | None:
+def _find_beside(folder: Path, name: str) -> Path | None:
     """Return the file or package of a name in a folder."""
     file, package = folder / f"{name}.py", folder / name
     if package == _HOME / name:
@@ -217,9 +217,9 @@ def _beside(folder: Path, name: str) -> Path | None:
     return package if package.is_dir() and any(package.glob("*.py")) else None
 
 
-def _source(path: Path, key: Key) -> _Source:
+def _open_source(path: Path, key: Key) -> _Source:
     if path.is_file():
-        return _Source(path, {"": path}, {"": _text(path, str(path), key)}, {})
+        return _Source(path, {"": path}, {"": _read_text(path, str(path), key)}, {})
     files = {"": path / "__init__.py"}
     for file in sorted(path.rglob("*.py")):
         parts = file.relative_to(path).with_suffix("").parts
@@ -230,11 +230,11 @@ def _source(path: Path, key: Key) -> _Source:
             for depth in range(1, len(parts)):  # folders without a file of their own
                 inner = parts[:depth]
                 files.setdefault(".".join(inner), path.joinpath(*inner, "__init__.py"))
-    texts = {name: _text(file, str(file), key) if file.is_file() else "" for name, file in files.items()}
+    texts = {name: _read_text(file, str(file), key) if file.is_file() else "" for name, file in files.items()}
     return _Source(path, files, texts, {})
 
 
-def _imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
+def _absolute_imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
     """Yield the top-level name of each absolute import, with file and line."""
     for name, text in source.texts.items():
         try:
@@ -244,12 +244,12 @@ def _imports(source: _Source) -> Iterator[tuple[str, Path, int]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield _root(alias.name), source.files[name], node.lineno
+                    yield _root_package(alias.name), source.files[name], node.lineno
             elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                yield _root(node.module), source.files[name], node.lineno
+                yield _root_package(node.module), source.files[name], node.lineno
 
 
-def _elsewhere(name: str, path: Path) -> str | None:
+def _other_origin(name: str, path: Path) -> str | None:
     """Return the origin of an importable module of the same name outside the folder."""
     if name in sys.stdlib_module_names:
         return "a module of the standard library"
@@ -269,7 +269,7 @@ def _elsewhere(name: str, path: Path) -> str | None:
     return f"an installed module ({places[0]})"
 
 
-def _digest(source: _Source, folder: Path) -> str:
+def _source_digest(source: _Source, folder: Path) -> str:
     """Return a digest of a source and its transitive imports."""
     found: dict[Path, _Source] = {}
     waiting = [source]
@@ -290,13 +290,13 @@ def code_of_module(name: str, module: str) -> Code | None:
     if module not in _IMPORTER.files:
         return None
     roots: list[str] = []
-    waiting = [_root(module)]
+    waiting = [_root_package(module)]
     while waiting:
         root = waiting.pop()
         if root not in roots:
             roots.append(root)
             waiting.extend(_IMPORTER.imports.get(root, {}).values())
-    sources = {each: text for each, text in _IMPORTER.sources.items() if _root(each) in roots}
+    sources = {each: text for each, text in _IMPORTER.sources.items() if _root_package(each) in roots}
     files = {each: _IMPORTER.files[each] for each in sources}
     imports = {root: _IMPORTER.imports[root] for root in roots if root in _IMPORTER.imports}
     return Code(name=name, module=module, sources=sources, files=files, imports=imports)
@@ -307,14 +307,14 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
     Raises `InputError` for a package without source text or above the size limit.
     """
-    sources = {each: _installed_text(each, key) for each in _modules(_root(module))}
+    sources = {each: _installed_text(each, key) for each in _package_modules(_root_package(module))}
     if sum(map(len, sources.values())) > MOST_CHARACTERS:
         text = f"the package of '{name}' has more than {MOST_CHARACTERS:,} characters: move '{name}' to a smaller one"
         raise InputError(text, key)
     return Code(name=name, module=module, sources=sources)
 
 
-def _modules(package: str) -> list[str]:
+def _package_modules(package: str) -> list[str]:
     """Return the names of a package and all its modules."""
     found = importlib.import_module(package)
     paths = getattr(found, "__path__", None)
@@ -333,7 +333,7 @@ def _installed_text(module: str, key: Key) -> str:
 
 def clear_cache() -> None:
     """Forget all files read so far, so that edits are noticed."""
-    _gathered.cache_clear()
+    _gather_code.cache_clear()
 
 
 def load(code: Code, key: Key) -> ModuleType:
@@ -375,7 +375,7 @@ def function(code: Code, key: Key) -> Callable[..., Any]:
 
 def line_of(error: BaseException, code: Code) -> str:
     """Return the innermost line of the code in an exception's traceback; its file without such a line."""
-    frames = _frames(error, {shown(name) for name in code.sources})
+    frames = _user_frames(error, {shown(name) for name in code.sources})
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else shown(code.module)
 
 
@@ -386,7 +386,7 @@ def located(error: BaseException) -> str | None:
     """
     if isinstance(error, BaseExceptionGroup):
         return next((text for each in error.exceptions if (text := located(each)) is not None), None)
-    frames = _frames(error, _IMPORTER.files.values())
+    frames = _user_frames(error, _IMPORTER.files.values())
     if not frames:
         return None if error.__cause__ is None else located(error.__cause__)
     last = frames[-1]
@@ -407,7 +407,7 @@ def texts_of(code: Code) -> dict[str, str]:
     return {Path(code.files[each]).relative_to(folder).as_posix(): code.sources[each] for each in modules}
 
 
-def _frames(error: BaseException, files: Iterable[str]) -> list[traceback.FrameSummary]:
+def _user_frames(error: BaseException, files: Iterable[str]) -> list[traceback.FrameSummary]:
     known = set(files)
     return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in known]
 

@@ -234,8 +234,8 @@ class SystemState:
             for handle, action in one.in_force.items()
             if other.in_force.get(handle) is not action
         ]
-        reset = _differing(self.set_speeds, since.set_speeds)
-        links = {pair: (self.link(pair), since.link(pair)) for pair in self._suspects(since, differing)}
+        reset = _differing_keys(self.set_speeds, since.set_speeds)
+        links = {pair: (self.link(pair), since.link(pair)) for pair in self._suspect_links(since, differing)}
         speeds = {
             name: (self.factor(name), since.factor(name))
             for name in self.speeds
@@ -247,10 +247,10 @@ class SystemState:
             {name: factor for name, (factor, before) in speeds.items() if factor != before},
         )
 
-    def _suspects(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
+    def _suspect_links(self, since: SystemState, differing: Collection[FaultAction[Any]]) -> Iterable[Pair]:
         """Return the links that may differ, in order. A network may have a million links, and most changes
         touch one."""
-        reset = _differing(self.set_links, since.set_links)
+        reset = _differing_keys(self.set_links, since.set_links)
         if not differing:
             return sorted(reset)
         return [pair for pair in self.links if pair in reset or any(action.touches(pair) for action in differing)]
@@ -259,7 +259,7 @@ class SystemState:
 K = TypeVar("K")
 
 
-def _differing(one: Mapping[K, object], other: Mapping[K, object]) -> set[K]:
+def _differing_keys(one: Mapping[K, object], other: Mapping[K, object]) -> set[K]:
     """Return the keys whose values are not the same objects."""
     if one is other:
         return set()
@@ -319,7 +319,7 @@ def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
         before = replace(machines.shown, devices=machines.states())
         changed = step.apply(before).changed(before)
         for name, state in changed.devices.items():
-            _switch(machines, name, before.devices[name], state)
+            _switch_device(machines, name, before.devices[name], state)
         return changed
     with machines.lock():
         before = machines.shown
@@ -329,7 +329,7 @@ def apply_step(step: RecordedStep, machines: FaultTarget) -> StateDiff:
     return changed
 
 
-def _switch(machines: FaultTarget, device: str, before: DeviceState, after: DeviceState) -> None:
+def _switch_device(machines: FaultTarget, device: str, before: DeviceState, after: DeviceState) -> None:
     if after == "down":
         machines.kill(device)
     elif after == "retired":

@@ -215,12 +215,12 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
             yield (), "separates nobody: name at least two groups, or leave devices out of the only one"
 
     @cached_property
-    def _group(self) -> dict[str, int]:
+    def _group_of_device(self) -> dict[str, int]:
         return {name: number for number, names in enumerate(self.value) for name in names}
 
     def touches(self, pair: Pair) -> bool:
         """Return whether the two devices are in different groups."""
-        return self._group.get(pair[0], -1) != self._group.get(pair[1], -1)
+        return self._group_of_device.get(pair[0], -1) != self._group_of_device.get(pair[1], -1)
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Drop everything."""

@@ -41,10 +41,10 @@ def _action_of(name: str) -> type[FaultAction[Any]]:
     try:
         return FAULTS.find(name)
     except InputError as error:
-        return type(name, (FaultAction,), {"schema": _refused(error.text), "summary": error.text})
+        return type(name, (FaultAction,), {"schema": _reject_value(error.text), "summary": error.text})
 
 
-def _refused(text: str) -> Any:
+def _reject_value(text: str) -> Any:
     def refuse(_value: object) -> None:
         raise ValueError(text)
 

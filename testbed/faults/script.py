@@ -56,15 +56,15 @@ class FaultOperation:
         return [("fault", fields if self.intended is None else {**fields, "intended": self.intended})]
 
 
-def _matches(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
+def _matches_event(trigger: TriggerPart, event: str, fields: Mapping[str, Any]) -> bool:
     if event != trigger.recorded or (trigger.begins is not None and fields.get("span") != trigger.begins):
         return False
-    if trigger.batch is not None and trigger.batch != _batch(fields):
+    if trigger.batch is not None and trigger.batch != _batch_of_event(fields):
         return False
     return trigger.micro is None or trigger.micro == fields.get("micro")
 
 
-def _batch(fields: Mapping[str, Any]) -> Any:
+def _batch_of_event(fields: Mapping[str, Any]) -> Any:
     """Return the value matched by ``batch``: the batch, else the training step or the request."""
     return next((fields[key] for key in ("batch", "step", "request") if key in fields), None)
 
@@ -74,7 +74,7 @@ class FaultScript:
 
     def __init__(self, faults: Sequence[FaultPart] = ()) -> None:
         self._faults = [(part, part.action) for part in faults]
-        self._index = {_handle(index): index for index in range(len(faults))}
+        self._index = {_handle_of(index): index for index in range(len(faults))}
         self._struck: set[int] = set()
         self._deadlines: list[tuple[float, int, bool, FaultOperation]] = []
         self._under_way: list[FaultOperation] = []
@@ -86,7 +86,7 @@ class FaultScript:
             if part.when is not None:
                 self._triggers[index] = part.when
             elif part.at is not None:
-                self._schedule(index, "strike", part.at)
+                self._schedule_operation(index, "strike", part.at)
 
     def next_deadline(self) -> float | None:
         """Return the time of the next known operation; None without one."""
@@ -117,11 +117,11 @@ class FaultScript:
         fired = [
             index
             for index, trigger in self._triggers.items()
-            if trigger.device == device and _matches(trigger, event, fields)
+            if trigger.device == device and _matches_event(trigger, event, fields)
         ]
         for index in fired:
             del self._triggers[index]
-        operations = [self._operation(index, "strike", time) for index in fired]
+        operations = [self._make_operation(index, "strike", time) for index in fired]
         self._under_way += operations
         return operations
 
@@ -130,9 +130,9 @@ class FaultScript:
         coming = [*self._under_way, *(deadline[-1] for deadline in self._deadlines)]
         for index, (part, _) in enumerate(self._faults):
             if index not in self._struck:
-                coming.append(self._operation(index, "strike", math.inf))
+                coming.append(self._make_operation(index, "strike", math.inf))
                 if part.for_ is not None:
-                    coming.append(self._operation(index, "undo", math.inf))
+                    coming.append(self._make_operation(index, "undo", math.inf))
         down = SystemState({device: "down"}, {}, {})
         mine = (each for each in coming if each.switches and each.action.target == device)
         return any(each.apply(down).devices[device] != "down" for each in mine)
@@ -144,21 +144,21 @@ class FaultScript:
         part, action = self._faults[index]
         first = operation.phase == "strike" and index not in self._struck
         if action.turns(0.0, 0.0) is not None:
-            self._turn(index, operation.phase, actual)
+            self._schedule_turn(index, operation.phase, actual)
         elif first and part.for_ is not None:
-            self._schedule(index, "undo", actual + part.for_)
+            self._schedule_operation(index, "undo", actual + part.for_)
         if not first:
             return
         self._struck.add(index)
         self._end_turns(action)
         if index + 1 < len(self._faults) and (wait := self._faults[index + 1][0].after) is not None:
-            self._schedule(index + 1, "strike", actual + wait)
+            self._schedule_operation(index + 1, "strike", actual + wait)
 
-    def _operation(self, index: int, phase: FaultPhase, when: float) -> FaultOperation:
-        return FaultOperation(self._faults[index][1], _handle(index), phase, when)
+    def _make_operation(self, index: int, phase: FaultPhase, when: float) -> FaultOperation:
+        return FaultOperation(self._faults[index][1], _handle_of(index), phase, when)
 
-    def _schedule(self, index: int, phase: FaultPhase, when: float) -> None:
-        heapq.heappush(self._deadlines, (when, index, phase == "undo", self._operation(index, phase, when)))
+    def _schedule_operation(self, index: int, phase: FaultPhase, when: float) -> None:
+        heapq.heappush(self._deadlines, (when, index, phase == "undo", self._make_operation(index, phase, when)))
 
     def _end_turns(self, action: FaultAction[Any]) -> None:
         """Cancel the remaining turns of repeating actions undone by this action."""
@@ -168,7 +168,7 @@ class FaultScript:
             self._deadlines = [each for each in self._deadlines if each[1] not in ended]
             heapq.heapify(self._deadlines)
 
-    def _turn(self, index: int, phase: FaultPhase, actual: float) -> None:
+    def _schedule_turn(self, index: int, phase: FaultPhase, actual: float) -> None:
         """Schedule the next turn of a repeating action."""
         if index not in self._turns:
             part, action = self._faults[index]
@@ -179,10 +179,10 @@ class FaultScript:
         # An action that struck while another one ended it is undone at once.
         following = next(self._turns[index], ("undo", actual) if phase == "strike" else None)
         if following is not None:
-            self._schedule(index, *following)
+            self._schedule_operation(index, *following)
 
 
-def _handle(index: int) -> str:
+def _handle_of(index: int) -> str:
     return f"{SCRIPTED}{index}"
 
 

@@ -34,15 +34,15 @@ _CLASSES = {
 
 
 @cache
-def _load(name: str) -> Method:
+def _load_method(name: str) -> Method:
     if name in _CLASSES:
         module, _, attribute = _CLASSES[name].partition(":")
         method: Method = getattr(importlib.import_module(module), attribute)()
         return method
-    return plugins.load(_installed()[name], ("method", "name"), external.make)
+    return plugins.load(_installed_methods()[name], ("method", "name"), external.make)
 
 
-def _installed() -> Mapping[str, EntryPoint]:
+def _installed_methods() -> Mapping[str, EntryPoint]:
     return plugins.installed(external.GROUP)
 
 
@@ -50,15 +50,15 @@ class _Registry(Mapping[str, "Method"]):
     """Mapping of names to methods, each imported on first use."""
 
     def __getitem__(self, name: str) -> Method:
-        if name not in _CLASSES and name not in _installed():
+        if name not in _CLASSES and name not in _installed_methods():
             raise KeyError(name)
-        return _load(name)
+        return _load_method(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**_CLASSES, **_installed()})
+        return iter({**_CLASSES, **_installed_methods()})
 
     def __len__(self) -> int:
-        return len({**_CLASSES, **_installed()})
+        return len({**_CLASSES, **_installed_methods()})
 
 
 METHODS: Mapping[str, Method] = _Registry()

@@ -30,7 +30,7 @@ def from_file(file: Path, name: str) -> Method:
 
 def from_code(code: Code) -> Method:
     """Import a method from source text. Raises `InputError` describing the problem."""
-    return _instance(_classes(usercode.load(code, FILE_KEY), code), code)
+    return _make_instance(_method_classes(usercode.load(code, FILE_KEY), code), code)
 
 
 def register_work(code: Code) -> None:
@@ -40,13 +40,13 @@ def register_work(code: Code) -> None:
             register(code.name, found())
 
 
-def _classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
+def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
     """Return the methods defined by a module, by name."""
     own = (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ in code.sources)
     return {each.name: each for each in own if issubclass(each, Method) and isinstance(vars(each).get("name"), str)}
 
 
-def _instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
+def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
     file = usercode.shown(code.module)
     if code.name not in classes:
         known = ", ".join(classes) or "none"

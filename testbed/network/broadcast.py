@@ -14,7 +14,7 @@ _DRAWS = float(1 << 63)
 
 
 @lru_cache(10_000)
-def _draws(seed: int, sender: str, receiver: str) -> Callable[[str | int], int]:
+def _seeded_draws(seed: int, sender: str, receiver: str) -> Callable[[str | int], int]:
     return deriving(seed, "cast", sender, receiver)
 
 
@@ -35,7 +35,7 @@ def heard(seed: int, sender: str, receiver: str, number: int, message_loss: floa
     """
     if message_loss <= 0:
         return True
-    drawn = _draws(seed, sender, receiver)(number if frame is None else f"{number}/{frame}")
+    drawn = _seeded_draws(seed, sender, receiver)(number if frame is None else f"{number}/{frame}")
     return drawn / _DRAWS >= message_loss
 
 

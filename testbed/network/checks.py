@@ -43,17 +43,19 @@ def problems(link: Link) -> list[Impossible]:
     found: list[Impossible] = []
     for name in ("delay", "jitter"):
         if not 0 <= getattr(link, name) < math.inf:
-            found.append(Impossible(name, f"a {name} of {_ms(getattr(link, name))} cannot be: use 0 or more"))
+            found.append(
+                Impossible(name, f"a {name} of {_in_milliseconds(getattr(link, name))} cannot be: use 0 or more")
+            )
     if link.rate is not None and (wrong := rate_problem(link.rate)):
         found.append(Impossible("rate", wrong))
     for name in ("loss", "message_loss", "duplicate", "reorder", "corrupt"):
-        found += _fraction(name, getattr(link, name))
+        found += _fraction_problems(name, getattr(link, name))
     for name in ("jitter_correlation", "loss_correlation"):
-        found += _correlation(name, getattr(link, name))
+        found += _correlation_problems(name, getattr(link, name))
     if link.limit is not None and link.limit < 1:
         found.append(Impossible("limit", f"a queue of {link.limit} packets lets nothing through: use at least 1"))
     if not found:
-        found += _combinations(link)
+        found += _combination_problems(link)
     return found
 
 
@@ -89,7 +91,7 @@ def no_jitter(distribution: str) -> str:
     return f"'{distribution}' describes a jitter that is not there: give a jitter, or leave the distribution out"
 
 
-def _fraction(name: str, value: float) -> list[Impossible]:
+def _fraction_problems(name: str, value: float) -> list[Impossible]:
     if value > 1:
         return [Impossible(name, f"{100 * value:g}% is more than 100%: use at most 100%")]
     if not value >= 0:
@@ -97,13 +99,13 @@ def _fraction(name: str, value: float) -> list[Impossible]:
     return []
 
 
-def _correlation(name: str, value: float) -> list[Impossible]:
+def _correlation_problems(name: str, value: float) -> list[Impossible]:
     if value == 1:
         return [Impossible(name, "100% would repeat the first packet's fate for ever: use at most 99%")]
-    return _fraction(name, value)
+    return _fraction_problems(name, value)
 
 
-def _combinations(link: Link) -> list[Impossible]:
+def _combination_problems(link: Link) -> list[Impossible]:
     found = [*_of_jitter(link), *_of_loss(link)]
     if link.reorder > 0 and link.delay == 0:
         text = "reordered packets skip the delay, and there is none: use a delay of at least 1ms"
@@ -113,8 +115,9 @@ def _combinations(link: Link) -> list[Impossible]:
 
 def _of_jitter(link: Link) -> Iterator[Impossible]:
     if link.jitter > link.delay:
-        text = f"a jitter of {_ms(link.jitter)} is above the delay of {_ms(link.delay)}: "
-        text += f"use a jitter of at most {_ms(link.delay)} or a delay of at least {_ms(link.jitter)}"
+        text = f"a jitter of {_in_milliseconds(link.jitter)} is above the delay of {_in_milliseconds(link.delay)}: "
+        limit = _in_milliseconds(link.delay)
+        text += f"use a jitter of at most {limit} or a delay of at least {_in_milliseconds(link.jitter)}"
         yield Impossible("jitter", text)
     if link.jitter == 0 and link.distribution != "normal":
         yield Impossible("distribution", no_jitter(link.distribution))
@@ -132,21 +135,23 @@ def _of_loss(link: Link) -> Iterator[Impossible]:
     if link.loss_correlation > 0:
         text = "bursts have a memory of their own: give loss and loss_correlation, or bursts"
         yield Impossible("loss_correlation", text)
-    wrong = _bursts(link.bursts)
+    wrong = _burst_problems(link.bursts)
     if link.loss > 0:
         average = "" if wrong else f"; these bursts lose {100 * link.bursts.loss:.3g}%"
         yield Impossible("loss", f"a loss beside bursts has no meaning: give one of the two{average}")
     yield from wrong
 
 
-def _bursts(bursts: GilbertElliott) -> list[Impossible]:
+def _burst_problems(bursts: GilbertElliott) -> list[Impossible]:
     found = []
     for name in ("p", "r", "bad_loss", "good_loss"):
-        found += [Impossible(f"bursts.{each.figure}", each.text) for each in _fraction(name, getattr(bursts, name))]
+        found += [
+            Impossible(f"bursts.{each.figure}", each.text) for each in _fraction_problems(name, getattr(bursts, name))
+        ]
     if not found and bursts.p + bursts.r == 0:
         found.append(Impossible("bursts.r", "with p and r both 0 the link never changes its state: use r above 0"))
     return found
 
 
-def _ms(seconds: float) -> str:
+def _in_milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:g}ms"

@@ -49,10 +49,10 @@ def losses(link: Link, seed: str) -> Callable[[], bool] | None:
     states = chain(link)
     if states is None:
         return chance(link.loss, seed)
-    return _chained(states, seed)
+    return _chained_losses(states, seed)
 
 
-def _chained(states: GilbertElliott, seed: str) -> Callable[[], bool]:
+def _chained_losses(states: GilbertElliott, seed: str) -> Callable[[], bool]:
     random = Random(seed).random
     leave = (states.p, states.r)
     lose = (states.good_loss, states.bad_loss)
@@ -78,7 +78,7 @@ def chance(probability: float, seed: str) -> Callable[[], bool] | None:
 
 def delays(link: Link, seed: str) -> Callable[[], float] | None:
     """Return a function that draws the delay of the next packet in seconds; None for a constant delay."""
-    vary = _jittered(link, seed) if link.jitter else None
+    vary = _jittered_delays(link, seed) if link.jitter else None
     skip = chance(link.reorder, f"{seed} reorder")
     if skip is None:
         return vary
@@ -89,7 +89,7 @@ def delays(link: Link, seed: str) -> Callable[[], float] | None:
     return lambda: 0.0 if overtakes() else varying()
 
 
-def _jittered(link: Link, seed: str) -> Callable[[], float]:
+def _jittered_delays(link: Link, seed: str) -> Callable[[], float]:
     source = Random(seed)
     table = [max(0.0, link.delay + link.jitter * value) for value in quantiles(link.distribution)]
     if not link.jitter_correlation:

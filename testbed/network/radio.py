@@ -110,10 +110,10 @@ def draw_positions(
 
     What is drawn for a device depends on its name and the seed alone, not on which others there are.
     """
-    return {name: given.get(name) or _anywhere(area, derive(seed, "position", name)) for name in names}
+    return {name: given.get(name) or _random_position(area, derive(seed, "position", name)) for name in names}
 
 
-def _anywhere(area: tuple[float, float], seed: int) -> Position:
+def _random_position(area: tuple[float, float], seed: int) -> Position:
     draws = random.Random(seed)
     return (draws.uniform(0, area[0]), draws.uniform(0, area[1]))
 

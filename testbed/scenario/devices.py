@@ -35,7 +35,7 @@ def with_profiles(scenario: Scenario) -> Scenario:
 
 def profiled(file: Path) -> DeviceSpec:
     """Return a device with the profile of a file; raises `InputError`."""
-    return _profile(_read_profile(file, file.name)).device(file.name)
+    return _load_profile(_read_profile(file, file.name)).device(file.name)
 
 
 def device_names(name: str, part: DevicePart) -> list[str]:
@@ -45,7 +45,7 @@ def device_names(name: str, part: DevicePart) -> list[str]:
 
 def expand_devices(scenario: Scenario) -> tuple[DeviceSpec, ...]:
     """Return every device, in the order of the scenario; raises `InputError`."""
-    problems = list(_count_problems(scenario)) or [*_problems(scenario), *_name_problems(scenario)]
+    problems = list(_count_problems(scenario)) or [*_device_problems(scenario), *_name_problems(scenario)]
     if problems:
         raise scenario.source.error(problems)
     devices = []
@@ -68,7 +68,7 @@ def _read_profile(file: Path, name: str) -> ProfilePart:
     return parse(ProfilePart, {"name": name, **read_keys(file)})
 
 
-def _profile(part: ProfilePart) -> Profile:
+def _load_profile(part: ProfilePart) -> Profile:
     return Profile(
         name=part.name,
         speed=part.speed,
@@ -85,7 +85,7 @@ def _profile(part: ProfilePart) -> Profile:
 
 def _profile_of(part: DevicePart) -> Profile | None:
     """Return the profile of a device; None for an unknown one."""
-    return PROFILES.get(part.profile) if isinstance(part.profile, str) else _profile(part.profile)
+    return PROFILES.get(part.profile) if isinstance(part.profile, str) else _load_profile(part.profile)
 
 
 _OWN_FIGURES = (
@@ -141,7 +141,7 @@ def _name_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             known.add(each)
 
 
-def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
+def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     for name, part in scenario.devices.items():
         key: Key = ("devices", name)
         yield from _profile_problems(part, key)

@@ -34,13 +34,13 @@ def trials(scenario: Scenario) -> list[Trial]:
     """
     check_points(scenario)
     return [
-        _trial(point, values, repetition)
-        for point, values in _points(scenario)
+        _make_trial(point, values, repetition)
+        for point, values in _expand_points(scenario)
         for repetition in range(scenario.repetitions)
     ]
 
 
-def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
+def _expand_points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
     source = scenario.source
     plain = scenario.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"sweep", "points"})
     for written, point in swept(scenario):
@@ -59,13 +59,13 @@ def _points(scenario: Scenario) -> Iterator[tuple[Scenario, dict[str, object]]]:
         yield validate(tree, source.override(places)), point
 
 
-def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
+def _make_trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Trial:
     scenario = with_profiles(scenario)
     devices = expand_devices(scenario)
     names = [device.name for device in devices]
     seed = scenario.seed if repetition == 0 else derive(scenario.seed, "repetition", repetition)
     air = radio(scenario, names, seed)
-    links = _links(scenario, names, air)
+    links = _expand_links(scenario, names, air)
     single = scenario.model_copy(update={"sweep": {}, "points": (), "repetitions": 1, "seed": seed})
     experiment = Experiment(
         name=scenario.name,
@@ -75,15 +75,15 @@ def _trial(scenario: Scenario, point: dict[str, object], repetition: int) -> Tri
         links=links,
         time_limit=scenario.time_limit,
         faults=scenario.faults,
-        cells=_cells(scenario, names),
-        changes=_changes(scenario, devices, links),
+        cells=_expand_cells(scenario, names),
+        changes=_expand_changes(scenario, devices, links),
         radio=air,
-        machines=_machines(scenario, names),
+        machines=_expand_machines(scenario, names),
     )
     return Trial(single, experiment, point, repetition)
 
 
-def _links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
+def _expand_links(scenario: Scenario, names: list[str], air: Radio | None) -> dict[Pair, Link]:
     network = scenario.network
     pairs = dict.fromkeys(directed_pairs(network.topology, names))
     problems = preset_problems(network.link.preset, ("network", "link", "preset"))
@@ -146,7 +146,7 @@ def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnosti
         yield Diagnostic((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
 
 
-def _members(
+def _named_devices(
     scenario: Scenario, given: Sequence[str], names: list[str], key: Key, problems: list[Diagnostic]
 ) -> list[str]:
     """Return the devices of a list of names (all for an empty list); report invalid names."""
@@ -162,11 +162,11 @@ def _members(
     return list(dict.fromkeys(members if given else names))
 
 
-def _machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...]:
+def _expand_machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...]:
     machines: list[Machine] = []
     problems: list[Diagnostic] = []
     for index, part in enumerate(scenario.machines):
-        members = _members(scenario, part.devices, names, ("machines", index), problems)
+        members = _named_devices(scenario, part.devices, names, ("machines", index), problems)
         for name in sorted({name for machine in machines for name in machine.devices} & set(members)):
             text = f"'{name}' is on another machine already: name each device once"
             problems.append(Diagnostic(("machines", index, "devices"), text))
@@ -176,12 +176,12 @@ def _machines(scenario: Scenario, names: list[str]) -> tuple[Machine, ...]:
     return tuple(machines)
 
 
-def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
+def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
     cells: list[Cell] = []
     problems: list[Diagnostic] = []
     for index, part in enumerate(scenario.network.cells):
         key: Key = ("network", "cells", index)
-        members = _members(scenario, part.devices, names, key, problems)
+        members = _named_devices(scenario, part.devices, names, key, problems)
         if len(members) < 2 and not problems:
             problems.append(Diagnostic((*key, "devices"), "a cell of one device carries nothing: name at least two"))
         if wrong := rate_problem(part.rate):
@@ -197,7 +197,7 @@ def _cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
     return tuple(cells)
 
 
-def _changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:
+def _expand_changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: dict[Pair, Link]) -> tuple[Change, ...]:
     names = {device.name: None for device in devices}
 
     def wrong(name: str) -> str | None:

@@ -18,45 +18,45 @@ def explain(error: ValidationError, model: type[BaseModel], prefix: Key = ()) ->
     """Convert the errors of the scenario section at ``prefix`` to diagnostics."""
     details = error.errors(include_url=False)
     # A key that is merely misspelt is not missing as well.
-    misspelt = {_meant(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
+    misspelt = {_closest_key(detail["loc"], model) for detail in details if detail["type"] == "extra_forbidden"}
     wrong = [detail for detail in details if detail["type"] != "missing" or detail["loc"] not in misspelt]
-    problems = [_problem(detail, model) for detail in wrong]
+    problems = [_to_diagnostic(detail, model) for detail in wrong]
     return [Diagnostic(prefix + problem.key, problem.text) for problem in problems]
 
 
-def _meant(key: Key, model: type[BaseModel]) -> Key:
+def _closest_key(key: Key, model: type[BaseModel]) -> Key:
     """Return the known key most similar to an unknown one."""
-    close = closest(str(key[-1]), _known(key[:-1], model))
+    close = closest(str(key[-1]), _known_keys(key[:-1], model))
     return (*key[:-1], *close)
 
 
 def published_schema() -> dict[str, Any]:
     """Return the JSON schema of scenario files, as printed by `testbed show schema`."""
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Edge testbed scenario"}
-    return {**title, **{key: value for key, value in _schema(Scenario).items() if key != "title"}}
+    return {**title, **{key: value for key, value in _schema_of(Scenario).items() if key != "title"}}
 
 
 @cache
-def _schema(model: type[BaseModel]) -> dict[str, Any]:
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
     return model.model_json_schema()
 
 
-def _parts(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
+def _schema_alternatives(schema: Mapping[str, Any], model: type[BaseModel]) -> list[Mapping[str, Any]]:
     """Return the alternatives of one value's schema, references followed."""
     if "$ref" in schema:
-        return _parts(_schema(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
+        return _schema_alternatives(_schema_of(model)["$defs"][schema["$ref"].rpartition("/")[2]], model)
     choices = schema.get("anyOf") or schema.get("oneOf")
     if choices:
-        return [part for choice in choices for part in _parts(choice, model)]
+        return [part for choice in choices for part in _schema_alternatives(choice, model)]
     return [schema]
 
 
-def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
+def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     """Return the JSON schema of one key; empty for an unknown key."""
-    found: list[Mapping[str, Any]] = [_schema(model)]
+    found: list[Mapping[str, Any]] = [_schema_of(model)]
     for part in key:
         inner: list[Mapping[str, Any]] = []
-        for schema in (choice for outer in found for choice in _parts(outer, model)):
+        for schema in (choice for outer in found for choice in _schema_alternatives(outer, model)):
             if isinstance(part, int):
                 prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
                 item = prefix[part] if part < len(prefix) else schema.get("items")
@@ -69,15 +69,17 @@ def _describe(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     return found[0] if found else {}
 
 
-def _known(key: Key, model: type[BaseModel]) -> list[str]:
-    return [name for part in _parts(_describe(key, model), model) for name in part.get("properties", {})]
+def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:
+    return [
+        name for part in _schema_alternatives(_describe_key(key, model), model) for name in part.get("properties", {})
+    ]
 
 
 _NO_KEYS = frozenset({"[key]", "[keys]", "[name]"})
 """Location entries of pydantic errors that are markers instead of keys."""
 
 
-def _key(detail: ErrorDetails) -> Key:
+def _key_of_error(detail: ErrorDetails) -> Key:
     *before, last = detail["loc"] or ("[key]",)
     if detail["type"] == "extra_forbidden":  # one that there is not may be called anything
         return (*(part for part in before if part not in _NO_KEYS), last)
@@ -91,7 +93,7 @@ Formatter = Callable[[ErrorDetails, Key, type[BaseModel]], str]
 def _of_value(text: str) -> Formatter:
     """Return the formatter of a text about the value, which begins with the value."""
 
-    def formatted(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+    def formatted(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
         value = detail["input"]
         shown = str(value).lower() if isinstance(value, bool) else value
         return f"'{shown}' " + text.format_map(detail.get("ctx", {}))
@@ -101,27 +103,27 @@ def _of_value(text: str) -> Formatter:
 
 def _of_structure(text: str) -> Formatter:
     """Return the formatter of a text about a mapping or a list, which is not repeated."""
-    return lambda detail, _key, _model: text.format_map(detail.get("ctx", {}))
+    return lambda detail, _key_of_error, _model: text.format_map(detail.get("ctx", {}))
 
 
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    name, known = str(key[-1]), _known(key[:-1], model)
+    name, known = str(key[-1]), _known_keys(key[:-1], model)
     if name in known:  # of another kind of work
         return f"'{name}' is not a key of this task: leave it out"
     return f"unknown key '{name}': {nearest(name, known)}"
 
 
-def _missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    about = _describe(key, model).get("description")
+def _explain_missing(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
+    about = _describe_key(key, model).get("description")
     return f"is missing: {about}" if about else "is missing"
 
 
-def _raised(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+def _explain_raised(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
     """Return the message of a ValueError raised by one of our validators."""
     return str(detail.get("ctx", {}).get("error", detail["msg"]))
 
 
-def _not_among(detail: ErrorDetails, _key: Key, _model: type[BaseModel]) -> str:
+def _not_among(detail: ErrorDetails, _key_of_error: Key, _model: type[BaseModel]) -> str:
     expected = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
     return f"invalid value '{detail['input']}': {nearest(str(detail['input']), expected)}"
 
@@ -135,14 +137,14 @@ def _no_text(detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
 
 
 def _no_part(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
-    return "must be a mapping, with keys such as " + ", ".join(_known(key, model)[:6])
+    return "must be a mapping, with keys such as " + ", ".join(_known_keys(key, model)[:6])
 
 
 _WHOLE, _NUMBER, _BOOLEAN = map(_of_value, ("must be a whole number", "must be a number", "must be true or false"))
 _FORMATTERS: Mapping[str, Formatter] = {
     "extra_forbidden": _unknown_key,
-    "missing": _missing,
-    "value_error": _raised,
+    "missing": _explain_missing,
+    "value_error": _explain_raised,
     "literal_error": _not_among,
     "string_type": _no_text,
     "string_pattern_mismatch": _of_value(
@@ -170,8 +172,8 @@ _FORMATTERS: Mapping[str, Formatter] = {
 """By pydantic's types of errors; other errors keep pydantic's own text."""
 
 
-def _problem(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
-    key = _key(detail)
+def _to_diagnostic(detail: ErrorDetails, model: type[BaseModel]) -> Diagnostic:
+    key = _key_of_error(detail)
     formatter = _FORMATTERS.get(detail["type"])
     if formatter is None:
         return Diagnostic(key, detail["msg"][:1].lower() + detail["msg"][1:])

@@ -29,7 +29,7 @@ def find(path: str | Path) -> Path:
     for candidate in chain((SCENARIOS / file, file, SHIPPED / file), _in_packages(file)):
         if candidate.exists():
             return candidate
-    raise InputError(f"{given}: no such scenario: {_suggest(file)}")
+    raise InputError(f"{given}: no such scenario: {_suggest_file(file)}")
 
 
 def named(folder: Path = SHIPPED) -> dict[str, Path]:
@@ -37,13 +37,13 @@ def named(folder: Path = SHIPPED) -> dict[str, Path]:
     names = {}
     for place in sorted(folder.rglob("*.yaml")):
         names[place.relative_to(folder).with_suffix("").as_posix()] = place
-    for prefix, scenarios in _packaged():
+    for prefix, scenarios in _packaged_folders():
         for place in sorted(scenarios.glob("*.yaml")):
             names[f"{prefix}/{place.stem}"] = place
     return names
 
 
-def _packaged() -> Iterator[tuple[str, Path]]:
+def _packaged_folders() -> Iterator[tuple[str, Path]]:
     """Yield the name prefix and the folder of the scenarios of each package."""
     for point in plugins.installed(GROUP).values():
         spec = importlib.util.find_spec(point.module.partition(".")[0])
@@ -58,12 +58,12 @@ def _packaged() -> Iterator[tuple[str, Path]]:
 
 
 def _in_packages(file: Path) -> Iterator[Path]:
-    for prefix, folder in _packaged():
+    for prefix, folder in _packaged_folders():
         if str(file.parent) == prefix:
             yield folder / file.name
 
 
-def _suggest(file: Path) -> str:
+def _suggest_file(file: Path) -> str:
     """Suggest a similar file in the same folder, or a scenario of a similar name."""
     beside = [str(each) for each in file.parent.glob("*.yaml")]
     names = [*named(SCENARIOS), *named()]

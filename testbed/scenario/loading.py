@@ -37,16 +37,16 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Scenario:
     ``file:line: key: what is wrong: what would be right``.
     """
     file = find(path)
-    text = _read(file)
+    text = _read_scenario(file)
     tree, source = _Reader(str(file)).read(text)
     for override in overrides:
-        source = source.override({_set(tree, override): f"--set {override}"})
+        source = source.override({_set_override(tree, override): f"--set {override}"})
     return validate(tree, source)
 
 
 def read_keys(file: Path) -> Mapping[str, Any]:
     """Return the keys of a YAML file referenced by a scenario. Raises `InputError`."""
-    tree, _ = _Reader(str(file)).read(_read(file))
+    tree, _ = _Reader(str(file)).read(_read_scenario(file))
     return tree
 
 
@@ -76,10 +76,10 @@ def _with_trace(scenario: Scenario, source: Source) -> Scenario:
 def _trace_lines(file: Path, named: str) -> dict[int, str]:
     """Return the non-empty lines of a CSV file by line number; ``named`` is the place where the file is named."""
     try:
-        text = _text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
+        text = _read_text(file, f"a trace has at most {MAX_CHANGES} entries", "a trace is a CSV file")
     except (OSError, ValueError) as error:
-        raise InputError(f"{named}: trace: {file} cannot be read: {_reason(error)}") from None
-    lines = _entries(text)
+        raise InputError(f"{named}: trace: {file} cannot be read: {_error_reason(error)}") from None
+    lines = _csv_lines(text)
     example = "lines such as 12.5,link a->b rate,10mbit"
     if not lines:
         raise InputError(f"{file}: holds no entries: write {example}")
@@ -89,7 +89,7 @@ def _trace_lines(file: Path, named: str) -> dict[int, str]:
     return lines
 
 
-def _entries(text: str) -> dict[int, str]:
+def _csv_lines(text: str) -> dict[int, str]:
     """Return the lines of a CSV text by their numbers, without empty lines, comments and the header."""
     entries: dict[int, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -108,16 +108,16 @@ def parse(model: type[M], given: Mapping[str, Any]) -> M:
         raise InputError("; ".join(map(str, explain(error, model)))) from None
 
 
-def _read(file: Path) -> str:
+def _read_scenario(file: Path) -> str:
     if file.is_dir():
         raise InputError(f"{file}: is a folder: name a scenario file in it")
     try:
-        return _text(file, "a scenario is a short text", "a scenario is a YAML file")
+        return _read_text(file, "a scenario is a short text", "a scenario is a YAML file")
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read: {_reason(error)}") from None
+        raise InputError(f"{file}: cannot be read: {_error_reason(error)}") from None
 
 
-def _text(file: Path, small: str, form: str) -> str:
+def _read_text(file: Path, small: str, form: str) -> str:
     """Read a text file; ``small`` and ``form`` describe the expected kind of file in error messages."""
     if file.stat().st_size > _MAX_BYTES:
         raise InputError(f"{file}: is larger than 1 MiB: {small}")
@@ -127,7 +127,7 @@ def _text(file: Path, small: str, form: str) -> str:
         raise InputError(f"{file}: is not text (byte {error.start} is not UTF-8): {form}") from None
 
 
-def _reason(error: Exception) -> object:
+def _error_reason(error: Exception) -> object:
     return getattr(error, "strerror", None) or error
 
 
@@ -148,7 +148,7 @@ class _Reader:
         try:
             node = yamltext.nodes(text)
         except MarkedYAMLError as error:
-            raise InputError(self._describe(error, text)) from None
+            raise InputError(self._describe_error(error, text)) from None
         except (YAMLError, ValueError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise InputError(f"{self.file}: is not YAML: {reason}") from None
@@ -158,13 +158,13 @@ class _Reader:
             kind = "a list" if isinstance(node, SequenceNode) else "a single value"
             line = node.start_mark.line + 1
             raise InputError(f"{self.file}:{line}: is {kind}: a scenario is a mapping, 'name: ...' and so on")
-        tree = self._mapping(node, ())
+        tree = self._node_mapping(node, ())
         source = Source(self.file, {(): node.start_mark.line + 1, **self.lines})
         if self.problems:
             raise source.error(self.problems)
         return tree, source
 
-    def _describe(self, error: MarkedYAMLError, text: str) -> str:
+    def _describe_error(self, error: MarkedYAMLError, text: str) -> str:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         written = text.splitlines()[line - 1] if 0 < line <= len(text.splitlines()) else ""
@@ -178,7 +178,7 @@ class _Reader:
             hint = ": indent with spaces, YAML allows no tabs"
         return f"{self.file}:{line}: is not YAML: {reason}{hint}"
 
-    def _value(self, node: Node, key: Key) -> Any:
+    def _node_value(self, node: Node, key: Key) -> Any:
         self.values += 1
         if self.values > _MAX_VALUES:
             text = f"unfolds to more than {_MAX_VALUES} values: write fewer, or use fewer aliases"
@@ -187,20 +187,20 @@ class _Reader:
             self.problems.append(Diagnostic(key, "is an alias of something that contains it: write it out"))
             return None
         if isinstance(node, ScalarNode):
-            return self._scalar(node, key)
+            return self._node_scalar(node, key)
         if node.tag not in (_TAG + "map", _TAG + "seq"):
             return self._refuse_tag(node, key)
         if isinstance(node, MappingNode):
-            return self._mapping(node, key)
+            return self._node_mapping(node, key)
         self.open.append(node)
         items = []
         for index, item in enumerate(node.value):
             self.lines[(*key, index)] = item.start_mark.line + 1
-            items.append(self._value(item, (*key, index)))
+            items.append(self._node_value(item, (*key, index)))
         self.open.pop()
         return items
 
-    def _mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
+    def _node_mapping(self, node: MappingNode, key: Key) -> dict[str, Any]:
         self.open.append(node)
         mapping: dict[str, Any] = {}
         for name_node, value_node in node.value:
@@ -218,11 +218,11 @@ class _Reader:
             elif name in mapping:
                 self.problems.append(Diagnostic(inner, f"duplicate key, first defined in line {first}: remove one"))
             else:
-                mapping[name] = self._value(value_node, inner)
+                mapping[name] = self._node_value(value_node, inner)
         self.open.pop()
         return mapping
 
-    def _scalar(self, node: ScalarNode, key: Key) -> Any:
+    def _node_scalar(self, node: ScalarNode, key: Key) -> Any:
         kind = str(node.tag).removeprefix(_TAG)
         text: str = node.value
         if "\0" in text:
@@ -246,7 +246,7 @@ class _Reader:
         self.problems.append(Diagnostic(key, f"has the tag '{tag}': a scenario needs no tags, write the plain value"))
 
 
-def _set(tree: dict[str, Any], override: str) -> Key:
+def _set_override(tree: dict[str, Any], override: str) -> Key:
     """Set one dotted key in the plain values; return the key."""
     dotted, sign, written = override.partition("=")
     if not sign or not dotted.strip():

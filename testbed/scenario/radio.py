@@ -12,7 +12,7 @@ from testbed.scenario.schema import Scenario
 
 def radio(scenario: Scenario, names: Sequence[str], seed: int) -> Radio | None:
     """Return the radio of the named devices; None without one. Raises `InputError` naming file and line."""
-    problems = list(_problems(scenario))
+    problems = list(_radio_problems(scenario))
     if problems:
         raise scenario.source.error(problems)
     part = scenario.network.radio
@@ -49,7 +49,7 @@ def _position_problems(scenario: Scenario, part: RadioPart | None) -> Iterator[D
             yield Diagnostic(key, text + "`network.radio.area`")
 
 
-def _problems(scenario: Scenario) -> Iterator[Diagnostic]:
+def _radio_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     part = scenario.network.radio
     yield from _position_problems(scenario, part)
     if part is None:

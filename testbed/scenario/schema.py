@@ -39,15 +39,15 @@ class Source:
         """Where relative paths in the scenario begin."""
         return Path(self.file).parent
 
-    def _closest(self, key: Key) -> Key | None:
+    def _closest_position(self, key: Key) -> Key | None:
         """Return the nearest key of known position: the key itself, a nested key, or an enclosing key."""
-        if self._known(key):
+        if self._has_position(key):
             return key
         inside = next((way for way in self.overrides if way[: len(key)] == key), None)
         around = (key[:end] for end in range(len(key) - 1, -1, -1))
-        return inside or next((way for way in around if self._known(way)), None)
+        return inside or next((way for way in around if self._has_position(way)), None)
 
-    def _known(self, key: Key) -> bool:
+    def _has_position(self, key: Key) -> bool:
         """Return whether the position of the key itself is known; false inside an overridden key."""
         return key in self.overrides or (
             key in self.lines and not any(key[:end] in self.overrides for end in range(len(key)))
@@ -55,7 +55,7 @@ class Source:
 
     def where(self, key: Key) -> str:
         """Return ``file:line`` of the key, or of the closest enclosing key."""
-        known = self._closest(key)
+        known = self._closest_position(key)
         if known is None:
             return self.file
         return self.overrides.get(known) or f"{self.file}:{self.lines[known]}"
@@ -68,7 +68,7 @@ class Source:
         """Return the error for these problems: one line each, in the order of the file."""
 
         def order(problem: Diagnostic) -> int:
-            known = self._closest(problem.key)
+            known = self._closest_position(problem.key)
             return self.lines.get(known, 0) if known is not None else 0
 
         lines = [f"{self.where(problem.key)}: {problem}" for problem in sorted(problems, key=order)]

@@ -35,8 +35,8 @@ class _Axis:
 
 def check_points(scenario: Scenario) -> None:
     """Raise `InputError` for invalid points or too many runs, before any expansion."""
-    sweeps = list(_sweeps(scenario))
-    problems = [problem for axes in sweeps for problem in _problems(axes)]
+    sweeps = list(_sweep_axes(scenario))
+    problems = [problem for axes in sweeps for problem in _axis_problems(axes)]
     for index, point in enumerate(scenario.points):
         if not set(point) - {LABEL}:
             problems.append(Diagnostic(("points", index), "sets no key"))
@@ -57,13 +57,13 @@ def swept(scenario: Scenario) -> Iterator[tuple[dict[str, Key], dict[str, object
 
     Each comes with the place of each of its keys in the scenario. A scenario without either has one empty point.
     """
-    for axes in _sweeps(scenario):
-        yield from _combinations(axes)
+    for axes in _sweep_axes(scenario):
+        yield from _axis_combinations(axes)
     for index, point in enumerate(scenario.points):
         yield {key: ("points", index, key) for key in point}, dict(point)
 
 
-def _combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
+def _axis_combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[str, object]]]:
     places = {key: (*axis.place, key) for axis in axes for key in axis.values}
     for chosen in itertools.product(*(axis.steps() for axis in axes)):
         point: dict[str, object] = {}
@@ -72,7 +72,7 @@ def _combinations(axes: Sequence[_Axis]) -> Iterator[tuple[dict[str, Key], dict[
         yield places, point
 
 
-def _sweeps(scenario: Scenario) -> Iterator[list[_Axis]]:
+def _sweep_axes(scenario: Scenario) -> Iterator[list[_Axis]]:
     """Yield the axes of each sweep; a scenario with neither sweep nor points has one without axes."""
     if scenario.points and not scenario.sweep:
         return
@@ -87,7 +87,7 @@ def _sweeps(scenario: Scenario) -> Iterator[list[_Axis]]:
         ]
 
 
-def _problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
+def _axis_problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
     """Yield the problems of the axes of one sweep."""
     known: set[str] = set()
     for axis in axes:

@@ -52,19 +52,19 @@ def parse(line: str) -> Change:
         if key not in KEYS:
             raise ValueError(f"a trace cannot change '{key}' of a link: {nearest(key, KEYS)}")
         pairs = ((source, target),) if arrow == "->" else ((source, target), (target, source))
-        return Change(time, what, value, pairs, _valid(LinkPart, {key: value}))
+        return Change(time, what, value, pairs, _validate_part(LinkPart, {key: value}))
     if match := _DEVICE.fullmatch(what):
         device, key = match.groups()
         if key not in _SPEEDS:
             raise ValueError(f"a trace cannot change '{key}' of a device: {nearest(key, _SPEEDS)}")
-        return Change(time, what, value, speed=_valid(ThrottlePart, {"device": device, key: value}))
+        return Change(time, what, value, speed=_validate_part(ThrottlePart, {"device": device, key: value}))
     raise ValueError(
         f"'{what}' is neither a link nor a device: write 'link a->b rate' (or a<->b for both directions) "
         "or 'device a speed'"
     )
 
 
-def _valid(model: type[M], values: Mapping[str, object]) -> M:
+def _validate_part(model: type[M], values: Mapping[str, object]) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -97,17 +97,17 @@ def changes(
             text = f"runs backwards: {change.time:g}s is before the {latest:g}s of a line above: sort the lines by time"
             wrong(index, text)
         latest = max(latest, change.time)
-        for text in _unknown(change, own, links, no_such_device):
+        for text in _unknown_names(change, own, links, no_such_device):
             wrong(index, text)
     found = list(read.values())
     if not problems:
         for index, pair, link in traced_links(links, found, next(iter(own))):
             for _, text in checks.problems(link):
                 wrong(index, f"makes a link from {pair[0]} to {pair[1]} that cannot be: {text}")
-    return tuple(found), _first(problems)
+    return tuple(found), _limit_problems(problems)
 
 
-def _unknown(
+def _unknown_names(
     change: Change, own: Mapping[str, float], links: Collection[Pair], no_such_device: Callable[[str], str | None]
 ) -> list[str]:
     """Return the error text for unknown names or an impossible speed in a change."""
@@ -120,7 +120,7 @@ def _unknown(
     return [f"there is no link from '{pair[0]}' to '{pair[1]}'" for pair in change.pairs if pair not in links][:1]
 
 
-def _first(problems: list[Diagnostic]) -> list[Diagnostic]:
+def _limit_problems(problems: list[Diagnostic]) -> list[Diagnostic]:
     if len(problems) <= _MOST_PROBLEMS:
         return problems
     last = problems[_MOST_PROBLEMS - 1]

@@ -150,7 +150,7 @@ class Channel:
         self.crossing: Crossing | None = None
         self._window: Window | None = None
         """TCP window of the connection; None before the first random transmission."""
-        self._open = self._passable()
+        self._open = self._is_passable()
         self._refused = target.device is None
         """Whether the target was off at any time since the channel was last open."""
         self._at_door: list[Parcel] = []
@@ -162,10 +162,10 @@ class Channel:
     def connect(one: Channel, other: Channel) -> None:
         """Pair two channels as each other's return path."""
         one.back, other.back = other, one
-        one._apply()
-        other._apply()
+        one._apply_link()
+        other._apply_link()
 
-    def _apply(self) -> None:
+    def _apply_link(self) -> None:
         """Restart the random processes of the link and update the return path."""
         link, back = self.link, self.back
         self._changes += 1
@@ -175,10 +175,10 @@ class Channel:
         self._chance = back._chance = self.crossing is not None or back.crossing is not None
         back._answered = passes(link)
 
-    def _passable(self) -> bool:
-        return self._reaches() and not self.source.paused
+    def _is_passable(self) -> bool:
+        return self._is_reachable() and not self.source.paused
 
-    def _reaches(self) -> bool:
+    def _is_reachable(self) -> bool:
         return passes(self.link) and self.target.device is not None
 
     def waits(self, device: Guest) -> bool:
@@ -196,20 +196,20 @@ class Channel:
         self._waiting.append(parcel)
         if self._open:
             if self._unacknowledged < WINDOW:
-                self._launch(parcel)
+                self._launch_parcel(parcel)
             else:
                 self._full = True
-        elif self._blocked_since is None and not self._reaches():
+        elif self._blocked_since is None and not self._is_reachable():
             self._blocked_since = parcel.called
 
-    def _launch(self, parcel: Parcel) -> None:
+    def _launch_parcel(self, parcel: Parcel) -> None:
         start = self._free_at
         if start < self._calendar.now:
             start = self._calendar.now
         self._unacknowledged += parcel.bytes
         wire, lag, least = parcel.remaining, 0.0, 0.0
         if self._chance:
-            wire, least, lag, parcel.answer = self._crossed(wire)
+            wire, least, lag, parcel.answer = self._draw_crossing(wire)
         end = start + self.link.transmission_time(wire)
         if end < start + least:
             end = start + least
@@ -221,7 +221,7 @@ class Channel:
         if due < self._last_due:
             due = self._last_due
         self._last_due = parcel.due = due
-        self._calendar.at(due, _arrive, parcel)
+        self._calendar.at(due, _on_arrival, parcel)
 
     def _launch_waiting(self) -> None:
         """Launch queued messages within the window."""
@@ -231,21 +231,21 @@ class Channel:
                 if self._unacknowledged >= WINDOW:
                     self._full = True
                     return
-                self._launch(parcel)
+                self._launch_parcel(parcel)
 
-    def _recall(self, parcel: Parcel) -> None:
+    def _mark_for_relaunch(self, parcel: Parcel) -> None:
         """Mark a launched message for another launch."""
         parcel.due = -1.0
         if parcel.sender is self.source.device:
             self._unacknowledged -= parcel.bytes
 
-    def _crossed(self, wire: float) -> tuple[float, float, float, float]:
+    def _draw_crossing(self, wire: float) -> tuple[float, float, float, float]:
         """Draw a transmission: total bytes sent, minimum duration, and the delays of message and acknowledgement."""
         least, lag, answer, back = 0.0, 0.0, 0.0, self.back.crossing
         if self.crossing is not None:
             if self._window is None:
                 self._window = Window()
-            unheard = _heard if back is None else back.lost
+            unheard = _always_heard if back is None else back.lost
             spacing = self.link.transmission_time(PACKET)
             wire, least, lag = self.crossing.message(wire, spacing, self.round_trip, self._window, unheard)
         if back is not None:
@@ -268,13 +268,13 @@ class Channel:
             self._at_door.append(parcel)
             self.target.held.append((self._take_in, parcel))
         else:
-            self._take(parcel)
+            self._deliver_parcel(parcel)
 
     def _take_in(self, parcel: Parcel) -> None:
         self._at_door.remove(parcel)
-        self._take(parcel)
+        self._deliver_parcel(parcel)
 
-    def _take(self, parcel: Parcel) -> None:
+    def _deliver_parcel(self, parcel: Parcel) -> None:
         """Deliver a message to the device and send the acknowledgement."""
         now, device = self._calendar.now, self.target.device
         assert device is not None
@@ -282,22 +282,22 @@ class Channel:
         if start > now:
             start = now  # its packets skipped the delay
         if self._answered:
-            self._answer(parcel, now + (self.back.link.delay + parcel.answer))
+            self._send_answer(parcel, now + (self.back.link.delay + parcel.answer))
         else:
             self._unanswered.append((now, parcel))
         device.deliver(parcel.message, parcel.bytes, start, now - start)
 
-    def _answer(self, parcel: Parcel, when: float) -> None:
+    def _send_answer(self, parcel: Parcel, when: float) -> None:
         if when < self._last_answer:
             when = self._last_answer
         self._last_answer = when
-        self._calendar.at(when, _acknowledge, parcel)
+        self._calendar.at(when, _on_acknowledgement, parcel)
 
     def acknowledge(self, parcel: Parcel) -> None:
         """Process an acknowledgement at the sender."""
         source = self.source
         if source.paused:
-            source.held.append((_acknowledge, parcel))
+            source.held.append((_on_acknowledgement, parcel))
             return
         if parcel.sender is not source.device:
             return  # it was switched off meanwhile
@@ -316,32 +316,32 @@ class Channel:
         """Remove a message that has not left completely; later ones move up."""
         if parcel not in self._waiting or (parcel.due >= 0 and parcel.end <= self._calendar.now):
             return
-        self._interrupt()
+        self._interrupt_sending()
         self._waiting.remove(parcel)
         if not self._waiting:
             self._blocked_since = None
         if self._open:
-            self._relaunch(self._calendar.now)
+            self._relaunch_parcels(self._calendar.now)
 
     def refresh(self, link: Link | None = None) -> None:
         """Adapt to a changed link or to a host that changed state."""
         now, was_open = self._calendar.now, self._open
         if was_open:
-            self._interrupt()
+            self._interrupt_sending()
         if link is not None:
             self.link = link
-            self._apply()
+            self._apply_link()
         if self.target.device is None:
             self._forget_connection()
-        self._open = self._passable()
+        self._open = self._is_passable()
         if not self._open:
-            if self._blocked_since is None and not self._reaches() and any(each.due < 0 for each in self._waiting):
+            if self._blocked_since is None and not self._is_reachable() and any(each.due < 0 for each in self._waiting):
                 self._blocked_since = now
             return
-        self._relaunch(now if was_open else self._reopens_at(now))
+        self._relaunch_parcels(now if was_open else self._reopens_at(now))
         self.back._answer_late()
 
-    def _interrupt(self) -> None:
+    def _interrupt_sending(self) -> None:
         """Stop unfinished transmissions and record their progress."""
         now = self._calendar.now
         self._last_due = 0.0
@@ -357,7 +357,7 @@ class Channel:
             elif parcel.begun == parcel.start:
                 parcel.begun = -1.0
             parcel.answer = 0.0
-            self._recall(parcel)
+            self._mark_for_relaunch(parcel)
 
     def _forget_connection(self) -> None:
         """Requeue all unacknowledged messages, because a restarted target has forgotten them."""
@@ -367,7 +367,7 @@ class Channel:
         self._unanswered.clear()
         self._at_door.clear()
         for parcel in (*arrived, *(each for each in self._waiting if each.due >= 0)):
-            self._recall(parcel)
+            self._mark_for_relaunch(parcel)
         self._waiting = [parcel for parcel in (*arrived, *self._waiting) if not parcel.future.done()]
         for parcel in self._waiting:
             parcel.remaining = wire_bytes(parcel.bytes)
@@ -387,7 +387,7 @@ class Channel:
                     parcel.remaining = wire_bytes(parcel.bytes)
         return attempt
 
-    def _relaunch(self, start: float) -> None:
+    def _relaunch_parcels(self, start: float) -> None:
         self._free_at = start
         self._launch_waiting()
 
@@ -397,12 +397,12 @@ class Channel:
         self._unanswered = []
         for since, parcel in unanswered:
             attempt = next_attempt(since, now, self.round_trip)
-            self._answer(parcel, attempt + self.round_trip)
+            self._send_answer(parcel, attempt + self.round_trip)
 
     def abandon(self) -> None:
         """Discard unsent messages of a stopped sender. Bytes that have left still arrive."""
-        self._interrupt()
-        self._open = self._passable()  # the sender may have been paused
+        self._interrupt_sending()
+        self._open = self._is_passable()  # the sender may have been paused
         self._waiting = [parcel for parcel in self._waiting if parcel.due >= 0]
         self._blocked_since = None
         self._free_at = self._calendar.now
@@ -441,16 +441,16 @@ class Channel:
             device.deliver(own, cast.bytes, start, self._calendar.now - start, cast.number)
 
 
-def _heard() -> bool:
+def _always_heard() -> bool:
     """Lose no acknowledgement."""
     return False
 
 
-def _arrive(parcel: Parcel) -> None:
+def _on_arrival(parcel: Parcel) -> None:
     parcel.channel.arrive(parcel)
 
 
-def _acknowledge(parcel: Parcel) -> None:
+def _on_acknowledgement(parcel: Parcel) -> None:
     parcel.channel.acknowledge(parcel)
 
 

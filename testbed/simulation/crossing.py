@@ -51,12 +51,12 @@ class Crossing:
         """
         packets = math.ceil(wire / PACKET)
         if self._lost is None and self._corrupted is None:
-            return wire, 0.0, self._latest(packets, spacing)
+            return wire, 0.0, self._latest_arrival(packets, spacing)
         size = wire / packets
         course = Transmission(window, packets, spacing * size / PACKET, round_trip, self.lost, unheard)
         course.run()
         late = course.over - course.busy
-        return course.sent * size, course.busy, late + self._latest(course.last, spacing)
+        return course.sent * size, course.busy, late + self._latest_arrival(course.last, spacing)
 
     def answer(self, round_trip: float) -> float:
         """Draw by how much an answer, one packet of a connection's other direction, is later than the link's delay."""
@@ -66,9 +66,9 @@ class Crossing:
                 break
             lag += round_trip + timeout
             timeout = min(2 * timeout, LONGEST_TIMEOUT)
-        return lag + self._latest(1, 0.0)
+        return lag + self._latest_arrival(1, 0.0)
 
-    def _latest(self, packets: int, spacing: float) -> float:
+    def _latest_arrival(self, packets: int, spacing: float) -> float:
         """Return when the last of the packets arrives, from when the last one would with the link's delay."""
         if self._delays is None:
             return 0.0

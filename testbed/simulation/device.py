@@ -41,7 +41,7 @@ def _work_forms(span: tuple[str, ...]) -> tuple[Form, Form]:
     return ("begin", span), ("compute", (*span, "start", "duration", "flops", "busy", "deficit"))
 
 
-def _wake(waiting: asyncio.Future[None]) -> None:
+def _wake_program(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
 
@@ -155,7 +155,7 @@ class SimulatedDevice:
             await asyncio.sleep(0)
             return
         over: asyncio.Future[None] = self._loop.create_future()
-        self._calendar.at(self._calendar.now + seconds, _wake, over)
+        self._calendar.at(self._calendar.now + seconds, _wake_program, over)
         await over
 
     def _cast_form(self) -> CastForm:
@@ -164,15 +164,15 @@ class SimulatedDevice:
             self._form = CastForm(self.name, self._world.hosts)
         return self._form
 
-    def _channel(self, peer: str) -> Channel:
+    def _channel_to(self, peer: str) -> Channel:
         channel = self._channels[peer] = self._world.channel(self.name, peer)
         return channel
 
     async def send(self, peer: str, message: Message) -> None:
         """Deliver reliably; return when the acknowledgement is back."""
         if not self.alive:
-            self._stop()
-        channel = self._channels.get(peer) or self._channel(peer)
+            self._stop_program()
+        channel = self._channels.get(peer) or self._channel_to(peer)
         sent, size = delivered(message, self.name)
         if size > channel.largest:
             check_message(size, self.host.spec, channel.target.spec)
@@ -189,8 +189,8 @@ class SimulatedDevice:
     async def cast(self, peers: Collection[str], message: Message) -> None:
         """Transmit once for all; return when the last byte has left."""
         if not self.alive:
-            self._stop()
-        channels = [self._channels.get(peer) or self._channel(peer) for peer in peers]
+            self._stop_program()
+        channels = [self._channels.get(peer) or self._channel_to(peer) for peer in peers]
         sent, fields = as_cast(message, self.name)
         values = sum(tensor.nbytes for tensor in message.tensors.values())
         header = self._cast_form().header_size(message, peers, fields)
@@ -205,12 +205,12 @@ class SimulatedDevice:
         self._casts += 1
         first = seconds * cast_wire_bytes(min(size, CAST_CHUNK)) / cast_wire_bytes(size) if seconds else 0.0
         cast = Cast(sent, header, size, number, start + first)
-        self._calendar.at(end, self._spread, (channels, cast))
+        self._calendar.at(end, self._propagate_cast, (channels, cast))
         await self.sleep(end - called)
         taken = (message.kind, size, ready, end - ready, number)
         self.add(CAST, (self._calendar.now, self.name, sorted(peers), *taken))
 
-    def _spread(self, leaving: tuple[list[Channel], Cast]) -> None:
+    def _propagate_cast(self, leaving: tuple[list[Channel], Cast]) -> None:
         """Propagate a broadcast, unless its sender died before the end of the transmission."""
         if not self.alive:
             return
@@ -225,7 +225,7 @@ class SimulatedDevice:
 
     def deliver(self, message: Message, size: int, start: float, duration: float, cast: int | None = None) -> None:
         """Put a message into the inbox; ``cast`` is the number of a broadcast."""
-        if self._listener is None and not self._handed(message):
+        if self._listener is None and not self._hand_to_waiter(message):
             self._inbox.append(message)
         row = (self._calendar.now, self.name, message.sender, message.kind, size, start, duration, 0.0)
         if cast is None:
@@ -235,7 +235,7 @@ class SimulatedDevice:
         if self._listener is not None:
             self._listener(message)
 
-    def _handed(self, message: Message) -> bool:
+    def _hand_to_waiter(self, message: Message) -> bool:
         """Give a message to who has waited longest; return False where nobody waits."""
         while self._receivers:
             receiver = self._receivers.pop(0)
@@ -247,7 +247,7 @@ class SimulatedDevice:
     async def receive(self) -> Message:
         """Return the next message, in the order of arrival."""
         if not self.alive:
-            self._stop()
+            self._stop_program()
         if self._inbox:
             return self._inbox.popleft()
         receiver: asyncio.Future[Message] = asyncio.Future(loop=self._loop)
@@ -257,7 +257,7 @@ class SimulatedDevice:
         except asyncio.CancelledError:
             if receiver in self._receivers:
                 self._receivers.remove(receiver)
-            elif not receiver.cancelled() and not self._handed(receiver.result()):
+            elif not receiver.cancelled() and not self._hand_to_waiter(receiver.result()):
                 self._inbox.appendleft(receiver.result())  # it came in the very instant of the cancellation
             raise
 
@@ -292,13 +292,13 @@ class SimulatedDevice:
     async def compute(self, work: Callable[[], T], cost: Cost, span: Span) -> T:
         """Run the work now, and return its result after the charged time."""
         if not self.alive:
-            self._stop()
+            self._stop_program()
         future: asyncio.Future[T] = self._loop.create_future()
         self._queue.append(_ChargedWork(work, cost, span, future))
-        self._begin()
+        self._begin_work()
         return await future
 
-    def _begin(self) -> None:
+    def _begin_work(self) -> None:
         """Start queued work on free processors, skipping cancelled work."""
         while self._queue and len(self._under_way) < self.host.spec.processors:
             work = self._queue.pop(0)
@@ -322,13 +322,15 @@ class SimulatedDevice:
         if self.host.paused:
             return
         if self.host.cores is not None:
-            work.share = SharedTransfer(work.remaining, 1.0, ((self.host.cores, 1.0),), partial(self._finish, work))
+            work.share = SharedTransfer(
+                work.remaining, 1.0, ((self.host.cores, 1.0),), partial(self._finish_work, work)
+            )
             self._world.sharing.begin(work.share)
             return
         work.ends = self._calendar.now + work.remaining
-        self._calendar.at(work.ends, self._end, work)
+        self._calendar.at(work.ends, self._end_work, work)
 
-    def _halt(self, work: _ChargedWork) -> None:
+    def _halt_work(self, work: _ChargedWork) -> None:
         if work.share is not None:
             work.remaining, work.share = self._world.sharing.stop(work.share), None
         elif work.ends >= 0:
@@ -338,7 +340,7 @@ class SimulatedDevice:
         """Stop the processors and hold back the program."""
         self._calendar.freeze(self)
         for work in self._under_way:
-            self._halt(work)
+            self._halt_work(work)
 
     def resume(self) -> None:
         """Resume processors and program."""
@@ -350,7 +352,7 @@ class SimulatedDevice:
         """Rescale the remaining work to ``factor`` times the previous speed."""
         for work in self._under_way:
             if self.host.paused or work.share is not None or work.ends > self._calendar.now:  # it is not over
-                self._halt(work)
+                self._halt_work(work)
                 work.remaining /= factor
                 self._go_on(work)
 
@@ -358,17 +360,17 @@ class SimulatedDevice:
         """Stop the program; its remaining code has no effect."""
         self.alive = False
         for work in self._under_way:
-            self._halt(work)
+            self._halt_work(work)
         self._calendar.thaw(self)
         for task in list(self.tasks):
             task.cancel()
 
-    def _end(self, work: _ChargedWork) -> None:
+    def _end_work(self, work: _ChargedWork) -> None:
         if not self.alive or work.ends != self._calendar.now:
             return
-        self._finish(work)
+        self._finish_work(work)
 
-    def _finish(self, work: _ChargedWork) -> None:
+    def _finish_work(self, work: _ChargedWork) -> None:
         work.ends, work.share = -1.0, None  # a pause of no length leaves two entries in the loop for this instant
         self._under_way.remove(work)
         keys, values = work.span.row()
@@ -377,7 +379,7 @@ class SimulatedDevice:
         self.add(_work_forms(keys)[1], row)
         if not work.future.done():
             work.future.set_result(work.result)
-        self._begin()
+        self._begin_work()
 
     def forget(self, task: asyncio.Task[Any]) -> None:
         """Remove a finished task."""
@@ -393,5 +395,5 @@ class SimulatedDevice:
             return "has finished"
         return "waits for " + (" and ".join(reasons) or "nothing that the testbed knows of")
 
-    def _stop(self) -> NoReturn:
+    def _stop_program(self) -> NoReturn:
         raise asyncio.CancelledError(f"{self.name} was killed")

@@ -17,14 +17,14 @@ class TraceExecution:
 
     def start(self) -> None:
         """Apply the initial changes before any device starts, and schedule the others."""
-        self._change(None)
+        self._apply_changes(None)
 
-    def _change(self, _nothing: None) -> None:
+    def _apply_changes(self, _nothing: None) -> None:
         for change in self._script.due(self._world.calendar.now).changes:
             _record_and_carry_out(Changes([change]), self._world)
         deadline = self._script.next_deadline()
         if deadline is not None:
-            self._world.calendar.at(deadline, self._change, None)
+            self._world.calendar.at(deadline, self._apply_changes, None)
 
 
 class FaultExecution:
@@ -38,30 +38,30 @@ class FaultExecution:
     def start(self) -> None:
         """Schedule all faults of known time and watch for the triggers of the others."""
         if self._watched:
-            self._world.recorder.observe(self._observe, self._script.events)
-        self._schedule()
+            self._world.recorder.observe(self._observe_event, self._script.events)
+        self._schedule_next()
 
-    def _schedule(self) -> None:
+    def _schedule_next(self) -> None:
         deadline = self._script.next_deadline()
         if deadline is not None:
             self._world.calendar.at(deadline, self._operate_due, None)
 
     def _operate_due(self, _nothing: None) -> None:
         for operation in self._script.due(self._world.calendar.now):
-            self._operate(operation)
+            self._apply_operation(operation)
 
-    def _observe(self, event: Event) -> None:
+    def _observe_event(self, event: Event) -> None:
         if event.device not in self._watched:
             return
         for operation in self._script.observe(event.time, event.device, event.event, event.fields):
             self._watched = self._script.watched
-            self._operate(operation)
+            self._apply_operation(operation)
 
-    def _operate(self, operation: FaultOperation) -> None:
+    def _apply_operation(self, operation: FaultOperation) -> None:
         _record_and_carry_out(operation, self._world)
         self._script.done(operation, self._world.calendar.now)
         self._world.end_without_lead(self._script.may_start)
-        self._schedule()
+        self._schedule_next()
 
 
 def _record_and_carry_out(step: RecordedStep, world: World) -> None:

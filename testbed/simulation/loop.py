@@ -33,7 +33,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
-        self.calendar = Calendar(limit, self._failed)
+        self.calendar = Calendar(limit, self._report_failure)
         # What asyncio calls these, without a call in between.
         self.call_soon = self.call_soon_threadsafe = self.calendar.soon  # type: ignore[assignment]  # one thread
         self.call_at = self.calendar.timer  # type: ignore[assignment]
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
             sys.set_asyncgen_hooks(*hooks)
 
-    def _failed(self, handle: Callback, error: BaseException) -> None:
+    def _report_failure(self, handle: Callback, error: BaseException) -> None:
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise error
         message = f"exception in callback {handle.callback!r}"

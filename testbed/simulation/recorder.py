@@ -34,15 +34,15 @@ class Recorder:
         """Record an event by its form."""
         self._append(form, row)
         if self._all or form[0] in self._seen:
-            self._show(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
+            self._show_event(Event(row[0], row[1], form[0], dict(zip(form[1], row[2:], strict=True))))
 
     def write(self, event: Event) -> None:
         """Append an event."""
         self.events.append(event)
         if self._all or event.event in self._seen:
-            self._show(event)
+            self._show_event(event)
 
-    def _show(self, event: Event) -> None:
+    def _show_event(self, event: Event) -> None:
         for watch, names in self._watches:
             if names is None or event.event in names:
                 watch(event)

@@ -127,17 +127,17 @@ class Transmission:
     def run(self) -> None:
         """Send until everything has arrived."""
         while self._left or self._missing:
-            self._round()
+            self._send_round()
         self.over = max(self._now - self._round_trip, self.busy)
 
-    def _round(self) -> None:
+    def _send_round(self) -> None:
         window = self._budget if self._recovering else min(self._window.size, self._most)
         repeated = min(self._missing, window)
         count = min(self._left, window - repeated)
         self._missing -= repeated
         self._left -= count
         count += repeated
-        fates = self._fates(count)
+        fates = self._draw_fates(count)
         lost = sum(fates)
         self.sent += count
         self.last = count
@@ -150,9 +150,9 @@ class Transmission:
             if not self._recovering:
                 self._window.grow(count)
             return
-        self._learn(fates, repeated, gone)
+        self._learn_fates(fates, repeated, gone)
 
-    def _learn(self, fates: list[bool], repeated: int, gone: float) -> None:
+    def _learn_fates(self, fates: list[bool], repeated: int, gone: float) -> None:
         """Process the fates of a round with losses, or of a round followed by others."""
         count, lost = len(fates), sum(fates)
         arrived = count - lost
@@ -163,25 +163,25 @@ class Transmission:
         ends = not self._left and not self._missing
         self._missing += lost
         if not heard or (lost and in_order and ends):
-            self._await(gone, count, arrived, heard, in_order)
+            self._await_timer(gone, count, arrived, heard, in_order)
             return
         self._now = max(self._now + self._round_trip + self._spacing, gone)
         if lost and not self._recovering:
             self._begin_recovery(first, arrived - first)
         else:
-            self._continue(fates, repeated)
+            self._continue_sending(fates, repeated)
 
     def _is_heard(self, answers: int) -> bool:
         """Draw whether any of so many acknowledgements arrives."""
         return answers >= 4 or not all(self._unheard() for _ in range(answers))
 
-    def _continue(self, fates: list[bool], repeated: int) -> None:
+    def _continue_sending(self, fates: list[bool], repeated: int) -> None:
         """Begin the next round of a recovery, or of sending without losses."""
         if not self._recovering:
             self._window.grow(len(fates))
         elif any(fates[repeated + self._same_recovery :]):
             self._window.halve()
-        self._recover(self._window.size)
+        self._start_recovery(self._window.size)
 
     def _begin_recovery(self, first: int, behind: int) -> None:
         """Halve the window once so many packets ``behind`` the ``first`` lost one have arrived."""
@@ -193,22 +193,22 @@ class Transmission:
         if self._left:
             # Those acknowledged before the loss showed let as many new ones leave, of the others one for every two.
             budget = first + min(behind, _SHOWN - 1) + max(1, (behind - 1) // 2)
-        self._recover(budget)
+        self._start_recovery(budget)
         self._same_recovery = first + _SHOWN - 1
 
-    def _fates(self, count: int) -> list[bool]:
+    def _draw_fates(self, count: int) -> list[bool]:
         self._attempts += 1
         if self._attempts > self._most_attempts:
             return [False] * count
         lost = self._lost
         return [lost() for _ in range(count)]
 
-    def _fails(self) -> bool:
+    def _draw_failure(self) -> bool:
         """Draw the loss of a packet or of its acknowledgement."""
         self._attempts += 1
         return self._attempts <= self._most_attempts and (self._lost() or self._unheard())
 
-    def _recover(self, budget: int) -> None:
+    def _start_recovery(self, budget: int) -> None:
         """Send so many packets in the next round while lost ones are missing."""
         self._recovering = self._missing > 0
         self._budget = budget
@@ -220,7 +220,7 @@ class Transmission:
         wait = self._round_trip + RETRANSMISSION_TIMEOUT
         self._now = since + wait
         self.sent += 1
-        while self._fails():
+        while self._draw_failure():
             wait = min(2 * wait, self._round_trip + LONGEST_TIMEOUT)
             self._now += wait
             self.sent += 1
@@ -228,17 +228,17 @@ class Transmission:
         self._now += self._round_trip
         self._missing = max(0, self._missing - 1)
 
-    def _await(self, gone: float, count: int, arrived: int, heard: bool, in_order: bool) -> None:
+    def _await_timer(self, gone: float, count: int, arrived: int, heard: bool, in_order: bool) -> None:
         """Wait for the timer that ends a silence: the time-out during recovery, else a tail loss probe."""
         since = gone + self._round_trip if heard else gone
         if self._recovering or not in_order:
             self._time_out(since)
-            self._recover(self._window.size)
+            self._start_recovery(self._window.size)
         else:
-            self._probe(since, gone, count, arrived, heard)
-            self._recover(self._window.size if heard else 1)
+            self._send_probe(since, gone, count, arrived, heard)
+            self._start_recovery(self._window.size if heard else 1)
 
-    def _probe(self, since: float, gone: float, count: int, arrived: int, heard: bool) -> None:
+    def _send_probe(self, since: float, gone: float, count: int, arrived: int, heard: bool) -> None:
         """Send one packet more, unless a delayed acknowledgement lets new packets leave before."""
         lost = count - arrived
         due = since + self._probe_timer(lost + arrived % 2 if heard else count)
@@ -255,7 +255,7 @@ class Transmission:
                 self._left -= 1
                 if not self._left:
                     self.busy = due
-            if self._fails():
+            if self._draw_failure():
                 self._time_out(due)
                 return
             if not renews:

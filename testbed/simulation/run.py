@@ -77,11 +77,11 @@ def simulate(
     try:
         with work.computing(problem):
             given = inputs.begins_with_weights
-            status, error = ended(*_run(world, experiment), world.events, weights_given=given)
+            status, error = ended(*_run_world(world, experiment), world.events, weights_given=given)
             computed = problem.workload.is_computed
-            final = _weights(world.hosts[plan.lead].device) if computed else None
+            final = _exposed_weights(world.hosts[plan.lead].device) if computed else None
             final = final and inputs.complete(final)
-            parts = _parts(world) if computed and status in UNGATHERED else {}
+            parts = _exposed_parts(world) if computed and status in UNGATHERED else {}
     finally:
         world.close()
     return Outcome(
@@ -96,7 +96,7 @@ def simulate(
     )
 
 
-def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
+def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     """Run a world with faults and trace; return its end status and the error message."""
     try:
         TraceExecution(world, TraceScript(experiment.changes)).start()
@@ -105,7 +105,7 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
         faults.start()
         world.run()
     except ProgramError as failure:
-        return "failed", f"{failure}: {_message(failure.__cause__)}"
+        return "failed", f"{failure}: {_error_message(failure.__cause__)}"
     except LeadGoneError as gone:
         return "failed", str(gone)
     except KeyboardInterrupt:
@@ -117,18 +117,18 @@ def _run(world: World, experiment: Experiment) -> tuple[Status, str | None]:
     return "finished", None
 
 
-def _weights(device: Guest | None, part: bool = False) -> bytes | None:
+def _exposed_weights(device: Guest | None, part: bool = False) -> bytes | None:
     """Return the weights exposed by a device as safetensors; None if unavailable."""
     found = device.exposed[part]() if device is not None and part in device.exposed else None
     return arrays.pack(found) if found else None
 
 
-def _parts(world: World) -> dict[str, bytes]:
-    found = {name: _weights(host.device, part=True) for name, host in world.hosts.items()}
+def _exposed_parts(world: World) -> dict[str, bytes]:
+    found = {name: _exposed_weights(host.device, part=True) for name, host in world.hosts.items()}
     return {name: weights for name, weights in found.items() if weights is not None}
 
 
-def _message(error: BaseException | None) -> str:
+def _error_message(error: BaseException | None) -> str:
     """Return the error for the user: one line, the lines of their own files, or the full traceback."""
     if error is None or isinstance(error, TestbedError):
         return str(error)

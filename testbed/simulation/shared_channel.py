@@ -40,7 +40,7 @@ class SharedChannel(Channel):
         self._flow: SharedTransfer | None = None
         self._lag = 0.0
 
-    def _launch(self, parcel: Parcel) -> None:
+    def _launch_parcel(self, parcel: Parcel) -> None:
         if self._present is not None:
             return  # its turn comes when that one has left
         self._present = parcel
@@ -49,7 +49,7 @@ class SharedChannel(Channel):
         if parcel.begun < 0:
             parcel.begun = start
         parcel.start, parcel.end, parcel.due = start, inf, inf
-        self._calendar.at(start, self._leave, (parcel, start))
+        self._calendar.at(start, self._start_leaving, (parcel, start))
 
     def _launch_waiting(self) -> None:
         self._full = False
@@ -57,25 +57,25 @@ class SharedChannel(Channel):
         if following is not None and self._present is None:
             self._full = self._unacknowledged >= WINDOW
             if not self._full:
-                self._launch(following)
+                self._launch_parcel(following)
 
-    def _leave(self, leaving: tuple[Parcel, float]) -> None:
+    def _start_leaving(self, leaving: tuple[Parcel, float]) -> None:
         parcel, start = leaving
         if parcel is not self._present or self._flow is not None or parcel.start != start:
             return  # it was interrupted before it began
         wire, least, self._lag = parcel.remaining, 0.0, 0.0
         if self._chance:
-            wire, least, self._lag, parcel.answer = self._crossed(wire)
+            wire, least, self._lag, parcel.answer = self._draw_crossing(wire)
         cap = inf if self.link.rate is None else self.link.rate
         uses = [(shared, 1.0) for shared in self._shareds]
         if self._cell is not None:
             uses.append((self._cell, max(1.0, self._cell.rate / cap)))
         if least:
             cap = min(cap, wire * 8 / least)
-        self._flow = SharedTransfer(wire * 8, cap, uses, self._left)
+        self._flow = SharedTransfer(wire * 8, cap, uses, self._finish_leaving)
         self._sharing.begin(self._flow)
 
-    def _left(self) -> None:
+    def _finish_leaving(self) -> None:
         parcel, now = self._present, self._calendar.now
         assert parcel is not None
         self._present = self._flow = None
@@ -85,7 +85,7 @@ class SharedChannel(Channel):
         self._calendar.at(due, self.arrive, parcel)
         self._launch_waiting()
 
-    def _interrupt(self) -> None:
+    def _interrupt_sending(self) -> None:
         parcel, flow = self._present, self._flow
         if parcel is not None:
             self._present = self._flow = None
@@ -99,5 +99,5 @@ class SharedChannel(Channel):
                 parcel.begun = -1.0
             parcel.start = parcel.end = -1.0
             parcel.answer = 0.0
-            self._recall(parcel)
-        super()._interrupt()
+            self._mark_for_relaunch(parcel)
+        super()._interrupt_sending()

@@ -74,16 +74,16 @@ class Sharing:
 
     def stop(self, flow: SharedTransfer) -> float:
         """Stop a transmission early; return the unsent bits."""
-        self._forget(flow)
+        self._remove_flow(flow)
         return max(0.0, flow.bits - flow.rate * (self._calendar.now - flow.since))
 
     def reserve(self, shared: Shared, start: float, end: float) -> None:
         """Give casts all of a rate between two instants; times of several casts may not overlap."""
         if end > start:
-            self._calendar.at(start, self._reserve, (shared, end))
+            self._calendar.at(start, self._apply_reservation, (shared, end))
             self._calendar.at(end, self.touch, shared)
 
-    def _reserve(self, reservation: tuple[Shared, float]) -> None:
+    def _apply_reservation(self, reservation: tuple[Shared, float]) -> None:
         shared, until = reservation
         shared.reserved_until = until
         self.touch(shared)
@@ -91,17 +91,17 @@ class Sharing:
     def touch(self, shared: Shared) -> None:
         """Schedule recomputation of affected rates after all events of this instant."""
         if not self._touched:
-            self._calendar.at(self._calendar.now, self._settle, None)
+            self._calendar.at(self._calendar.now, self._settle_rates, None)
         self._touched[shared] = None
 
-    def _forget(self, flow: SharedTransfer) -> None:
+    def _remove_flow(self, flow: SharedTransfer) -> None:
         flow.ends = -1.0
         for shared, _ in flow.uses:
             del shared.flows[flow]
             self.touch(shared)
 
-    def _settle(self, _nothing: None) -> None:
-        now, flows = self._calendar.now, self._concerned()
+    def _settle_rates(self, _nothing: None) -> None:
+        now, flows = self._calendar.now, self._affected_transfers()
         for flow, rate in max_min_fair_rates(flows, now).items():
             if rate == flow.rate and flow.ends >= 0:
                 continue
@@ -109,9 +109,9 @@ class Sharing:
             flow.since, flow.rate = now, rate
             flow.ends = now + flow.bits / rate if rate > 0 else -1.0
             if rate > 0:
-                self._calendar.at(flow.ends, self._end, flow)
+                self._calendar.at(flow.ends, self._end_flow, flow)
 
-    def _concerned(self) -> list[SharedTransfer]:
+    def _affected_transfers(self) -> list[SharedTransfer]:
         """Return all transmissions connected to the touched rates, directly or indirectly."""
         shareds = list(self._touched)
         self._touched.clear()
@@ -126,10 +126,10 @@ class Sharing:
                     shareds.extend(new)
         return list(flows)
 
-    def _end(self, flow: SharedTransfer) -> None:
+    def _end_flow(self, flow: SharedTransfer) -> None:
         if flow.ends != self._calendar.now:
             return  # its rate has changed meanwhile, or it was stopped
-        self._forget(flow)
+        self._remove_flow(flow)
         flow.ended()
 
 
@@ -144,7 +144,7 @@ def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[Shar
     rates: dict[SharedTransfer, float] = {}
     rising = dict.fromkeys(flows)
     while rising:
-        level, full = _raise(rising, left)
+        level, full = _raise_rates(rising, left)
         for flow in [flow for flow in rising if flow.is_stopped(level, full)]:
             rates[flow] = level
             del rising[flow]
@@ -153,7 +153,7 @@ def max_min_fair_rates(flows: Sequence[SharedTransfer], now: float) -> dict[Shar
     return rates
 
 
-def _raise(rising: Iterable[SharedTransfer], left: Mapping[Shared, float]) -> tuple[float, set[Shared]]:
+def _raise_rates(rising: Iterable[SharedTransfer], left: Mapping[Shared, float]) -> tuple[float, set[Shared]]:
     """Return the highest common rate of the rising transmissions and the media filled by this rate; none if a link is
     the limit."""
     weights: dict[Shared, float] = {}

@@ -144,7 +144,7 @@ class World:
         """Switch on every device."""
         for host in self.hosts.values():
             host.booting = host.boots
-            self._boot((host, host.boots))
+            self._boot_device((host, host.boots))
 
     def run(self) -> None:
         """Run until the lead's program returns; raise one of these otherwise.
@@ -195,7 +195,7 @@ class World:
         if host.device is None and host.booting is None:
             host.boots += 1
             host.booting = host.boots
-            self.calendar.at(self.calendar.now + BOOT_SECONDS, self._boot, (host, host.boots))
+            self.calendar.at(self.calendar.now + BOOT_SECONDS, self._boot_device, (host, host.boots))
 
     def retire(self, name: str) -> None:
         """Ask a device to leave; the device stops when its program returns. No effect on a stopped device."""
@@ -274,12 +274,12 @@ class World:
         rest = f"; and {len(conditions) - DEVICES_NAMED} more" if len(conditions) > DEVICES_NAMED else ""
         return f"at {self.calendar.now:.6g} s " + "; ".join(conditions[:DEVICES_NAMED]) + rest
 
-    def _boot(self, boot: tuple[Host, int]) -> None:
+    def _boot_device(self, boot: tuple[Host, int]) -> None:
         host, number = boot
         if host.booting != number:
             return  # it was switched off again meanwhile
         if host.paused:
-            host.held.append((self._boot, boot))
+            host.held.append((self._boot_device, boot))
             return
         host.booting = None
         device = host.device = SimulatedDevice(self, host)
@@ -287,9 +287,11 @@ class World:
             if target == host.name:
                 channel.refresh()
         device.record("state", state="up")
-        self.loop.create_task(self._live(device)).add_done_callback(lambda task: self._over(device, task))
+        self.loop.create_task(self._run_program(device)).add_done_callback(
+            lambda task: self._program_ended(device, task)
+        )
 
-    async def _live(self, device: SimulatedDevice) -> None:
+    async def _run_program(self, device: SimulatedDevice) -> None:
         OWNER.set(device)
         task = asyncio.current_task()
         assert task is not None
@@ -298,14 +300,14 @@ class World:
             device.record("state", state="started")
             await self._program(device)
 
-    def _over(self, device: SimulatedDevice, task: asyncio.Task[None]) -> None:
+    def _program_ended(self, device: SimulatedDevice, task: asyncio.Task[None]) -> None:
         device.running = False
         device.tasks.pop(task, None)
         if not device.alive:
             return
         error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
         if error is not None:
-            self._fail(device, error)
+            self._fail_run(device, error)
             return
         if device.name == self._lead and not self._end.done():
             self._end.set_result(None)
@@ -313,7 +315,7 @@ class World:
         if device.leaving and device.alive and device.name != self._lead:
             self.kill(device.name)
 
-    def _fail(self, device: Guest, error: BaseException) -> None:
+    def _fail_run(self, device: Guest, error: BaseException) -> None:
         if not self._end.done():
             failure = ProgramError(f"the program of {device.name} failed")
             failure.__cause__ = error
@@ -324,7 +326,7 @@ class World:
         """Fail the run for an error in an unawaited task."""
         task, error = context.get("future"), context.get("exception")
         if isinstance(task, _OwnedTask) and task.owner.alive and error is not None:
-            self._fail(task.owner, error)
+            self._fail_run(task.owner, error)
         else:
             loop.default_exception_handler(context)
 

@@ -78,7 +78,7 @@ class CriticalPaths:
         log = EventLog.made_of(events)
         pieces: dict[str, _Pieces] = defaultdict(_Pieces)
         links = _LinksInForce(log, experiment)
-        sent = _departures(log, links)
+        sent = _index_departures(log, links)
         fields = ("event", "device", "start", "duration", "late", "deficit", "peer", "message", "bytes")
         for event, device, start, duration, late, deficit, peer, message, size in log.of("compute", "receive").rows(
             *fields
@@ -103,20 +103,20 @@ class CriticalPaths:
 
     def lateness(self, device: str, window: Interval) -> PathTime:
         """Return the host's additions to the path that ends on a device at the end of a window."""
-        return self._sum(device, window, lambda own, index: own.late[index])
+        return self._sum_path(device, window, lambda own, index: own.late[index])
 
     def spent(self, device: str, window: Interval) -> PathTime:
         """Return computation and messaging time of the path that ends on a device at the end of a window."""
-        return self._sum(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
+        return self._sum_path(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
 
-    def _sum(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
+    def _sum_path(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
         found = PathTime()
-        for own, index in self._path(device, window):
+        for own, index in self._walk_path(device, window):
             taken = seconds(own, index)
             found += PathTime(taken) if own.senders[index] is None else PathTime(messaging=taken)
         return found
 
-    def _path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
+    def _walk_path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
         """Yield the segments of the path that ends on a device at the end of a window, backwards."""
         begun, instant = window
         # Each piece once: several that take no time would lead to one another for ever.
@@ -154,15 +154,15 @@ class _LinksInForce:
 
     def time(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds for a message on an unshared deterministic link; None for other links."""
-        link = self._own(pair, instant)
+        link = self._unshared_link(pair, instant)
         return None if link is None else link.delay + link.transmission_time(wire_bytes(content))
 
     def transmission(self, pair: Pair, content: float, instant: float) -> float | None:
         """Return the seconds that a message occupies an unshared deterministic link."""
-        link = self._own(pair, instant)
+        link = self._unshared_link(pair, instant)
         return None if link is None else link.transmission_time(wire_bytes(content))
 
-    def _own(self, pair: Pair, instant: float) -> Link | None:
+    def _unshared_link(self, pair: Pair, instant: float) -> Link | None:
         """Return the link between two devices if it is deterministic and unshared."""
         if pair not in self._links or self._crowded & set(pair):
             return None
@@ -247,7 +247,7 @@ class _Outlet:
         self._unacknowledged.append((acknowledged, size))
 
 
-def _departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
+def _index_departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
     """Return the messages by sender, receiver and kind."""
     found: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
     outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)

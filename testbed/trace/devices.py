@@ -44,9 +44,9 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
     where the method says.
     """
     table = {}
-    done, late = _work(record.log), deficits(record.log, record.phase)
+    done, late = _work_by_device(record.log), deficits(record.log, record.phase)
     waiting = waited(record.log, record.phase)
-    spent = _activity(record)
+    spent = _activity_by_device(record)
     for spec in record.experiment.devices:
         row: dict[str, Any] = {"profile": spec.profile, "speed": spec.speed}
         if held := record.plan.of(spec.name):
@@ -56,13 +56,13 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
         if (energy := spec.joules(record.end - row["down"], row["compute"])) is not None:
             row["energy"] = energy
         # A processor that is late is so beside others that are not.
-        row["deficit_share"] = _share(late.get(spec.name, 0.0) / spec.processors, record.phase)
-        row["waited_share"] = _share(waiting.get(spec.name, 0.0), record.phase)
+        row["deficit_share"] = _share_of(late.get(spec.name, 0.0) / spec.processors, record.phase)
+        row["waited_share"] = _share_of(waiting.get(spec.name, 0.0), record.phase)
         table[spec.name] = row
     return table
 
 
-def _activity(record: RunView) -> dict[str, dict[str, float]]:
+def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
     """Return by device the seconds and the shares of each of `_SPENT`."""
     found: dict[str, dict[str, float]] = {}
     some: dict[str, list[Intervals]] = {}
@@ -114,7 +114,7 @@ def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
     return seconds | {f"{name}_share": value / end if end > 0 else 0.0 for name, value in seconds.items()}
 
 
-def _work(log: EventLog) -> dict[str, dict[str, Any]]:
+def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
     """Return, by device, sent and received bytes, computations, and peak memory in bytes."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
     for event, (devices, sizes) in log.of("send", "cast", "receive").columns("device", "bytes"):
@@ -132,17 +132,17 @@ def _work(log: EventLog) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _share(seconds: float, phase: Intervals) -> float:
+def _share_of(seconds: float, phase: Intervals) -> float:
     return seconds / total(phase) if total(phase) > 0 else 0.0
 
 
-def _mean(key: str, record: RunView) -> float | None:
+def _mean_of(key: str, record: RunView) -> float | None:
     planned = set(record.plan.devices)
     used = [row[key] for name, row in record.cached(devices).items() if name in planned]
     return fmean(used) if used else None
 
 
-def _energy(record: RunView) -> float | None:
+def _total_energy(record: RunView) -> float | None:
     rows = record.cached(devices).values()
     found = [row["energy"] for row in rows if "energy" in row]
     return sum(found) if len(found) == len(rows) else None
@@ -153,21 +153,21 @@ FIGURES = (
         "energy",
         "joules",
         "of all devices: idle watts x time up + (busy - idle watts) x time computing; where all have watts",
-        _energy,
+        _total_energy,
         compared=True,
     ),
     Metric(
         "compute_share",
         "share",
         "of the duration, mean over the devices of the plan",
-        lambda record: _mean("compute_share", record),
+        lambda record: _mean_of("compute_share", record),
         compared=True,
     ),
     Metric(
         "idle_share",
         "share",
         "of the duration, mean over the devices of the plan",
-        lambda record: _mean("idle_share", record),
+        lambda record: _mean_of("idle_share", record),
         compared=True,
     ),
     Metric(

@@ -65,7 +65,7 @@ class Recovery:
         return self.resumed - (self.detected if self.struck is None else self.struck)
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def _device_names(value: Any) -> tuple[str, ...]:
     """Return the device names in an event field with one, several or no names."""
     if value is None:
         return ()
@@ -74,7 +74,7 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(str(name) for name in value)
 
 
-def _undoes(event: Event, action: str, target: str) -> bool:
+def _is_undone_by(event: Event, action: str, target: str) -> bool:
     if event.fields.get("phase") == "undo":
         return event.fields.get("action") == action and str(event.fields.get("target")) == target
     mends = mending(str(event.fields.get("action")), str(event.fields.get("target")))
@@ -88,13 +88,13 @@ def _bare_strikes(events: Sequence[Event]) -> list[Strike]:
         if event.fields.get("phase") == "undo":
             continue
         action, target = str(event.fields.get("action")), str(event.fields.get("target"))
-        undone = next((later.time for later in faults[index + 1 :] if _undoes(later, action, target)), None)
+        undone = next((later.time for later in faults[index + 1 :] if _is_undone_by(later, action, target)), None)
         struck = float(event.fields.get("began", event.time))
         strikes.append(Strike(action, target, float(event.fields.get("intended", struck)), struck, undone))
     return strikes
 
 
-def _cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
+def _find_cause(strikes: Collection[Strike], detected: float, since: float, missing: Collection[str]) -> Strike | None:
     """Return the most likely fault behind a detection: one on a missing device, else the first since ``since``."""
     known = [strike for strike in strikes if not strike.mends and strike.struck <= detected]
     # A fault whose effect the method has already outlived explains nothing new, unless it lasts.
@@ -106,7 +106,7 @@ def _cause(strikes: Collection[Strike], detected: float, since: float, missing: 
     return min(recent, key=lambda strike: strike.struck) if recent else None
 
 
-def _causes(
+def _find_causes(
     strikes: Collection[Strike], cause: Strike | None, since: float, until: float, missing: Collection[str]
 ) -> tuple[Strike, ...]:
     """Return all faults behind a recovery between ``since`` and ``until``."""
@@ -136,7 +136,7 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
     since = float("-inf")
 
     def recovery(first: Event, last: Event | None) -> Recovery:
-        cause = _cause(strikes, first.time, since, missing)
+        cause = _find_cause(strikes, first.time, since, missing)
         return Recovery(
             detected=first.time,
             struck=cause.struck if cause else None,
@@ -144,12 +144,12 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             step=(last or first).fields.get("step"),
             missing=missing,
             phases=phases,
-            causes=_causes(strikes, cause, since, last.time if last else math.inf, missing),
+            causes=_find_causes(strikes, cause, since, last.time if last else math.inf, missing),
         )
 
     for event in EventLog.made_of(events).of("recovery"):
         phase = str(event.fields.get("phase"))
-        missing = tuple(dict.fromkeys((*missing, *_names(event.fields.get("missing")))))
+        missing = tuple(dict.fromkeys((*missing, *_device_names(event.fields.get("missing")))))
         if phase == "detected":
             detected = detected or event
             phases = {}

@@ -76,7 +76,7 @@ def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = 
     """
     log = EventLog.made_of(events)
     fields = ("device", "span", "message", "peer", "peers", "batch", "micro", "bytes")
-    for name, starts, stops, columns in _charted(log, *fields):
+    for name, starts, stops, columns in _charted_columns(log, *fields):
         kind = _KINDS[name]
         rows: Iterable[tuple[Any, ...]] = zip(starts.tolist(), stops.tolist(), *columns, strict=False)
         if near is not None:
@@ -88,12 +88,12 @@ def bars(events: Sequence[Event], end: float, near: Sequence[Interval] | None = 
             else:
                 other = ", ".join(map(str, peers or ())) if name == "cast" else str(peer)
                 yield Bar(device, kind, start, stop, message or "", other, size=int(size or 0))
-    for bar in _unrecorded(log, end):
+    for bar in _unrecorded_bars(log, end):
         if near is None or overlaps((bar.start, bar.end), near):
             yield bar
 
 
-def _charted(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
+def _charted_columns(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moments, Sequence[Iterable[Any]]]]:
     """Yield, for groups of similar events, their name, start and end times, ``(events,)``, and the requested fields."""
     for name, columns in log.of(*CHARTED).columns("start", "duration", "queued", *fields):
         start, duration, queued, *others = columns
@@ -105,7 +105,7 @@ def _charted(log: EventLog, *fields: str) -> Iterator[tuple[str, Moments, Moment
         yield name, starts, stops, others
 
 
-def _unrecorded(log: EventLog, end: float) -> Iterator[Bar]:
+def _unrecorded_bars(log: EventLog, end: float) -> Iterator[Bar]:
     """Yield bars without a recorded end: outages and interrupted work."""
     down = outages(log, end)
     yield from down
@@ -117,7 +117,9 @@ def _unrecorded(log: EventLog, end: float) -> Iterator[Bar]:
                 times.append(time)
             elif times:  # of several alike the last: what an earlier one began was lost in a restart
                 times.pop()
-        yield from _interrupted([(work, time) for work, times in waiting.items() for time in times], log, down, end)
+        yield from _interrupted_bars(
+            [(work, time) for work, times in waiting.items() for time in times], log, down, end
+        )
 
 
 def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
@@ -132,7 +134,9 @@ def _begun_more_often_than_done(log: EventLog) -> dict[_Work, list[float]]:
     return {work: [] for work, more in left.items() if more > 0}
 
 
-def _interrupted(lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float) -> Iterator[Bar]:
+def _interrupted_bars(
+    lost: Sequence[tuple[_Work, float]], log: EventLog, down: Sequence[Bar], end: float
+) -> Iterator[Bar]:
     """Yield unfinished work, until the device died or its processor started other work."""
     done: dict[str, list[Interval]] = {work[0]: [] for work, _ in lost}
     for device, start, duration in log.of("compute").rows("device", "start", "duration"):
@@ -158,12 +162,12 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
     log = EventLog.made_of(events)
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
     found, began, ended = array("i"), array("d"), array("d")
-    for name, begin, stop, (device, span, message) in _charted(log, "device", "span", "message"):
+    for name, begin, stop, (device, span, message) in _charted_columns(log, "device", "span", "message"):
         called = (each or "" for each in (span if name == "compute" else message))
         found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), called, strict=False)))
         began.frombytes(begin.tobytes())
         ended.frombytes(stop.tobytes())
-    for bar in _unrecorded(log, end):
+    for bar in _unrecorded_bars(log, end):
         found.append(numbers[bar.device, bar.kind, bar.label])
         began.append(bar.start)
         ended.append(bar.end)

@@ -58,20 +58,25 @@ def processor_time(record: RunView) -> dict[str, float] | None:
     return {"computing": computing, "agents": processor - computing, "shaper": shaper, "controller": controller}
 
 
-def _overhead(record: RunView) -> float | None:
+def _overhead_share(record: RunView) -> float | None:
     found = record.cached(processor_time)
     if not found or not found["computing"]:
         return None
     return (sum(found.values()) - found["computing"]) / found["computing"]
 
 
-def _part(name: str) -> Callable[[RunView], float | None]:
+def _part_of_overhead(name: str) -> Callable[[RunView], float | None]:
     return lambda record: (record.cached(processor_time) or {}).get(name)
 
 
 FIGURES = (
     *(
-        Metric(f"processor_{name}", "seconds", f"of processor time that {whose} took; on containers", _part(name))
+        Metric(
+            f"processor_{name}",
+            "seconds",
+            f"of processor time that {whose} took; on containers",
+            _part_of_overhead(name),
+        )
         for name, whose in {
             "computing": "the devices' computations",
             "agents": "the devices' agents, beside computing,",
@@ -83,7 +88,7 @@ FIGURES = (
         "overhead",
         "share",
         "processor time of agents, shaper and controller, of that of the devices' computations; on containers",
-        _overhead,
+        _overhead_share,
     ),
 )
 

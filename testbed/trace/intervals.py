@@ -29,7 +29,7 @@ def in_order(found: Intervals) -> Intervals:
 
 def union(found: Intervals | Iterable[Interval]) -> Intervals:
     """Return the same points as disjoint ordered intervals; adjacent ones are joined."""
-    made = _filled(intervals(found))
+    made = _without_empty(intervals(found))
     if not len(made):
         return made
     made = in_order(made)
@@ -52,7 +52,7 @@ def joined(found: Intervals, apart: Sequence[Interval], gap: float) -> Intervals
 def clip(found: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
     """Restrict intervals to the range from ``start`` to ``end``."""
     made = intervals(found)
-    return _filled(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
+    return _without_empty(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
 
 
 def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
@@ -65,7 +65,7 @@ def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[
     whole = np.repeat(np.arange(len(made)), count)
     between = np.arange(len(whole)) - np.repeat(np.cumsum(count) - count - first, count)
     rest = (np.maximum(made[whole, 0], starts[between]), np.minimum(made[whole, 1], ends[between]))
-    return _filled(np.stack(rest, axis=1))
+    return _without_empty(np.stack(rest, axis=1))
 
 
 def total(found: Intervals | Iterable[Interval]) -> float:
@@ -100,5 +100,5 @@ def lanes(found: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
     return rows
 
 
-def _filled(found: Intervals) -> Intervals:
+def _without_empty(found: Intervals) -> Intervals:
     return found[found[:, 0] < found[:, 1]]

@@ -19,15 +19,15 @@ def _is_lost(loss: float | None) -> bool:
     return loss is not None and not math.isfinite(loss)
 
 
-def _diverged(record: RunView) -> bool | None:
+def _has_diverged(record: RunView) -> bool | None:
     """Return True where the last training loss or test loss is not a finite number, None elsewhere."""
     last = [_last_evaluation(record).get("loss"), record.steps[-1].loss if record.steps else None]
     return True if any(map(_is_lost, last)) else None
 
 
-def _divergence(record: RunView) -> str | None:
+def _describe_divergence(record: RunView) -> str | None:
     """Return device and time of the first non-finite numbers in a diverged run."""
-    if not _diverged(record):
+    if not _has_diverged(record):
         return None
     lost = list(record.of("diverged").rows("time", "target", "step"))
     reported = record.events.of("step", "evaluate").rows("time", "device", "step", "loss")
@@ -59,8 +59,10 @@ FIGURES = (
         lambda record: _last_evaluation(record).get("metrics"),
         compared=True,
     ),
-    Metric("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _diverged),
-    Metric("divergence", "text", "device and step, or round, of the first loss that is not finite", _divergence),
+    Metric("diverged", "bool", "the training loss or the test loss is not a finite number at the end", _has_diverged),
+    Metric(
+        "divergence", "text", "device and step, or round, of the first loss that is not finite", _describe_divergence
+    ),
     Metric(
         "loss",
         "number",
@@ -78,13 +80,13 @@ FIGURES = (
 )
 
 
-def _metrics(metrics: Metrics) -> str:
+def _describe_metrics(metrics: Metrics) -> str:
     return ", ".join(f"{name} {formats.number(value)}" for name, value in metrics["metrics"].items())
 
 
 ROWS = (
     Row("Accuracy", "{accuracy}", "on the test data"),
-    Row("Metrics", _metrics, "on the test data", when=lambda metrics: metrics.get("metrics")),
+    Row("Metrics", _describe_metrics, "on the test data", when=lambda metrics: metrics.get("metrics")),
     Row("Diverged", "{divergence}", "the loss is not a finite number: try a smaller learning_rate"),
     Row("Loss", "{loss}", "at first {loss_first}"),
 )

@@ -62,7 +62,7 @@ class _Store:
         """So many of the recent events as a chunk."""
         self._file: Any = None
         self._size = 0
-        self.decode = lru_cache(_DECODED)(self._decode)
+        self.decode = lru_cache(_DECODED)(self._decode_columns)
         self.complete: Callable[[_Chunk], None] = lambda _: None
         """Callback for each chunk before its write, and finally for the recent events."""
 
@@ -71,7 +71,7 @@ class _Store:
         recent = self._recent
         recent.append(row)
         if len(recent) == CHUNK:
-            chunk = self._chunk()
+            chunk = self._recent_chunk()
             self._forms, self._recent, self._last = [], [], None
             self.keep(chunk)
             self.complete(chunk)
@@ -79,24 +79,27 @@ class _Store:
     def keep(self, chunk: Any) -> None:
         """Write the columns of a chunk."""
         self._devices.update(*(columns[2] for _, columns in chunk.parts.values()))
-        parts = {form: (count, self._write([*map(_packed, columns)])) for form, (count, columns) in chunk.parts.items()}
+        parts = {
+            form: (count, self._write_columns([*map(_pack_column, columns)]))
+            for form, (count, columns) in chunk.parts.items()
+        }
         self.chunks.append(chunk._replace(parts=parts))
 
     def finish(self) -> None:
         """Pass on the recent events."""
         if self._recent:
-            self.complete(self._chunk())
+            self.complete(self._recent_chunk())
 
     def all(self) -> Iterator[_Chunk]:
         """Yield the chunks in order, the recent events as the last."""
         yield from self.chunks
         if self._recent:
-            yield self._chunk()
+            yield self._recent_chunk()
 
     def devices(self) -> set[str]:
         return self._devices.union(row[1] for row in self._recent)
 
-    def _chunk(self) -> _Chunk:
+    def _recent_chunk(self) -> _Chunk:
         """Return the recent events as a chunk."""
         if self._last is None or self._last[0] != len(self._recent):
             grouped: dict[Form, tuple[list[int], list[Row]]] = {}
@@ -120,29 +123,29 @@ class _Store:
         for chunk in self.all():
             parts: dict[Form, tuple[int, Columns | tuple[int, int]]] = {}
             for form, (count, content) in chunk.parts.items():
-                packed = self._read(*content) if isinstance(content, tuple) else [*map(_packed, content)]
-                times = [round(time, DIGITS) for time in _unpacked(*packed[1])]
+                packed = self._read_columns(*content) if isinstance(content, tuple) else [*map(_pack_column, content)]
+                times = [round(time, DIGITS) for time in _unpack_column(*packed[1])]
                 # All other columns stay packed as they are.
-                parts[form] = count, store._write([packed[0], _packed(times), *packed[2:]])
+                parts[form] = count, store._write_columns([packed[0], _pack_column(times), *packed[2:]])
             store.chunks.append(_Chunk(round(chunk.earliest, DIGITS), round(chunk.latest, DIGITS), parts))
         store._devices = self.devices()
         return store
 
-    def _write(self, packed: list[_Packed]) -> tuple[int, int]:
+    def _write_columns(self, packed: list[_Packed]) -> tuple[int, int]:
         content = marshal.dumps(packed)
         self._file = self._file or tempfile.TemporaryFile()  # noqa: SIM115 - is gone with this store
         place, self._size = self._size, self._size + len(content)
         os.pwrite(self._file.fileno(), content, place)
         return place, len(content)
 
-    def _read(self, place: int, length: int) -> list[_Packed]:
+    def _read_columns(self, place: int, length: int) -> list[_Packed]:
         return marshal.loads(os.pread(self._file.fileno(), length, place))  # type: ignore[no-any-return]  # our own
 
-    def _decode(self, place: int, length: int) -> Columns:
-        return [_unpacked(*each) for each in self._read(place, length)]
+    def _decode_columns(self, place: int, length: int) -> Columns:
+        return [_unpack_column(*each) for each in self._read_columns(place, length)]
 
 
-def _packed(column: Sequence[Any]) -> _Packed:
+def _pack_column(column: Sequence[Any]) -> _Packed:
     """Compress a column quickly; stronger compression would dominate the run time."""
     kinds = set(map(type, column))
     if not kinds <= _PLAIN:  # lists, numbers of numpy's: as a line of the events' file would have them
@@ -156,7 +159,7 @@ def _packed(column: Sequence[Any]) -> _Packed:
     return "list", list(column)
 
 
-def _unpacked(way: str, content: Any) -> Sequence[Any]:
+def _unpack_column(way: str, content: Any) -> Sequence[Any]:
     if way == "list":
         return content  # type: ignore[no-any-return]
     return [content[0]] * content[1] if way == "same" else array(way, content)
@@ -186,7 +189,7 @@ class EventLog(Sequence[Event]):
 
         It is called once for `CHUNK` events, and may raise what it likes.
         """
-        self._store.complete = lambda chunk: write("".join(self._of_chunk(chunk, _lines)))
+        self._store.complete = lambda chunk: write("".join(self._of_chunk(chunk, _make_lines)))
 
     def close(self) -> None:
         """Pass the latest lines to followers; no more events may follow."""
@@ -201,7 +204,7 @@ class EventLog(Sequence[Event]):
 
     def lines(self) -> Iterator[str]:
         """Yield the line of each event, including the line end."""
-        return self._each(_lines)
+        return self._iterate_items(_make_lines)
 
     @staticmethod
     def made_of(events: Iterable[Event]) -> EventLog:
@@ -210,13 +213,13 @@ class EventLog(Sequence[Event]):
 
     def of(self, *names: str) -> EventLog:
         """Return a view of the events of some names."""
-        return self._view(frozenset(names), self._after, self._until)
+        return self._make_view(frozenset(names), self._after, self._until)
 
     def within(self, after: float, until: float) -> EventLog:
         """Return a view of the events in a time span in seconds."""
-        return self._view(self._names, max(after, self._after), min(until, self._until))
+        return self._make_view(self._names, max(after, self._after), min(until, self._until))
 
-    def _view(self, names: frozenset[str] | None, after: float, until: float) -> EventLog:
+    def _make_view(self, names: frozenset[str] | None, after: float, until: float) -> EventLog:
         view = EventLog.__new__(EventLog)
         view._store, view._names, view._after, view._until = self._store, names, after, until
         return view
@@ -233,7 +236,7 @@ class EventLog(Sequence[Event]):
 
     def rows(self, *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield the given fields of each event (None if missing), including ``time``, ``device`` and ``event``."""
-        return self._each(_rows(fields))
+        return self._iterate_items(_row_items(fields))
 
     def columns(self, *fields: str) -> Iterator[tuple[str, Sequence[Iterable[Any]]]]:
         """Yield, for each group of similar events, the name and the given fields as columns.
@@ -241,58 +244,58 @@ class EventLog(Sequence[Event]):
         A field that they lack repeats None without end.
         """
         for chunk in self._store.all():
-            if self._outside(chunk):
+            if self._is_outside(chunk):
                 continue
             for (name, keys), (_, content) in chunk.parts.items():
                 if self._names is None or name in self._names:
-                    columns = self._columns(content)
-                    if not self._holds(chunk):
+                    columns = self._unpack_columns(content)
+                    if not self._is_inside(chunk):
                         chosen = [self._after < time <= self._until for time in columns[1]]
                         columns = [list(compress(column, chosen)) for column in columns]
                     named = dict(zip(("time", "device", *keys), columns[1:], strict=True))
                     yield name, [named.get(field, repeat(None)) for field in fields]
 
-    def _outside(self, chunk: _Chunk) -> bool:
+    def _is_outside(self, chunk: _Chunk) -> bool:
         """Return whether a chunk has no event in the log's time span."""
         return chunk.latest <= self._after or chunk.earliest > self._until
 
-    def _holds(self, chunk: _Chunk) -> bool:
+    def _is_inside(self, chunk: _Chunk) -> bool:
         """Return whether all events of a chunk are in the log's time span."""
         return self._after < chunk.earliest and chunk.latest <= self._until
 
-    def _columns(self, content: Columns | tuple[int, int]) -> Columns:
+    def _unpack_columns(self, content: Columns | tuple[int, int]) -> Columns:
         return content if isinstance(content, list) else self._store.decode(*content)
 
     def __iter__(self) -> Iterator[Event]:
-        return self._each(_events)
+        return self._iterate_items(_make_events)
 
-    def _each(self, items: Items[Item]) -> Iterator[Item]:
+    def _iterate_items(self, items: Items[Item]) -> Iterator[Item]:
         for chunk in self._store.all():
             yield from self._of_chunk(chunk, items)
 
     def _of_chunk(self, chunk: _Chunk, items: Items[Item]) -> Iterable[Item]:
-        if self._outside(chunk):
+        if self._is_outside(chunk):
             return ()
         found = []
         for form, (_, content) in chunk.parts.items():
             if self._names is None or form[0] in self._names:
-                columns = self._columns(content)
+                columns = self._unpack_columns(content)
                 found.append(zip(columns[0], columns[1], items(form, columns), strict=False))
         ordered = found[0] if len(found) == 1 else sorted(chain.from_iterable(found), key=itemgetter(0))
-        if self._holds(chunk):
+        if self._is_inside(chunk):
             return (item for _, _, item in ordered)
         return (item for _, time, item in ordered if self._after < time <= self._until)
 
     def __len__(self) -> int:
-        return sum(map(self._count, self._store.all()))
+        return sum(map(self._count_events, self._store.all()))
 
     def __bool__(self) -> bool:
-        return any(map(self._count, self._store.all()))
+        return any(map(self._count_events, self._store.all()))
 
-    def _count(self, chunk: _Chunk) -> int:
-        if self._outside(chunk):
+    def _count_events(self, chunk: _Chunk) -> int:
+        if self._is_outside(chunk):
             return 0
-        if self._holds(chunk):
+        if self._is_inside(chunk):
             parts = chunk.parts.items()
             return sum(count for (name, _), (count, _) in parts if self._names is None or name in self._names)
         return sum(1 for _ in self._of_chunk(chunk, lambda _, columns: columns[1]))
@@ -307,8 +310,8 @@ class EventLog(Sequence[Event]):
             return list(self)[index]
         number = range(len(self))[index]
         for chunk in self._store.all():
-            if number < (inside := self._count(chunk)):
-                return list(self._of_chunk(chunk, _events))[number]
+            if number < (inside := self._count_events(chunk)):
+                return list(self._of_chunk(chunk, _make_events))[number]
             number -= inside
         raise IndexError(index)
 
@@ -322,19 +325,19 @@ class EventLog(Sequence[Event]):
         times = np.fromiter((time for (time,) in self.rows("time")), float)
         if bool((times[1:] >= times[:-1]).all()):
             return self
-        return EventLog(self._picked(np.argsort(times, kind="stable"), _events))
+        return EventLog(self._pick_items(np.argsort(times, kind="stable"), _make_events))
 
     def sorted_by(self, key: Callable[[tuple[Any, ...]], float], *fields: str) -> Iterator[tuple[Any, ...]]:
         """Yield `rows` sorted by a key; fast for an almost sorted log."""
         keys = np.fromiter((key(row) for row in self.rows(*fields)), float)
-        return self._picked(np.argsort(keys, kind="stable"), _rows(fields))
+        return self._pick_items(np.argsort(keys, kind="stable"), _row_items(fields))
 
-    def _picked(
+    def _pick_items(
         self, places: npt.NDArray[np.int64], items: Callable[[Form, Columns], Iterable[Item]]
     ) -> Iterator[Item]:
         """Yield the converted events at some positions of the log."""
         chunks = list(self._store.all())
-        ends = np.cumsum([self._count(chunk) for chunk in chunks])
+        ends = np.cumsum([self._count_events(chunk) for chunk in chunks])
         chosen = np.searchsorted(ends, places, side="right")
 
         @lru_cache(_DECODED)
@@ -346,7 +349,7 @@ class EventLog(Sequence[Event]):
             yield made[place - ends[number]]  # counted from the chunk's end
 
 
-def _rows(fields: Sequence[str]) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
+def _row_items(fields: Sequence[str]) -> Callable[[Form, Columns], Iterator[tuple[Any, ...]]]:
     def rows(form: Form, columns: Columns) -> Iterator[tuple[Any, ...]]:
         named = dict(zip(("time", "device", *form[1]), columns[1:], strict=True)) | {"event": repeat(form[0])}
         return zip(*(named.get(field, repeat(None)) for field in fields), strict=False)
@@ -354,7 +357,7 @@ def _rows(fields: Sequence[str]) -> Callable[[Form, Columns], Iterator[tuple[Any
     return rows
 
 
-def _events(form: Form, columns: Columns) -> Iterator[Event]:
+def _make_events(form: Form, columns: Columns) -> Iterator[Event]:
     name, keys = form
     _, times, devices, *values = columns
     rows = zip(*values, strict=True) if values else repeat(())
@@ -364,16 +367,16 @@ def _events(form: Form, columns: Columns) -> Iterator[Event]:
     )
 
 
-def _lines(form: Form, columns: Columns) -> Iterator[str]:
+def _make_lines(form: Form, columns: Columns) -> Iterator[str]:
     """Return events as the lines of a file, made a column after the other: one by one takes several times as long."""
     name, keys = form
     _, times, devices, *values = columns
-    texts = [_texts([round(time, DIGITS) for time in times]), _texts(devices), repeat(LINES.encode(name))]
+    texts = [_json_texts([round(time, DIGITS) for time in times]), _json_texts(devices), repeat(LINES.encode(name))]
     template = ", ".join(LINES.encode(key).replace("%", "%%") + ": %s" for key in (*LEADING, *keys))
-    return map(f"{{{template}}}\n".__mod__, zip(*texts, *map(_texts, values), strict=False))
+    return map(f"{{{template}}}\n".__mod__, zip(*texts, *map(_json_texts, values), strict=False))
 
 
-def _texts(column: Sequence[Any]) -> Iterable[str]:
+def _json_texts(column: Sequence[Any]) -> Iterable[str]:
     """Return each value of a column as JSON."""
     kinds = set(map(type, column))
     if kinds == {int} or (kinds == {float} and all(map(math.isfinite, column))):

@@ -44,7 +44,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
         "error": outcome.error,
         "weights": experiment.workload.initial_weights,
         **{name: value for name, value in values.items() if not isinstance(value, Mapping | None)},
-        "series": _series(record),
+        "series": _series_lists(record),
         "devices": {name: dict(row) for name, row in record.cached(devices.devices).items()},
         "links": record.cached(traffic.links),
         "fault_list": recovery.faults(record),
@@ -64,26 +64,26 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
     return clean
 
 
-def _series(record: RunView) -> dict[str, list[dict[str, Any]]]:
+def _series_lists(record: RunView) -> dict[str, list[dict[str, Any]]]:
     several = len({step.device for step in record.steps}) > 1
 
     def timed(name: str) -> list[dict[str, Any]]:
-        return [{"time": event.time, **event.fields} for event in _thinned(record.of(name))]
+        return [{"time": event.time, **event.fields} for event in _thin_rows(record.of(name))]
 
     return {
-        "steps": [_step(step) | ({"device": step.device} if several else {}) for step in _thinned(record.steps)],
+        "steps": [_step_row(step) | ({"device": step.device} if several else {}) for step in _thin_rows(record.steps)],
         "evaluations": timed("evaluate"),
         "requests": timed("request"),
         "objects": [dict(event.fields) for event in record.of("objects")],
     }
 
 
-def _thinned(rows: Sequence[Row]) -> Iterator[Row]:
+def _thin_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """Yield all rows, or every n-th of more than `MOST_ROWS`."""
     return islice(rows, 0, None, -(-len(rows) // MOST_ROWS) or 1)
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step_row(step: Step) -> dict[str, Any]:
     return {
         "step": step.step,
         "time": step.time,

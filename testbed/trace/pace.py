@@ -14,31 +14,31 @@ from testbed.trace.record import RunView, Step, after
 from testbed.wire.framing import wire_bytes
 
 
-def _once(record: RunView) -> list[Step]:
+def _final_steps(record: RunView) -> list[Step]:
     """Return each step in its last execution."""
     return list({(step.device, step.step): step for step in record.steps}.values())
 
 
-def _samples(record: RunView) -> int:
-    return sum(step.samples or 0 for step in record.cached(_once))
+def _count_samples(record: RunView) -> int:
+    return sum(step.samples or 0 for step in record.cached(_final_steps))
 
 
-def _seconds(record: RunView) -> list[float]:
+def _step_seconds(record: RunView) -> list[float]:
     return [step.seconds for step in record.steady]
 
 
-def _before(record: RunView) -> float | None:
+def _rate_before(record: RunView) -> float | None:
     struck = [item.struck for item in record.recoveries if item.struck is not None]
     seconds = [step.seconds for step in record.steps if step.steady and struck and step.time <= min(struck)]
     return median(seconds) if seconds else None
 
 
-def _after(record: RunView) -> float | None:
+def _rate_after(record: RunView) -> float | None:
     seconds = [step.seconds for step in after(record.steps, record.last_change)]
     return median(seconds) if seconds else None
 
 
-def _during(record: RunView) -> float | None:
+def _rate_during(record: RunView) -> float | None:
     spans = union(interval for _, interval in record.disturbances)
     seconds = [
         step.seconds
@@ -83,21 +83,21 @@ FIGURES = (
         "steps",
         "number",
         "training steps done, each counted once",
-        lambda record: len(record.cached(_once)),
+        lambda record: len(record.cached(_final_steps)),
         compared=True,
     ),
     Metric(
         "steps_repeated",
         "number",
         "training steps done again after a recovery",
-        _of_steps(lambda record: len(record.steps) - len(record.cached(_once))),
+        _of_steps(lambda record: len(record.steps) - len(record.cached(_final_steps))),
     ),
-    Metric("samples", "number", "training samples of the steps, each step counted once", _of_steps(_samples)),
+    Metric("samples", "number", "training samples of the steps, each step counted once", _of_steps(_count_samples)),
     Metric(
         "samples_per_second",
         "number",
         "samples over duration",
-        _of_steps(lambda record: _samples(record) / record.end if record.end > 0 else 0.0),
+        _of_steps(lambda record: _count_samples(record) / record.end if record.end > 0 else 0.0),
         compared=True,
     ),
     Metric(
@@ -110,7 +110,7 @@ FIGURES = (
         "step_time",
         "seconds",
         "median over the undisturbed steps; a step's time runs from the step before it of the same device",
-        _of_steps(lambda record: median(_seconds(record))),
+        _of_steps(lambda record: median(_step_seconds(record))),
         brief=True,
         compared=True,
     ),
@@ -118,14 +118,14 @@ FIGURES = (
         "step_time_mean",
         "seconds",
         "mean over the undisturbed steps",
-        _of_steps(lambda record: fmean(_seconds(record))),
+        _of_steps(lambda record: fmean(_step_seconds(record))),
         compared=True,
     ),
     Metric(
         "step_time_p95",
         "seconds",
         "95th percentile over the undisturbed steps",
-        _of_steps(lambda record: float(np.percentile(_seconds(record), 95))),
+        _of_steps(lambda record: float(np.percentile(_step_seconds(record), 95))),
         compared=True,
     ),
     Metric(
@@ -139,21 +139,21 @@ FIGURES = (
         "step_time_before",
         "seconds",
         "median over the undisturbed steps before the first fault that was noticed",
-        _before,
+        _rate_before,
         compared=True,
     ),
     Metric(
         "step_time_after",
         "seconds",
         "median over the undisturbed steps after the last recovery or pause, of all where there was none",
-        _after,
+        _rate_after,
         compared=True,
     ),
     Metric(
         "step_time_disturbed",
         "seconds",
         "median over the steps during disturbances, such as a fault that lasts",
-        _during,
+        _rate_during,
         compared=True,
     ),
     Metric(

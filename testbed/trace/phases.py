@@ -27,7 +27,7 @@ class _Phase:
     whole: list[Step] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
 
-    def _steps(self) -> list[float]:
+    def _comparable_durations(self) -> list[float]:
         """Return the durations of steps of one size: the usual size, or else the most frequent one."""
         usual = [step.seconds for step in self.whole if step.usual]
         if usual or not self.whole:
@@ -37,7 +37,7 @@ class _Phase:
         return [step.seconds for step in self.whole if step.samples == size] if number > 1 else []
 
     def to_json(self) -> dict[str, Any]:
-        steps = self._steps()
+        steps = self._comparable_durations()
         return {
             "name": self.name,
             "start": self.start,
@@ -61,21 +61,21 @@ def phases(record: RunView) -> list[dict[str, Any]]:
     cuts = [cut for cut in cuts if 0.0 <= cut <= record.end]
     if len(cuts) <= 2:
         return []
-    names = _names(record, cuts)
+    names = _disturbance_names(record, cuts)
     found: dict[str, _Phase] = {}
     for name, start, end in zip(names, cuts, cuts[1:], strict=False):
         phase = found.setdefault(name, _Phase(name, start))
         phase.seconds += end - start
     for step in record.steps:
-        if step.comparable and (piece := _piece(step.window, cuts)) is not None:
+        if step.comparable and (piece := _piece_index(step.window, cuts)) is not None:
             found[names[piece]].whole.append(step)
     for window in record.served:
-        if (piece := _piece(window, cuts)) is not None:
+        if (piece := _piece_index(window, cuts)) is not None:
             found[names[piece]].latencies.append(window[1] - window[0])
     return [phase.to_json() for phase in found.values()]
 
 
-def _names(record: RunView, cuts: Sequence[float]) -> list[str]:
+def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:
     """Return the disturbances of each piece between two cuts."""
     active: dict[int, list[str]] = defaultdict(list)
     for name, (start, end) in record.disturbances:
@@ -94,17 +94,17 @@ def _names(record: RunView, cuts: Sequence[float]) -> list[str]:
     return names
 
 
-def _piece(window: Interval, cuts: Sequence[float]) -> int | None:
+def _piece_index(window: Interval, cuts: Sequence[float]) -> int | None:
     """Return the index of the piece that contains a window; None for a window across a cut."""
     piece = bisect_right(cuts, window[0]) - 1
     return piece if 0 <= piece < len(cuts) - 1 and window[1] <= cuts[piece + 1] else None
 
 
-def _timed(metrics: Metrics) -> list[dict[str, Any]]:
+def _timed_phases(metrics: Metrics) -> list[dict[str, Any]]:
     return [phase for phase in metrics["phase_list"] if phase["steps"] or phase["requests"]]
 
 
-def _named(phase: Mapping[str, Any]) -> str:
+def _phase_name(phase: Mapping[str, Any]) -> str:
     names = phase["name"].split(" + ")
     return " + ".join(names if len(names) <= MOST_NAMED else [*names[:2], f"{len(names) - 2} more"])
 
@@ -112,9 +112,9 @@ def _named(phase: Mapping[str, Any]) -> str:
 TABLE = Table(
     "Phases",
     "Steps or requests with no beginning or end of a disturbance in them; medians",
-    _timed,
+    _timed_phases,
     (
-        Column("Phase", "text", _named),
+        Column("Phase", "text", _phase_name),
         Column("From", "moment", "start"),
         Column("For", "seconds", "seconds"),
         Column("Number", "number", lambda phase: phase["steps"] or phase["requests"]),

@@ -107,12 +107,12 @@ class RunView:
         return self.events.of(name)
 
     @cached_property
-    def _spans(self) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
+    def _spans_by_device(self) -> Mapping[str, Mapping[BarKind, Mapping[str, Intervals]]]:
         return spans(self.log, self.end)
 
     def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
         """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
-        labels = self._spans.get(device, {}).get(kind, {})
+        labels = self._spans_by_device.get(device, {}).get(kind, {})
         found = [own for name, own in labels.items() if label in (None, name)]
         if len(found) == 1:
             return found[0]
@@ -154,12 +154,12 @@ class RunView:
     def steps(self) -> list[Step]:
         """All reported training steps in the order of time; repeated steps appear twice."""
         done = list(self.of("step").rows("device", "time", "step", "loss", "samples"))
-        windows = _windows([(device, time) for device, time, *_ in done])
+        windows = _step_windows([(device, time) for device, time, *_ in done])
         # The last batch of an epoch may be smaller: its step takes less time than the others.
         counted = Counter(samples for *_, samples in done)
         most = counted.most_common(1)[0][0] if counted else None
         whole = [samples == most for *_, samples in done]
-        comparable = self._comparable([device for device, *_ in done], windows, whole)
+        comparable = self._comparable_flags([device for device, *_ in done], windows, whole)
         disturbed = [interval for _, interval in self.disturbances]
         steps = []
         for row, window, is_comparable, is_whole in zip(done, windows, comparable, whole, strict=True):
@@ -180,7 +180,7 @@ class RunView:
             )
         return steps
 
-    def _comparable(self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]) -> list[bool]:
+    def _comparable_flags(self, names: Sequence[str], windows: Sequence[Interval], whole: Sequence[bool]) -> list[bool]:
         """Return, for each step of the given devices, the value of `Step.comparable`."""
         # The first step of a device has its start in it: weights are sent, caches are cold.
         met: set[str] = set()
@@ -221,7 +221,7 @@ def after(steps: Sequence[Step], moment: float) -> list[Step]:
     return [step for step in rows if step.steady] or rows[1:]
 
 
-def _windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:
+def _step_windows(ends: Iterable[tuple[str, float]]) -> list[Interval]:
     """Return the window of each step, from the end of the device's previous step (or 0) to its own end."""
     before: dict[str, float] = {}
     windows = []

@@ -12,11 +12,11 @@ from testbed.trace.metrics_spec import Metric, Metrics, Row
 from testbed.trace.record import RunView
 
 
-def _longest(spans: list[float]) -> float | None:
+def _longest_span(spans: list[float]) -> float | None:
     return max(spans, default=None)
 
 
-def _done(record: RunView) -> list[Recovery]:
+def _completed_recoveries(record: RunView) -> list[Recovery]:
     return [item for item in record.recoveries if item.resumed is not None]
 
 
@@ -31,34 +31,36 @@ FIGURES = (
         "recoveries",
         "number",
         "faults that the method noticed and outlived",
-        lambda record: len(_done(record)),
+        lambda record: len(_completed_recoveries(record)),
         compared=True,
     ),
     Metric(
         "unrecovered",
         "number",
         "faults that the method noticed and did not outlive",
-        lambda record: len(record.recoveries) - len(_done(record)),
+        lambda record: len(record.recoveries) - len(_completed_recoveries(record)),
     ),
     Metric(
         "detection_time",
         "seconds",
         "longest, from the strike to the detection",
-        lambda record: _longest([item.detected - item.struck for item in record.recoveries if item.struck is not None]),
+        lambda record: _longest_span(
+            [item.detected - item.struck for item in record.recoveries if item.struck is not None]
+        ),
         compared=True,
     ),
     Metric(
         "resume_time",
         "seconds",
         "longest, from the detection to the resumption",
-        lambda record: _longest([(item.resumed or 0.0) - item.detected for item in _done(record)]),
+        lambda record: _longest_span([(item.resumed or 0.0) - item.detected for item in _completed_recoveries(record)]),
         compared=True,
     ),
     Metric(
         "recovery_time",
         "seconds",
         "longest, from the strike to the resumption",
-        lambda record: _longest([item.duration or 0.0 for item in _done(record)]),
+        lambda record: _longest_span([item.duration or 0.0 for item in _completed_recoveries(record)]),
         brief=True,
         compared=True,
     ),
@@ -77,10 +79,10 @@ def recovery_list(record: RunView) -> list[dict[str, Any]]:
     processors, the worst device's.
     """
     details = record.tell_recovery
-    return [_recovery(item, record) | (details(item, record) if details else {}) for item in record.recoveries]
+    return [_recovery_item(item, record) | (details(item, record) if details else {}) for item in record.recoveries]
 
 
-def _recovery(item: Recovery, record: RunView) -> dict[str, Any]:
+def _recovery_item(item: Recovery, record: RunView) -> dict[str, Any]:
     begun = item.detected if item.struck is None else item.struck
     until = begun if item.resumed is None else item.resumed
     late = deficits(record.log.within(begun, until), intervals([(begun, until)]))
@@ -96,12 +98,12 @@ def _recovery(item: Recovery, record: RunView) -> dict[str, Any]:
     }
 
 
-def _note(metrics: Metrics) -> str:
+def _recovery_note(metrics: Metrics) -> str:
     note = "from the strike until work went on"
     return f"the longest of {{recoveries}}, {note}" if metrics["recoveries"] > 1 else note
 
 
-ROWS = (Row("Recovery", "{recovery_time}", _note),)
+ROWS = (Row("Recovery", "{recovery_time}", _recovery_note),)
 LAST_ROWS = (
     Row(
         "Unrecovered",

@@ -44,25 +44,25 @@ def figures_of(declared: MetricsSpec) -> dict[str, Metric]:
     Figures of packages come last, without those whose name the testbed or the method uses.
     """
     figures = by_name([*COMMON.values(), *declared.figures])
-    for name, figure in _packaged().items():
+    for name, figure in _packaged_metrics().items():
         figures.setdefault(name, figure)
     return figures
 
 
 @cache
-def _packaged() -> Mapping[str, Metric]:
+def _packaged_metrics() -> Mapping[str, Metric]:
     """Return the figures of installed packages; a broken package is logged, since every run asks for all figures."""
     found: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
-            for figure in plugins.load(point, (), _figures):
-                found.setdefault(figure.name, replace(figure, compute=partial(_compute, figure)))
+            for figure in plugins.load(point, (), _as_metrics):
+                found.setdefault(figure.name, replace(figure, compute=partial(_compute_safely, figure)))
         except InputError as error:
             _LOG.warning("%s", error)
     return found
 
 
-def _compute(figure: Metric, record: RunView) -> Any:
+def _compute_safely(figure: Metric, record: RunView) -> Any:
     """Compute a package's metric; None on failure, because the run did not choose the package."""
     try:
         return figure.compute(record)
@@ -71,7 +71,7 @@ def _compute(figure: Metric, record: RunView) -> Any:
         return None
 
 
-def _figures(declared: Any) -> tuple[Metric, ...]:
+def _as_metrics(declared: Any) -> tuple[Metric, ...]:
     figures = tuple(declared) if isinstance(declared, Iterable) else (declared,)
     if not all(isinstance(each, Metric) for each in figures):
         raise TypeError(f"{declared!r} must be a Metric or a tuple of Metrics")

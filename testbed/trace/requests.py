@@ -21,7 +21,7 @@ from testbed.trace.record import RunView
 from testbed.wire.framing import wire_bytes
 
 
-def _answered(record: RunView) -> tuple[list[float], list[float], int]:
+def _answered_requests(record: RunView) -> tuple[list[float], list[float], int]:
     """Return when requests were answered and their latencies, in seconds, and how many were given up.
 
     What counts is what became of each in the end: a lead that starts over after its own death asks all again. Programs
@@ -42,18 +42,18 @@ def _answered(record: RunView) -> tuple[list[float], list[float], int]:
     return times, latencies, failed
 
 
-def _latencies(record: RunView) -> list[float]:
-    return record.cached(_answered)[1]
+def _request_latencies(record: RunView) -> list[float]:
+    return record.cached(_answered_requests)[1]
 
 
-def _windows(record: RunView) -> list[Interval]:
-    times, latencies, _ = record.cached(_answered)
+def _request_windows(record: RunView) -> list[Interval]:
+    times, latencies, _ = record.cached(_answered_requests)
     return [(time - latency, time) for time, latency in zip(times, latencies, strict=True)]
 
 
-def _whole(record: RunView) -> Interval | None:
+def _whole_window(record: RunView) -> Interval | None:
     """Return the time from the first request to the last answer; None where nothing was answered."""
-    windows = record.cached(_windows)
+    windows = record.cached(_request_windows)
     return (min(begin for begin, _ in windows), max(end for _, end in windows)) if windows else None
 
 
@@ -61,34 +61,34 @@ def _of_latencies(compute: Callable[[list[float]], float]) -> Callable[[RunView]
     """Wrap a metric of all latencies to return None without answers."""
 
     def figure(record: RunView) -> float | None:
-        latencies = record.cached(_latencies)
+        latencies = record.cached(_request_latencies)
         return compute(latencies) if latencies else None
 
     return figure
 
 
 def _per_second(record: RunView) -> float | None:
-    latencies = record.cached(_latencies)
+    latencies = record.cached(_request_latencies)
     if not latencies:
         return None
     return len(latencies) / record.end if record.end > 0 else 0.0
 
 
-def _objects(record: RunView) -> int | None:
+def _count_objects(record: RunView) -> int | None:
     seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
     found = [len(event.fields["boxes"]) for event in seen.values()]
-    if not found or not record.cached(_latencies):
+    if not found or not record.cached(_request_latencies):
         return None
     return sum(found)
 
 
-def _failed(record: RunView) -> int | None:
-    times, _, failed = record.cached(_answered)
+def _count_failed(record: RunView) -> int | None:
+    times, _, failed = record.cached(_answered_requests)
     return failed if times or failed else None
 
 
-def _spent(record: RunView) -> list[PathTime]:
-    windows = record.cached(_windows)
+def _path_times(record: RunView) -> list[PathTime]:
+    windows = record.cached(_request_windows)
     if not windows:
         return []
     paths = CriticalPaths(record.events, record.experiment)
@@ -121,21 +121,21 @@ def busiest(events: Sequence[Event], experiment: Experiment, window: Interval) -
 
 
 def _over_predicted(record: RunView) -> float | None:
-    whole, predicted = record.cached(_whole), record.plan.step_time
+    whole, predicted = record.cached(_whole_window), record.plan.step_time
     if whole is None or not predicted:
         return None
-    return (whole[1] - whole[0]) / len(record.cached(_windows)) / predicted
+    return (whole[1] - whole[0]) / len(record.cached(_request_windows)) / predicted
 
 
 def _over_bound(record: RunView) -> float | None:
-    whole = record.cached(_whole)
+    whole = record.cached(_whole_window)
     needed = busiest(record.events, record.experiment, whole) if whole else 0.0
     return (whole[1] - whole[0]) / needed if whole and needed else None
 
 
 def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float | None]:
     def figure(record: RunView) -> float | None:
-        return fmean(map(part, record.cached(_spent))) if record.cached(_spent) else None
+        return fmean(map(part, record.cached(_path_times))) if record.cached(_path_times) else None
 
     return figure
 
@@ -143,7 +143,7 @@ def _mean_spent(part: Callable[[PathTime], float]) -> Callable[[RunView], float 
 FIGURES = (
     Metric("requests", "number", "inferences done", _of_latencies(len), compared=True),
     Metric("requests_per_second", "number", "inferences over duration", _per_second, compared=True),
-    Metric("objects", "number", "objects found in the samples of all requests", _objects),
+    Metric("objects", "number", "objects found in the samples of all requests", _count_objects),
     Metric("latency", "seconds", "median of an inference", _of_latencies(median), brief=True, compared=True),
     Metric("latency_mean", "seconds", "mean of an inference", _of_latencies(fmean)),
     Metric(
@@ -160,7 +160,7 @@ FIGURES = (
         _of_latencies(lambda latencies: float(np.percentile(latencies, 99))),
     ),
     Metric("latency_max", "seconds", "longest inference", _of_latencies(max)),
-    Metric("requests_failed", "number", "inferences given up", _failed),
+    Metric("requests_failed", "number", "inferences given up", _count_failed),
     Metric(
         "path_compute",
         "seconds",
@@ -194,7 +194,7 @@ def _has_model(metrics: Metrics) -> bool:
     return "requests" in metrics and any(len(set(row.get("units", ()))) > 1 for row in metrics["devices"].values())
 
 
-def _weights(metrics: Metrics) -> str:
+def _describe_weights(metrics: Metrics) -> str:
     return "random" if metrics["weights"] is None else Path(metrics["weights"]).name
 
 
@@ -209,7 +209,7 @@ def _requests_note(metrics: Metrics) -> str:
 
 
 ROWS = (
-    Row("Weights", _weights, _weights_note, when=_has_model),
+    Row("Weights", _describe_weights, _weights_note, when=_has_model),
     Row("Requests", "{requests}", _requests_note),
     Row("Objects", "{objects}", "found in all requests together; boxes.json has them"),
     Row("Latency", "{latency}", "median; 95% within {latency_p95}"),

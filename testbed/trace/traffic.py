@@ -16,17 +16,17 @@ from testbed.trace.record import RunView
 from testbed.wire.framing import cast_wire_bytes, wire_bytes
 
 
-def _sum(key: str, record: RunView) -> int:
+def _sum_of_links(key: str, record: RunView) -> int:
     return sum(row[key] for row in record.cached(devices).values())
 
 
-def _reception(record: RunView) -> float | None:
+def _reception_ratio(record: RunView) -> float | None:
     meant = sum(sum(map(len, peers)) for _, (peers,) in record.of("cast").columns("peers"))
-    heard = sum(record.cached(_heard).values())
+    heard = sum(record.cached(_count_heard).values())
     return heard / meant if meant else None
 
 
-def _heard(record: RunView) -> Counter[Pair]:
+def _count_heard(record: RunView) -> Counter[Pair]:
     """Return how many casts each directed pair of devices carried."""
     heard: Counter[Pair] = Counter()
     for _, (peers, own, casts) in record.of("receive").columns("peer", "device", "cast"):
@@ -47,18 +47,20 @@ FIGURES = (
         lambda record: len(record.of("cast")) or None,
     ),
     Metric("cast_time", "seconds", "median time that a cast took to leave its device", _cast_time),
-    Metric("reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception),
+    Metric(
+        "reception", "share", "of the casts meant to be heard, each counted for each of its peers", _reception_ratio
+    ),
     Metric(
         "messages",
         "number",
         "sent, by all devices together; a cast counts once",
-        lambda record: _sum("messages_sent", record),
+        lambda record: _sum_of_links("messages_sent", record),
     ),
     Metric(
         "bytes_sent",
         "bytes",
         "by all devices together; a cast counts once",
-        lambda record: _sum("bytes_sent", record),
+        lambda record: _sum_of_links("bytes_sent", record),
         compared=True,
     ),
     Metric(
@@ -68,7 +70,9 @@ FIGURES = (
         lambda record: sum(record.outcome.fidelity.get("sent", {}).values()) or None,
         compared=True,
     ),
-    Metric("bytes_received", "bytes", "by all devices together", lambda record: _sum("bytes_received", record)),
+    Metric(
+        "bytes_received", "bytes", "by all devices together", lambda record: _sum_of_links("bytes_received", record)
+    ),
 )
 
 
@@ -91,7 +95,7 @@ class LinkUse:
         self.casts += number if is_cast else 0
 
 
-def _uses(record: RunView) -> dict[Pair, LinkUse]:
+def _link_uses(record: RunView) -> dict[Pair, LinkUse]:
     """Return the traffic of each used directed link, in the order of first use."""
     # A run sends millions of messages and few kinds of them: equal ones are counted first.
     alike: Counter[tuple[str, str, tuple[str, ...], int]] = Counter()
@@ -108,7 +112,7 @@ def _uses(record: RunView) -> dict[Pair, LinkUse]:
 
 def links(record: RunView) -> list[dict[str, Any]]:
     """Return one row per used or measured directed link, in the order of the experiment."""
-    uses, heard = _uses(record), record.cached(_heard)
+    uses, heard = _link_uses(record), record.cached(_count_heard)
     known, bounded = record.experiment.links, record.experiment.bounded_links()
     measured = {(item.source, item.destination): item for item in record.outcome.links}
     asked = cache(lambda link: link and asdict(link))  # of thousands of links most are asked the same of
@@ -130,13 +134,13 @@ def links(record: RunView) -> list[dict[str, Any]]:
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
                 "measured": found.figures() if found else None,
                 "problem": found.problem if found else None,
-                "used_share": _used(requested, use.wire_bytes, record.end),
+                "used_share": _utilisation(requested, use.wire_bytes, record.end),
             }
         )
     return rows
 
 
-def _used(link: Link | None, wire_bytes: float, end: float) -> float | None:
+def _utilisation(link: Link | None, wire_bytes: float, end: float) -> float | None:
     if link is None or link.rate is None or end <= 0:
         return None
     return link.transmission_time(wire_bytes) / end

@@ -77,23 +77,23 @@ def verdict(record: RunView) -> dict[str, Any]:
     """
     outcome, experiment = record.outcome, record.experiment
     checks = [
-        _course(outcome),
-        _record(record),
+        _check_course(outcome),
+        _check_record(record),
         *_missed_updates(record),
-        *_faults(experiment, record.log, record.strikes),
-        *_changes(record.log, experiment),
+        *_check_faults(experiment, record.log, record.strikes),
+        *_check_changes(record.log, experiment),
     ]
     emulated = outcome.runtime == "emulate"
     if emulated:
         checks += [
-            _links(outcome, experiment),
-            _host(record.cached(added), outcome.fidelity),
-            *_recoveries(record.cached(recovery_list)),
-            *_stolen(outcome.fidelity),
-            *_queues(outcome.fidelity),
-            *_delays(outcome.fidelity, experiment),
-            *_clocks(outcome.fidelity),
-            *_limits(outcome.fidelity),
+            _check_links(outcome, experiment),
+            _check_host(record.cached(added), outcome.fidelity),
+            *_check_recoveries(record.cached(recovery_list)),
+            *_check_stolen_time(outcome.fidelity),
+            *_check_queues(outcome.fidelity),
+            *_check_delays(outcome.fidelity, experiment),
+            *_check_clocks(outcome.fidelity),
+            *_check_limits(outcome.fidelity),
         ]
     else:
         checks += _left_out(experiment)
@@ -114,17 +114,19 @@ def verdict(record: RunView) -> dict[str, Any]:
     }
 
 
-def _clocks(fidelity: Mapping[str, Any]) -> list[Check]:
+def _check_clocks(fidelity: Mapping[str, Any]) -> list[Check]:
     """Check the clock offsets between hosts, which affect all times between two devices."""
     clocks: Mapping[str, float] = fidelity.get("clocks", {})
     if not clocks:
         return []
     worst = max(clocks, key=lambda host: clocks[host])
     detail = f"the clocks of {len(clocks)} hosts are known to {clocks[worst] * 1e3:.2f} ms"
-    return [_bounded("clocks", clocks[worst], CLOCKS, f"{detail}, that of {worst} the least", f"{CLOCKS * 1e3:g} ms")]
+    return [
+        _bounded_check("clocks", clocks[worst], CLOCKS, f"{detail}, that of {worst} the least", f"{CLOCKS * 1e3:g} ms")
+    ]
 
 
-def _limits(fidelity: Mapping[str, Any]) -> list[Check]:
+def _check_limits(fidelity: Mapping[str, Any]) -> list[Check]:
     """Check the enforcement of device limits by the kernel; the process limit is not part of the scenario."""
     unlimited: Sequence[str] = fidelity.get("unlimited", ())
     if not unlimited:
@@ -133,7 +135,7 @@ def _limits(fidelity: Mapping[str, Any]) -> list[Check]:
     return [Check("limits", "memory" not in unlimited, detail)]
 
 
-def _bounded(name: str, value: float, most: float, detail: str, limit: str) -> Check:
+def _bounded_check(name: str, value: float, most: float, detail: str, limit: str) -> Check:
     """Return a check of a value against a bound, which is named in the detail on failure."""
     return Check(name, value <= most, detail if value <= most else f"{detail} (at most {limit})")
 
@@ -144,7 +146,7 @@ def _left_out(experiment: Experiment) -> list[Check]:
     return [Check("model", None, f"not in the model: {' and '.join(found)}")] if found else []
 
 
-def _course(outcome: Outcome) -> Check:
+def _check_course(outcome: Outcome) -> Check:
     if outcome.status == "finished":
         return Check("course", True, "the workload ran to its end")
     why = f": {outcome.error}" if outcome.error else ""
@@ -152,7 +154,7 @@ def _course(outcome: Outcome) -> Check:
     return Check("course", False, f"the run {verb}{why}")
 
 
-def _gaps(log: EventLog, wanted: str) -> list[str]:
+def _name_gaps(log: EventLog, wanted: str) -> list[str]:
     """Name steps (or requests) missing from the log before later ones."""
     ended = [wanted, "failed"] if wanted == "request" else [wanted]
     found = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
@@ -163,7 +165,7 @@ def _gaps(log: EventLog, wanted: str) -> list[str]:
     return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
 
 
-def _record(record: RunView) -> Check:
+def _check_record(record: RunView) -> Check:
     """Check the log for missing mandatory events."""
     outcome, log, experiment = record.outcome, record.log, record.experiment
     silent = sorted(set(record.plan.devices) - log.devices)
@@ -175,10 +177,13 @@ def _record(record: RunView) -> Check:
     if not log.of(wanted):
         hint = f': programs say what they have done by device.record("{wanted}", ...)' if workload.needs_record else ""
         return Check("events", False, f"no {wanted} was recorded{hint}")
-    if outcome.status == "finished" and (lost := [*_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
+    if outcome.status == "finished" and (lost := [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
         return Check("events", False, f"the run finished without {' and '.join(lost)}")
     if not experiment.faults and not log.of("fault"):
-        sent, received = _pairs(log.of("send"), "device", "peer"), _pairs(log.of("receive"), "peer", "device")
+        sent, received = (
+            _count_pairs(log.of("send"), "device", "peer"),
+            _count_pairs(log.of("receive"), "peer", "device"),
+        )
         missing = sum((sent - received).values())
         if missing > max(1, LOST_EVENTS * sent.total()):
             return Check("events", False, f"the log lacks the reception of {missing} of {sent.total()} messages")
@@ -199,12 +204,12 @@ def _missed_updates(record: RunView) -> list[Check]:
     return [Check("rounds", None if given else False, detail)]
 
 
-def _pairs(log: EventLog, *ends: str) -> Counter[Any]:
+def _count_pairs(log: EventLog, *ends: str) -> Counter[Any]:
     """Return how many messages went between each two devices."""
     return Counter(chain.from_iterable(zip(*columns, strict=False) for _, columns in log.columns(*ends)))
 
 
-def _faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> list[Check]:
+def _check_faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> list[Check]:
     wanted = Counter(fault.action.name for fault in experiment.faults)
     if not wanted and not struck:
         return []
@@ -226,7 +231,7 @@ def _faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike]) -> 
     return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
 
 
-def _changes(log: EventLog, experiment: Experiment) -> list[Check]:
+def _check_changes(log: EventLog, experiment: Experiment) -> list[Check]:
     """Judge how late changes of the trace and of flapping links took effect."""
     checks = []
     actions = [fault.action for fault in experiment.faults]
@@ -253,7 +258,7 @@ def _changes(log: EventLog, experiment: Experiment) -> list[Check]:
     return checks
 
 
-def _links(outcome: Outcome, experiment: Experiment) -> Check:
+def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
     if not experiment.links:
         return Check("links", None, "no links")
     if not outcome.links:
@@ -267,7 +272,7 @@ def _links(outcome: Outcome, experiment: Experiment) -> Check:
     return Check("links", True, f"{len(outcome.links)} measured, all within tolerance")
 
 
-def _host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
+def _check_host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
     if found.seconds <= 0:
         return Check("host", None, "no step and no request was done")
     computing, messaging = found.computing / found.seconds, found.messaging / found.seconds
@@ -275,11 +280,11 @@ def _host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
         f"the host added {found.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    check = _bounded("host", found.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
-    return check if check.ok else replace(check, detail=check.detail + _load(fidelity))
+    check = _bounded_check("host", found.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
+    return check if check.ok else replace(check, detail=check.detail + _describe_load(fidelity))
 
 
-def _load(fidelity: Mapping[str, Any]) -> str:
+def _describe_load(fidelity: Mapping[str, Any]) -> str:
     """Describe the host's load, which explains damage but is harmless by itself."""
     load, saturated = fidelity.get("host_load"), fidelity.get("host_saturated")
     if load is None or saturated is None:
@@ -287,25 +292,25 @@ def _load(fidelity: Mapping[str, Any]) -> str:
     return f"; its processors were busy for {load:.0%} of the time, all of them at once for {saturated:.0%}"
 
 
-def _recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
+def _check_recoveries(recovered: Sequence[Mapping[str, Any]]) -> list[Check]:
     done = [item for item in recovered if item["seconds"]]
     if not done:
         return []
     worst = max(done, key=lambda item: float(item["deficit"] / item["seconds"]))
     part = worst["deficit"] / worst["seconds"]
     detail = f"computing slower than asked made up {part:.1%} of a recovery"
-    return [_bounded("recovery", part, RECOVERY_DEFICIT_SHARE, detail, f"{RECOVERY_DEFICIT_SHARE:.0%}")]
+    return [_bounded_check("recovery", part, RECOVERY_DEFICIT_SHARE, detail, f"{RECOVERY_DEFICIT_SHARE:.0%}")]
 
 
-def _stolen(fidelity: Mapping[str, Any]) -> list[Check]:
+def _check_stolen_time(fidelity: Mapping[str, Any]) -> list[Check]:
     stolen = fidelity.get("host_stolen")
     if stolen is None:
         return []
     detail = f"a hypervisor kept {stolen:.1%} of the processors' time for others"
-    return [_bounded("stolen", stolen, STOLEN_SHARE, detail, f"{STOLEN_SHARE:.0%}")]
+    return [_bounded_check("stolen", stolen, STOLEN_SHARE, detail, f"{STOLEN_SHARE:.0%}")]
 
 
-def _queues(fidelity: Mapping[str, Any]) -> list[Check]:
+def _check_queues(fidelity: Mapping[str, Any]) -> list[Check]:
     queues = fidelity.get("queues")
     if queues is None:
         return []
@@ -319,11 +324,11 @@ def _queues(fidelity: Mapping[str, Any]) -> list[Check]:
     return [Check("queues", True, f"the emulation dropped no packet of its own{own}")]
 
 
-def _delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[Check]:
+def _check_delays(fidelity: Mapping[str, Any], experiment: Experiment) -> list[Check]:
     lateness = fidelity.get("lateness", {}).get("p99")
     if lateness is None:
         return []
     shortest = min((link.delay for link in experiment.links.values() if link.delay > 0), default=0.0)
     limit = max(DELAY_LATENESS, DELAY_LATENESS_SHARE * shortest)
     detail = f"1% of the packets were delayed by {lateness * 1e3:.2f} ms more than asked, or later"
-    return [_bounded("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]
+    return [_bounded_check("delays", lateness, limit, detail, f"{limit * 1e3:g} ms")]

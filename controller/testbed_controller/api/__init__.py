@@ -160,20 +160,20 @@ class Live:
 
     def state(self) -> dict[str, Any]:
         """Return ``devices`` with their states (up, down or paused), and ``in_force``, the active faults by handle."""
-        return self._ask({"show": None})
+        return self._ask_lab({"show": None})
 
     def strike(self, **action: Any) -> str:
         """Apply an action in scenario form, such as ``kill="worker1"``; return the handle for `undo`.
 
         Raises `InputError` where a scenario could not have it either.
         """
-        return str(self._ask({"strike": action})["handle"])
+        return str(self._ask_lab({"strike": action})["handle"])
 
     def undo(self, handle: str) -> None:
         """Revert an action. Raises `InputError` for an inactive handle."""
-        self._ask({"undo": handle})
+        self._ask_lab({"undo": handle})
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask_lab(self, request: dict[str, Any]) -> dict[str, Any]:
         from testbed_controller.running.control import reach
 
         return reach(self.run)(request)
@@ -247,7 +247,7 @@ def simulate(scenario: Scenario, out: str | Path | None = None, *, callbacks: Se
     >>> testbed.simulate(scenario, "one").path.name
     'one'
     """
-    return _one(scenario, "simulate", out, RunOptions(callbacks=callbacks))
+    return _run_one(scenario, "simulate", out, RunOptions(callbacks=callbacks))
 
 
 def emulate(
@@ -281,7 +281,7 @@ def emulate(
         where=where,
     )
     strike = (lambda trial: struck([trial], where)[0]) if where.faults else None
-    return _one(scenario, "emulate", out, options, strike)
+    return _run_one(scenario, "emulate", out, options, strike)
 
 
 def sweep(
@@ -321,7 +321,7 @@ def sweep(
 
         executor = Cluster(cluster)
     found: dict[int, Run] = {}
-    _in_its_own_loop(lambda: executor.execute(runs, _silent(), found.__setitem__))
+    _in_its_own_loop(lambda: executor.execute(runs, _silent_console(), found.__setitem__))
     results = Results(Result(found[number]) for number in sorted(found))
     results.refused = refused
     return results
@@ -341,7 +341,7 @@ def open_results(folder: str | Path) -> Results:
     return Results(Result(files.load_any(place)) for place in files.places(Path(folder)))
 
 
-def _one(
+def _run_one(
     scenario: Scenario,
     runtime: Runtime,
     out: str | Path | None,
@@ -355,13 +355,13 @@ def _one(
         raise InputError(f"{scenario.name} has {len(runs)} runs: use sweep(), or leave out its sweep and repetitions")
     prepared: Prepared = prepare(change(runs[0]) if change else runs[0])
     folder = Path(out) if out is not None else numbered(Path("results") / run_name(prepared.trial))
-    silent = _silent()
+    silent = _silent_console()
     initial = InitialWeights(silent)
     run = _in_its_own_loop(lambda: run_recorded(prepared, runtime, folder, initial, silent, options))
     return Result(run)
 
 
-def _silent() -> Console:
+def _silent_console() -> Console:
     return Console(file=StringIO())
 
 

@@ -83,12 +83,12 @@ class Cluster:
         Raises HostError for a cluster without workers (at the start, or later for `PATIENCE` seconds) or with another
         version of the testbed; InputError for files that cannot be sent; TestbedError for abandoned trials.
         """
-        packed = {number: _packed(run.trial) for number, run in runs.items()}
+        packed = {number: _pack_trial(run.trial) for number, run in runs.items()}
         scheduler = self.scheduler
         with connected(scheduler) if isinstance(scheduler, str) else nullcontext(scheduler) as client:
-            _check(client)
+            _check_workers(client)
             client.run_on_scheduler(_bound_deaths)
-            console.print(f"{len(runs)} runs on {_workers(client)} workers of {client.scheduler.address}")
+            console.print(f"{len(runs)} runs on {_count_workers(client)} workers of {client.scheduler.address}")
             _Batch(runs, packed, client, console, self.options).execute(done)
 
 
@@ -103,7 +103,7 @@ class _Batch:
         console: Console,
         options: RunOptions,
     ) -> None:
-        self._runs, self._packed, self._options = runs, packed, options
+        self._runs, self._pack_trial, self._options = runs, packed, options
         self._client, self._console = client, console
         self._executor = client.get_executor(pure=False)
         self._id, self._version = secrets.token_hex(4), version()
@@ -114,12 +114,12 @@ class _Batch:
         try:
             collect(
                 self._runs,
-                self._submit,
-                self._take,
+                self._submit_run,
+                self._store_result,
                 self._console,
                 done,
-                lost=self._lost,
-                at_once=lambda: max(1, _workers(self._client)),
+                lost=self._handle_loss,
+                at_once=lambda: max(1, _count_workers(self._client)),
                 look=_Watch(self._client, self._console),
             )
         except BaseException:
@@ -131,35 +131,35 @@ class _Batch:
                 f"({', '.join(self._given_up)}): look at the workers' memory and logs, then go on with --resume"
             )
 
-    def _begun(self, number: int) -> str:
+    def _start_counter(self, number: int) -> str:
         """Return the name of the queue that counts the starts of a run."""
         return f"{self._runs[number].folder.name}-{self._id}"
 
-    def _submit(self, number: int) -> Future[Files]:
+    def _submit_run(self, number: int) -> Future[Files]:
         self._attempts[number] += 1
-        begun, place = self._begun(number), str(self._runs[number].folder.absolute())
-        given = (*self._packed[number], list(sys.argv), self._version, place, self._options)
+        begun, place = self._start_counter(number), str(self._runs[number].folder.absolute())
+        given = (*self._pack_trial[number], list(sys.argv), self._version, place, self._options)
         key = f"{begun}-{self._attempts[number]}"
-        submitted: Future[Files] = self._executor.submit(_task, _simulate, begun, *given, key=key)
+        submitted: Future[Files] = self._executor.submit(_run_task, _simulate_files, begun, *given, key=key)
         return submitted
 
-    def _take(self, number: int, ended: Future[Files]) -> Path:
+    def _store_result(self, number: int, ended: Future[Files]) -> Path:
         """Write the files of a finished run; the folder appears complete."""
         folder = self._runs[number].folder
         draft = folder.with_name(f".{folder.name}")
         shutil.rmtree(draft, ignore_errors=True)
-        _write(ended.result(), draft)
+        _write_files(ended.result(), draft)
         if folder.is_dir():
             shutil.rmtree(folder)
         draft.rename(folder)
         return folder
 
-    def _lost(self, number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
+    def _handle_loss(self, number: int, ended: Future[Files]) -> Literal["again", "given up"] | None:
         from distributed import KilledWorker, Queue
 
         if not isinstance(ended.exception(), KilledWorker):
             return None
-        if Queue(self._begun(number), client=self._client).qsize() < DEATHS:
+        if Queue(self._start_counter(number), client=self._client).qsize() < DEATHS:
             return "again"
         name = self._runs[number].folder.name
         self._given_up.append(name)
@@ -175,7 +175,7 @@ class _Watch:
         self._since: float | None = None
 
     def __call__(self) -> None:
-        if _workers(self._client):
+        if _count_workers(self._client):
             self._since = None
         elif self._since is None:
             self._since = time.monotonic()
@@ -184,7 +184,7 @@ class _Watch:
             raise HostError(f"--cluster: no worker for {PATIENCE:.0f} s: start some, then go on with --resume")
 
 
-def _workers(client: Client) -> int:
+def _count_workers(client: Client) -> int:
     return len(client.scheduler_info(n_workers=-1)["workers"])
 
 
@@ -204,7 +204,7 @@ def version() -> str:
     return f"{VERSION}-{digest.hexdigest()[:8]}"
 
 
-def _check(client: Client) -> None:
+def _check_workers(client: Client) -> None:
     """Raise HostError for missing workers or another version."""
     ours = version()
     try:
@@ -231,7 +231,7 @@ def _bound_deaths(dask_scheduler: Any) -> None:
     dask_scheduler.allowed_failures = min(dask_scheduler.allowed_failures, DEATHS - 1)
 
 
-def _packed(trial: Trial) -> tuple[Trial, Files]:
+def _pack_trial(trial: Trial) -> tuple[Trial, Files]:
     """Return a trial with relative file names, and the Python files that it names."""
     from testbed_controller.results.recorder import with_local_sources
 
@@ -245,14 +245,14 @@ def _packed(trial: Trial) -> tuple[Trial, Files]:
     return replace(trial, scenario=moved, experiment=experiment), files
 
 
-def _write(files: Files, folder: Path) -> None:
+def _write_files(files: Files, folder: Path) -> None:
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
 
-def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
+def _run_task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
     """Count the start of a trial in a queue and simulate the trial."""
     from distributed import Queue
 
@@ -262,12 +262,14 @@ def _task(simulate: Callable[..., Files], begun: str, *arguments: Any) -> Files:
         return simulate(*arguments)
 
 
-def _simulate(trial: Trial, files: Files, argv: Sequence[str], wanted: str, there: str, options: RunOptions) -> Files:
+def _simulate_files(
+    trial: Trial, files: Files, argv: Sequence[str], wanted: str, there: str, options: RunOptions
+) -> Files:
     """Simulate a trial in a worker and return the files for the folder ``there``."""
     if version() != wanted:  # a worker that joined later
         raise HostError(f"this worker has the testbed {version()}, and {wanted} was asked for")
     with tempfile.TemporaryDirectory(prefix="testbed-") as name:
-        _write(files, Path(name))
+        _write_files(files, Path(name))
         source = replace(trial.scenario.source, file=str(Path(name, "scenario.yaml")))
         trial = replace(trial, scenario=trial.scenario.located(source))
         sys.argv, before = list(argv), sys.argv

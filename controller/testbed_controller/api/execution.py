@@ -77,10 +77,10 @@ def run_recorded(
     events = options.events
     recorder = Recorder(folder, prepared.trial, prepared.plan, runtime, weights=weights, owned=owned, events=events)
     try:
-        page = _page(recorder.path, runtime, console) if options.watch else nullcontext()
+        page = _live_page(recorder.path, runtime, console) if options.watch else nullcontext()
         wanted = dict.fromkeys([*options.streams, *prepared.scenario.results.to])
         with page, Following(recorder.path, wanted, options.callbacks) as stream:
-            outcome = _follow(prepared, runtime, initial, console, recorder, stream, options)
+            outcome = _follow_run(prepared, runtime, initial, console, recorder, stream, options)
             finished = stream.finished = recorder.finish(prepared.workload.exported(prepared, outcome))
     except BaseException as error:
         recorder.abandon(error)
@@ -94,7 +94,7 @@ def run_recorded(
 
 
 @contextmanager
-def _page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
+def _live_page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
     """Serve a live page until the end of the run, with time for the page to receive the last events."""
     from testbed_controller.lab import runstate
     from testbed_controller.running.control import strike
@@ -110,7 +110,7 @@ def _page(folder: Path, runtime: str, console: Console) -> Iterator[None]:
         page.close()
 
 
-def _follow(
+def _follow_run(
     prepared: Prepared,
     runtime: Runtime,
     initial: InitialWeights,

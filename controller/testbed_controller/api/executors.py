@@ -79,8 +79,8 @@ class InTurn:
         began = time.monotonic()
         for over, (number, run) in enumerate(runs.items()):
             if len(runs) > 1:
-                left = _left(began, over, len(runs))
-                console.print(f"[bold]run {over + 1} of {len(runs)}[/] {_point(run.trial)}{left}")
+                left = _estimate_rest(began, over, len(runs))
+                console.print(f"[bold]run {over + 1} of {len(runs)}[/] {_point_name(run.trial)}{left}")
             finished = run_recorded(run.prepared, self.runtime, run.folder, initial, console, self.options)
             done(number, finished)
             if finished.outcome.status == "interrupted":
@@ -97,13 +97,13 @@ class Processes:
     def execute(self, runs: Mapping[int, PlannedRun], console: Console, done: Done) -> None:
         """See `Executor.execute`."""
         console.print(f"{len(runs)} runs, {self.jobs} at once")
-        with _pool(self.jobs) as pool:
+        with _process_pool(self.jobs) as pool:
 
             def submit(number: int) -> Future[Path]:
                 run = runs[number]
                 return pool.submit(simulate_trial, run.trial, run.folder, self.options)
 
-            collect(runs, submit, _result, console, done)
+            collect(runs, submit, _result_folder, console, done)
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class OneRunPerHost:
         for host in self.hosts:
             free.put(host)
         console.print(f"{len(runs)} runs, one at a time on each of {', '.join(self.hosts)}")
-        with _pool(len(self.hosts)) as pool:
+        with _process_pool(len(self.hosts)) as pool:
 
             def submit(number: int) -> Future[Path]:
                 run = runs[number]
                 return pool.submit(_emulate_on_free_host, run.trial, run.folder, self.options, free, managing)
 
-            collect(runs, submit, _result, console, done)
+            collect(runs, submit, _result_folder, console, done)
 
 
 @contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+def _process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     level = logging.getLogger("testbed_controller").level
     # Spawned, since torch's threads do not survive a fork.
     with ProcessPoolExecutor(
@@ -161,7 +161,7 @@ def _prepare_child(level: int) -> None:
 
 def simulate_trial(trial: Trial, folder: Path, options: RunOptions) -> Path:
     """Simulate a trial received from another process; return its results folder."""
-    return _execute(prepare(trial), "simulate", folder, options)
+    return _execute_run(prepare(trial), "simulate", folder, options)
 
 
 def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free: Queue[str], managing: str) -> Path:
@@ -172,17 +172,17 @@ def _emulate_on_free_host(trial: Trial, folder: Path, options: RunOptions, free:
     try:
         where = parse(LabPart, {"hosts": sorted({host, managing}), "place": place})
         options = replace(options, where=where)
-        return _execute(prepared, "emulate", folder, options)
+        return _execute_run(prepared, "emulate", folder, options)
     finally:
         free.put(host)
 
 
-def _execute(prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions) -> Path:
+def _execute_run(prepared: Prepared, runtime: Runtime, folder: Path, options: RunOptions) -> Path:
     silent = Console(file=StringIO())
     return run_recorded(prepared, runtime, folder, InitialWeights(silent), silent, options).path
 
 
-def _result(_number: int, ended: Future[Path]) -> Path:
+def _result_folder(_number: int, ended: Future[Path]) -> Path:
     return ended.result()
 
 
@@ -218,18 +218,18 @@ def collect(
                 continue
             count = total - len(left) - len(waiting)
             finished = load_figures(place(number, ended))
-            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{_left(began, count, total)}")
+            console.print(f"[bold]{count} of {total}[/] {finished.path.name}{_estimate_rest(began, count, total)}")
             done(number, finished)
 
 
-def _left(began: float, over: int, total: int) -> str:
+def _estimate_rest(began: float, over: int, total: int) -> str:
     """Return the estimated rest of the time as text; empty before the first run is over."""
     if not 0 < over < total:
         return ""
     return f", about {formats.seconds((time.monotonic() - began) / over * (total - over))} left"
 
 
-def _point(trial: Trial) -> str:
+def _point_name(trial: Trial) -> str:
     """Return the point of a sweep and the repetition as text."""
     parts = [f"{key}={value_text(value)}" for key, value in trial.point.items()]
     if trial.repetition:

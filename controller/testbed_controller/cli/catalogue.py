@@ -134,7 +134,7 @@ def models(
         return
     if profile is not None and measure is None:
         raise click.UsageError("--profile charges what is measured: give --measure BATCH as well")
-    model = _model(name, function, data)
+    model = _load_model(name, function, data)
     if measure is not None:
         if model.builder is not None:
             raise InputError("--measure times layers, and of a network of your own only units are known: leave it out")
@@ -147,7 +147,7 @@ def models(
     _print_units(figures, data)
 
 
-def _model(name: str, function: str | None, data: str) -> Model:
+def _load_model(name: str, function: str | None, data: str) -> Model:
     """Return a model for a data set, by name or from a function in a file."""
     from testbed.common import usercode
     from testbed.ml.data.catalog import describe_part, part_of
@@ -194,7 +194,7 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
 
     device = None if profile is None else profiled(profile)
     times, whole = measure(model, batch_size), measure_whole(model, batch_size)
-    device = device or _fitted(times)
+    device = device or _fitted_device(times)
     charged = [device.seconds(each.cost) for each in times]
     if as_json:
         layers = [
@@ -228,7 +228,7 @@ def _print_measured(model: Model, batch_size: int, profile: Path | None, as_json
         console.print(f"speed: {format_speed(float(f'{device.speed:.3g}'))}{read}")
 
 
-def _fitted(times: Sequence[LayerTime]) -> DeviceSpec:
+def _fitted_device(times: Sequence[LayerTime]) -> DeviceSpec:
     from testbed.hardware import DeviceSpec
     from testbed_controller.profiling.layers import rates
 
@@ -271,11 +271,17 @@ def profiles(as_json: bool) -> None:
     console = make_console()
     about: dict[str, list[tuple[str, ...]]] = {
         "Devices": [
-            (each.name, formats.speed(each.speed), format_size(each.memory), _basis(each), each.source)
+            (each.name, formats.speed(each.speed), format_size(each.memory), _describe_basis(each), each.source)
             for each in PROFILES.values()
         ],
         "Links, up is towards the first device of the scenario": [
-            (each.name, f"{format_rate(each.up)} up", f"{format_rate(each.down)} down", _delay(each), each.source)
+            (
+                each.name,
+                f"{format_rate(each.up)} up",
+                f"{format_rate(each.down)} down",
+                _format_delay(each),
+                each.source,
+            )
             for each in PRESETS.values()
         ],
         "Radios, for `network.radio`: how far a cast is heard": [
@@ -292,12 +298,12 @@ def profiles(as_json: bool) -> None:
 _RADIO = "sent with, still received"
 
 
-def _basis(profile: Profile) -> str:
+def _describe_basis(profile: Profile) -> str:
     """Describe the origin of a speed, and the number of processors."""
     return (f"{profile.processors} processors, each: " if profile.processors > 1 else "") + profile.basis
 
 
-def _delay(preset: LinkPreset) -> str:
+def _format_delay(preset: LinkPreset) -> str:
     delay = "delay is yours to give" if preset.delay is None else f"{format_duration(preset.delay)} one way"
     return delay if preset.frame is None else f"{delay}; frame {preset.frame} B"
 

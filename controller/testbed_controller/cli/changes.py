@@ -43,16 +43,16 @@ def options_of(part: type[ConfigModel], leave_out: Collection[str] = ()) -> list
         click.Option(
             [f"--{name.replace('_', '-')}", name],
             required=field.is_required(),
-            type=_pairs if part_of(field) else _type(described[name]),
+            type=_parse_pairs if part_of(field) else _click_type(described[name]),
             metavar="KEY=VALUE,..." if part_of(field) else None,
-            help=_help(field.description or "", described[name]),
+            help=_help_text(field.description or "", described[name]),
         )
         for name, field in part.model_fields.items()
         if name not in leave_out
     ]
 
 
-def _type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
+def _click_type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]:
     """Return the click type of a value. Quantities are text, parsed by the scenario's validators."""
     for each in (schema, *schema.get("anyOf", ())):
         if "enum" in each:
@@ -62,13 +62,13 @@ def _type(schema: dict[str, Any]) -> click.Choice[str] | type[int | float | str]
     return str
 
 
-def _help(description: str, schema: dict[str, Any]) -> str:
+def _help_text(description: str, schema: dict[str, Any]) -> str:
     text = (description[:1].upper() + description[1:]).replace("`", "")
     examples = next((each["examples"] for each in (schema, *schema.get("anyOf", ())) if "examples" in each), ())
     return f"{text}, e.g. {examples[0]}" if examples and "e.g." not in text else text
 
 
-def _pairs(text: str) -> dict[str, str]:
+def _parse_pairs(text: str) -> dict[str, str]:
     """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
     pairs = [each.partition("=") for each in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
@@ -96,7 +96,7 @@ def fault() -> None:
     """
 
 
-def _parameters(action: str, part: type[ConfigModel] | None) -> list[click.Parameter]:
+def _command_parameters(action: str, part: type[ConfigModel] | None) -> list[click.Parameter]:
     """Return the command parameters equivalent to an action's scenario keys."""
     if part is not None and issubclass(part, LinkSetPart):
         ends = [click.Argument(["source"]), click.Argument(["destination"], required=False)]
@@ -108,7 +108,7 @@ def _parameters(action: str, part: type[ConfigModel] | None) -> list[click.Param
     return [*device, *(options_of(part, ["device"]) if part else [])]
 
 
-def _value(given: dict[str, Any]) -> object:
+def _scenario_value(given: dict[str, Any]) -> object:
     """Convert command parameters to the scenario value of an action."""
     if "groups" in given:
         return [group.split(",") for group in given["groups"]]
@@ -121,27 +121,27 @@ def _value(given: dict[str, Any]) -> object:
     return found if len(found) > 1 else found.get("device", "all")
 
 
-def _add(action: str) -> None:
+def _add_command(action: str) -> None:
     """Add the command of an action, with parameters from the action's scenario keys."""
     field = ActionPart.model_fields[action]
     part = part_of(field)
 
     @run_option
     def strike(run_id: str | None, for_: str | None = None, **given: Any) -> None:
-        value = _value(given)
+        value = _scenario_value(given)
         if action == Flap.name:
-            _flap(run_id, value, for_)
+            _flap_links(run_id, value, for_)
         else:
             click.echo(control.strike(runstate.choose(run_id), {action: value}))
 
     text = f"{action.capitalize()}: {field.description}."
     made = click.command(action, help=text)(strike)
-    made.params = [*_parameters(action, part), *made.params]
+    made.params = [*_command_parameters(action, part), *made.params]
     fault.add_command(made)
 
 
 for _action in ACTIONS:
-    _add(_action)
+    _add_command(_action)
 fault.commands[Flap.name].params.insert(-1, click.Option(["--for", "for_"], help="How long in all, e.g. 30s"))
 
 
@@ -179,7 +179,7 @@ def partition_hosts(hosts: tuple[str, ...], run_id: str | None) -> None:
     click.echo(control.strike(run, {"partition": [_devices_of(run, host) for host in hosts]}))
 
 
-def _flap(run_id: str | None, given: Any, for_: str | None) -> None:
+def _flap_links(run_id: str | None, given: Any, for_: str | None) -> None:
     """Take links down and up until the end or Ctrl-C; the links are up in either case."""
     action = parse(ActionPart, {"flap": given}).action
     if for_ is not None and action.takes_no_for is not None:
@@ -187,12 +187,12 @@ def _flap(run_id: str | None, given: Any, for_: str | None) -> None:
     ask = control.reach(runstate.choose(run_id))
     turns, late = 0, 0.0
     with suppress(KeyboardInterrupt):
-        for turns, late in control.flap(ask, given, None if for_ is None else _duration(for_)):  # noqa: B007 - the last is printed
+        for turns, late in control.flap(ask, given, None if for_ is None else _parse_duration_option(for_)):  # noqa: B007 - the last is printed
             pass
     click.echo(f"the links went down {turns} times; the latest change took effect {late * 1e3:.0f} ms late")
 
 
-def _duration(text: str) -> float:
+def _parse_duration_option(text: str) -> float:
     try:
         return parse_duration(text)
     except ValueError as error:

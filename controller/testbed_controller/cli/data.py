@@ -66,10 +66,10 @@ def data(
         _list_sets(as_json)
         return
     part = _part_of(name, path, split)
-    dataset = _read(part, path or folder)
-    facts = _facts(dataset)
+    dataset = _read_dataset(part, path or folder)
+    facts = _dataset_facts(dataset)
     if split is not None:
-        facts["shares"] = _shares(dataset, part, devices)
+        facts["shares"] = _device_shares(dataset, part, devices)
     if as_json:
         dump(facts)
     else:
@@ -94,7 +94,7 @@ def _part_of(name: str, path: Path | None, split: str | None) -> DataPart:
     return DataPart.model_validate({**part.model_dump(exclude_defaults=True), "split": how})
 
 
-def _read(part: DataPart, place: Path | None) -> Dataset:
+def _read_dataset(part: DataPart, place: Path | None) -> Dataset:
     from testbed.ml.data import catalog
     from testbed.ml.data.catalog import data_place
 
@@ -103,7 +103,7 @@ def _read(part: DataPart, place: Path | None) -> Dataset:
     return catalog.load(part, place or data_place(part.name))
 
 
-def _facts(dataset: Dataset) -> dict[str, Any]:
+def _dataset_facts(dataset: Dataset) -> dict[str, Any]:
     from testbed.ml.data.split import is_class
 
     labels = {"train": dataset.train_labels, "test": dataset.test_labels}
@@ -114,14 +114,14 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
         "samples": {each: len(found) for each, found in labels.items()},
     }
     if dataset.classes and is_class(dataset.train_labels):
-        facts["per_class"] = {each: _counts(found, dataset.classes) for each, found in labels.items()}
+        facts["per_class"] = {each: _count_labels(found, dataset.classes) for each, found in labels.items()}
     return facts
 
 
 def _list_sets(as_json: bool) -> None:
     from testbed.ml.data.catalog import list_names
 
-    rows = [_describe(name) for name in list_names()]
+    rows = [_describe_dataset(name) for name in list_names()]
     if as_json:
         dump(rows)
         return
@@ -130,12 +130,14 @@ def _list_sets(as_json: bool) -> None:
         files = row["folder"] if row["complete"] else "not here"
         if row["folder"] is None:
             files = "its path" if row["from_path"] else "none needed"
-        shown.append((row["name"], _shape(row["shape"]) or "-", str(row["classes"] or "-"), files, row["summary"]))
+        shown.append(
+            (row["name"], _format_shape(row["shape"]) or "-", str(row["classes"] or "-"), files, row["summary"])
+        )
     columns = [Column(head) for head in ("name", "image", "classes", "files", "what it is")]
     print_section(make_console(), columns, shown)
 
 
-def _describe(name: str) -> dict[str, Any]:
+def _describe_dataset(name: str) -> dict[str, Any]:
     from testbed.ml.data.catalog import DataSource, data_place, describe
     from testbed.ml.data.files import find
 
@@ -190,14 +192,14 @@ def fetch(name: str, folder: Path | None, bases: tuple[str, ...]) -> None:
     click.echo(f"{name}: {len(files)} files in {place}")
 
 
-def _counts(labels: npt.NDArray[Any], classes: int) -> list[int]:
+def _count_labels(labels: npt.NDArray[Any], classes: int) -> list[int]:
     import numpy as np
 
     counted: list[int] = np.bincount(labels, minlength=classes).tolist()
     return counted
 
 
-def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
+def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     """Return the samples of each device, by class if the data set has classes."""
     from testbed.ml.data.split import is_class
     from testbed.ml.data.split import split as shared
@@ -208,15 +210,15 @@ def _shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, Any]:
     shares = shared(dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups)
     classes = is_class(dataset.train_labels)
     return {
-        name: _counts(dataset.train_labels[share], dataset.classes) if classes else len(share)
+        name: _count_labels(dataset.train_labels[share], dataset.classes) if classes else len(share)
         for name, share in shares.items()
     }
 
 
 def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
-    size, kind = _shape(dataset.shape), "images" if len(dataset.shape) == 3 else "samples"
+    size, kind = _format_shape(dataset.shape), "images" if len(dataset.shape) == 3 else "samples"
     if dataset.fields:
-        size = " and ".join(f"{each.name} {_shape(each.shape) or 1}" for each in dataset.fields)
+        size = " and ".join(f"{each.name} {_format_shape(each.shape) or 1}" for each in dataset.fields)
     if not dataset.classes:
         click.echo(f"{dataset.name}: {len(dataset.test_labels)} {kind} of {size}, without labels")
         return
@@ -232,7 +234,7 @@ def _print_facts(dataset: Dataset, facts: Mapping[str, Any]) -> None:
         click.echo(f"  {name}: {text}")
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
@@ -241,10 +243,10 @@ def _print_samples(dataset: Dataset, count: int, label: str) -> None:
     is_drawn = len(dataset.shape) == 3 and dataset.shape[0] in (1, 3)
     for sample, value in zip(dataset.train_images[:count], dataset.train_labels[:count], strict=True):
         click.echo(f"\n{label} {value}")
-        click.echo(_draw(sample) if is_drawn else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20]))
+        click.echo(_draw_image(sample) if is_drawn else "  " + " ".join(f"{each:g}" for each in sample.ravel()[:20]))
 
 
-def _draw(image: npt.NDArray[np.float32]) -> str:
+def _draw_image(image: npt.NDArray[np.float32]) -> str:
     """Draw an image of (channels, height, width) in [0, 1] as text, two characters per pixel for a square aspect."""
     grey = image.mean(axis=0)
     levels = (grey * (len(_SHADES) - 1)).round().astype(int)

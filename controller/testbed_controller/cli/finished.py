@@ -50,7 +50,7 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
     return found
 
 
-def _reason(error: str) -> str:
+def _error_reason(error: str) -> str:
     """Return the most informative line of an error: the last one of a traceback, else the first."""
     lines = error.strip().splitlines() or ["no reason known"]
     return lines[-1] if "Traceback" in error else lines[0]
@@ -60,14 +60,16 @@ def judge(runs: list[Run]) -> None:
     """Raise the error that decides the exit status: a failed or diverged run, or a failed expectation."""
     for finished in runs:
         _check_finished(finished)
-    diverged = [f"{finished.path.name} ({finished.metrics['divergence']})" for finished in runs if _diverged(finished)]
+    diverged = [
+        f"{finished.path.name} ({finished.metrics['divergence']})" for finished in runs if _has_diverged(finished)
+    ]
     if diverged:
         text = "the loss is not a finite number; try a smaller learning_rate, or expect `diverged`"
         raise DivergedError(f"training diverged: {', '.join(diverged)}: {text}")
     missed: list[str] = []
     for finished in runs:
         prefix = f"{finished.path.name}: " if len(runs) > 1 else ""
-        missed += (prefix + text for text in _missed(finished))
+        missed += (prefix + text for text in _missed_expectations(finished))
     if missed:
         raise ExpectationError("; ".join(missed))
 
@@ -77,18 +79,18 @@ def _check_finished(run: Run) -> None:
     status = run.outcome.status
     if status == "finished":
         return
-    text = f"{_reason(run.outcome.error or '')}; what it left is in {run.path}"
+    text = f"{_error_reason(run.outcome.error or '')}; what it left is in {run.path}"
     if status == "interrupted":
         raise StoppedError(f"the run was interrupted: {text}")
     raise TestbedError(f"the run {status}: {text}")
 
 
-def _diverged(run: Run) -> bool:
+def _has_diverged(run: Run) -> bool:
     """Return whether a run diverged without an expectation about divergence."""
     return bool(run.metrics.get("diverged")) and all(each.key != "diverged" for each in run.expectations)
 
 
-def _missed(run: Run) -> Iterator[str]:
+def _missed_expectations(run: Run) -> Iterator[str]:
     from testbed_controller.report.sections import found_text
 
     for expectation in run.expectations:

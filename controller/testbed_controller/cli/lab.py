@@ -87,7 +87,7 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     if everything and run:
         raise InputError("name a run or say --all, not both")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
-    engines, removable = _removable(pattern)
+    engines, removable = _removable_runs(pattern)
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
     if not matches and pattern != "*":
@@ -107,7 +107,7 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
         click.echo(f"kept, as other users have them: {others} (--everyone ends them, too)")
 
 
-def _removable(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
+def _removable_runs(pattern: str) -> tuple[dict[str, DockerClient], set[str]]:
     """Return the engine of each matching run, and the runs removable without --everyone."""
     from testbed_controller.lab.engine import connect_to_all
     from testbed_controller.lab.removal import abandoned_runs, labelled_runs
@@ -217,14 +217,14 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
         raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
-    for number, part in _frames(client, started, sys.stdin.fileno() if pass_input else None):
+    for number, part in _output_frames(client, started, sys.stdin.fileno() if pass_input else None):
         stream = sys.stderr if number == ERRORS else sys.stdout
         stream.buffer.write(part)
         stream.flush()
     sys.exit(client.api.exec_inspect(started)["ExitCode"])
 
 
-def _frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
+def _output_frames(client: DockerClient, started: str, given: int | None) -> Iterator[tuple[int, bytes]]:
     """Start a command, forward input from ``given``, and yield (stream, bytes) of the output."""
     from docker.utils import socket as frames
 

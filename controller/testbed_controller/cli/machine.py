@@ -120,11 +120,11 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     rows = []
     for each in found:
         node = f"{each.node} (manager)" if each.manager else each.node
-        clock = _written(each.offset, "{:+.2f} ms", 1e3), _written(each.uncertainty, "{:.2f} ms", 1e3)
+        clock = _format_value(each.offset, "{:+.2f} ms", 1e3), _format_value(each.uncertainty, "{:.2f} ms", 1e3)
         memory = "" if each.memory is None else formats.size(each.memory)
         rate = "" if each.rate is None else formats.rate(each.rate)
-        machine = each.address, _written(each.cores, "{}"), memory, each.engine, ", ".join(each.images)
-        rows.append([each.context, node, *machine, *clock, _written(each.round_trip, "{:.2f} ms", 1e3), rate])
+        machine = each.address, _format_value(each.cores, "{}"), memory, each.engine, ", ".join(each.images)
+        rows.append([each.context, node, *machine, *clock, _format_value(each.round_trip, "{:.2f} ms", 1e3), rate])
     titles = ["context", "node", "address", "cores", "memory", "engine", "images", "clock", "+-", "round trip", "rate"]
     print_table(titles, rows)
     for each in found:
@@ -132,7 +132,7 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
             click.echo(text if text.startswith(f"{each.context}:") else f"{each.context}: {text}")
 
 
-def _written(value: float | None, form: str, factor: int | float = 1) -> str:
+def _format_value(value: float | None, form: str, factor: int | float = 1) -> str:
     """Format a value; empty for an unknown one."""
     return "" if value is None else form.format(value * factor)
 

@@ -215,14 +215,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        text, status = _explain(error)
+        text, status = _explain_error(error)
         if text is None:
             raise
         click.echo(f"testbed: {visible(text)}", err=True)
         sys.exit(status)
 
 
-def _explain(error: Exception) -> tuple[str | None, int]:
+def _explain_error(error: Exception) -> tuple[str | None, int]:
     """Return message and exit status for an expected kind of foreign error; None to show the traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"

@@ -24,7 +24,7 @@ overrides = click.option(
 )
 
 
-def _backend(_context: click.Context, _option: click.Parameter, name: str) -> str:
+def _check_backend(_context: click.Context, _option: click.Parameter, name: str) -> str:
     from testbed_controller.shaping.backend import check_name
 
     try:
@@ -35,7 +35,7 @@ def _backend(_context: click.Context, _option: click.Parameter, name: str) -> st
 
 links = click.option(
     "--links",
-    callback=_backend,
+    callback=_check_backend,
     default="auto",
     show_default=True,
     envvar="TESTBED_LINKS",
@@ -45,11 +45,11 @@ links = click.option(
 )
 
 
-def _names(_context: click.Context, _option: click.Parameter, given: str | None) -> list[str]:
+def _split_names(_context: click.Context, _option: click.Parameter, given: str | None) -> list[str]:
     return [name.strip() for name in (given or "").split(",") if name.strip()]
 
 
-def _placed(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+def _parse_placement(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
     wrong = [each for each in given if not all(each.partition("="))]
     if wrong:
         raise click.BadParameter(f"'{wrong[0]}' is not DEVICE=HOST")
@@ -58,7 +58,7 @@ def _placed(_context: click.Context, _option: click.Parameter, given: tuple[str,
 
 _hosts = click.option(
     "--hosts",
-    callback=_names,
+    callback=_split_names,
     metavar="HOST,...",
     envvar="TESTBED_HOSTS",
     show_envvar=True,
@@ -67,7 +67,7 @@ _hosts = click.option(
 _place = click.option(
     "--place",
     multiple=True,
-    callback=_placed,
+    callback=_parse_placement,
     metavar="DEVICE=HOST",
     help="With --hosts, put this device on that host. May be repeated.",
 )

@@ -67,11 +67,11 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     found, refused = prepare_all(points)
     prepared = list(found.values())
     hosts = _describe_hosts(prepared, where) if where.hosts else [[] for _ in prepared]
-    views = [_view(*each) for each in zip(prepared, hosts, strict=True)]
+    views = [_make_view(*each) for each in zip(prepared, hosts, strict=True)]
     if as_json:
         dump([asdict(view) for view in views])
     else:
-        _print(views)
+        _print_views(views)
     raise_refused(refused)
 
 
@@ -160,7 +160,7 @@ class PlanView:
         return f"[bold]{self.scenario}[/bold]{' at ' + point if point else ''}"
 
 
-def _view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
+def _make_view(prepared: Prepared, hosts: list[dict[str, Any]]) -> PlanView:
     experiment, problem, chosen = prepared.experiment, prepared.problem, prepared.plan
     programs = programs_of(problem.workload, [device.name for device in problem.devices])
     return PlanView(
@@ -299,18 +299,18 @@ def _view_piece(problem: core.Problem, piece: Piece) -> PieceView:
     )
 
 
-def _print(views: Sequence[PlanView]) -> None:
+def _print_views(views: Sequence[PlanView]) -> None:
     console = make_console()
     for number, view in enumerate(views):
         if number:
             console.print()
-        for block in _blocks(view):
+        for block in _view_blocks(view):
             console.print(block if isinstance(block, str) else draw(block, console.width))
         if view.schedule:
             console.print(f"\n{escape(view.schedule)}", soft_wrap=True)
 
 
-def _blocks(view: PlanView) -> Iterator[Section | str]:
+def _view_blocks(view: PlanView) -> Iterator[Section | str]:
     """Yield tables and lines of markup."""
     if view.programs:
         yield f"{view.title}: programs\n"

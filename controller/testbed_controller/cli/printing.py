@@ -55,14 +55,14 @@ def options(model: type[BaseModel]) -> list[dict[str, Any]]:
             "name": name,
             "default": defaults.get(name),
             "required": model.model_fields[name].is_required(),
-            "choices": _choices(schema),
+            "choices": _schema_choices(schema),
             "description": schema.get("description", ""),
         }
         for name, schema in properties.items()
     ]
 
 
-def _choices(schema: dict[str, Any]) -> list[Any]:
+def _schema_choices(schema: dict[str, Any]) -> list[Any]:
     branches = [schema, *schema.get("anyOf", [])]
     return [choice for branch in branches for choice in branch.get("enum", [])]
 
@@ -74,19 +74,21 @@ def print_catalogue(entries: Sequence[dict[str, Any]], about: Callable[[dict[str
     console, columns = make_console(), (Column("", "name"), Column(""))
     for entry in entries:
         rows = [
-            [Cell(option["name"]), Cell((option["description"] + _notes(option)).strip())]
+            [Cell(option["name"]), Cell((option["description"] + _option_notes(option)).strip())]
             for option in entry["options"]
         ]
-        rows += [[Cell(f"baseline: {name}"), Cell(_plain(given))] for name, given in entry.get("baselines", {}).items()]
+        rows += [
+            [Cell(f"baseline: {name}"), Cell(_plain_text(given))] for name, given in entry.get("baselines", {}).items()
+        ]
         brief = about(entry) + ("" if rows else "; no options")
         console.print(draw(Section(entry["name"], "", brief, columns, rows), console.width))
 
 
-def _plain(given: Mapping[str, Any]) -> str:
+def _plain_text(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {json.dumps(value).strip(chr(34))}" for key, value in given.items())
 
 
-def _notes(option: dict[str, Any]) -> str:
+def _option_notes(option: dict[str, Any]) -> str:
     default = option["default"]
     if isinstance(default, tuple | list):
         default = "[" + ", ".join(map(str, default)) + "]"

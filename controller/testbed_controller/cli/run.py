@@ -76,11 +76,11 @@ class RunRequest:
         """Run all pending runs of the scenario and print their results."""
         self.check()
         loaded = load(self.scenario, self.changes)
-        planned = self._trials(loaded)
+        planned = self._selected_trials(loaded)
         prepared, refused = prepare_all(planned)
         console = make_console(stderr=self.as_json)
         _print_refused(console, refused)
-        folders = self._folders(planned)
+        folders = self._run_folders(planned)
         kept: dict[int, Run] = {}
         if self.resume is not None:
             kept = finished_among(folders, planned)
@@ -109,8 +109,8 @@ class RunRequest:
             raise InputError("--no-events: the page is made of them: leave --watch away")
         if self.one_run_per_host:
             self._check_one_run_per_host()
-        if self._together:
-            self._check_together(self._together)
+        if self._parallel_option:
+            self._check_together(self._parallel_option)
 
     def _check_one_run_per_host(self) -> None:
         if not self.where.hosts or self.runtime != "emulate":
@@ -128,7 +128,7 @@ class RunRequest:
             raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
 
     @property
-    def _together(self) -> str:
+    def _parallel_option(self) -> str:
         """The option by which several runs are executed at once; empty without one."""
         if self.cluster:
             return "--cluster"
@@ -158,7 +158,7 @@ class RunRequest:
 
     def executor(self, lab: AnyLab | None = None) -> Executor:
         """Return the executor selected by the options."""
-        together = self._together
+        together = self._parallel_option
         if together == "--cluster":
             from testbed_controller.api.cluster import Cluster
 
@@ -179,7 +179,7 @@ class RunRequest:
             return OneRunPerHost(self.where.hosts, options)
         return InTurn(self.runtime, options)
 
-    def _trials(self, loaded: Scenario) -> list[Trial]:
+    def _selected_trials(self, loaded: Scenario) -> list[Trial]:
         """Return the trials, including host faults; on a running lab, only the first one."""
         planned = trials(loaded)
         if self.lab is not None:
@@ -191,7 +191,7 @@ class RunRequest:
             return struck(planned, self.where)
         return planned
 
-    def _folders(self, planned: Sequence[Trial]) -> list[Path]:
+    def _run_folders(self, planned: Sequence[Trial]) -> list[Path]:
         """Return the folder of each run. Runs of one sweep share a new parent folder."""
         names = [run_name(trial) for trial in planned]
         asked = self.resume or self.out

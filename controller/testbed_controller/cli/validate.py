@@ -83,7 +83,7 @@ def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bo
       testbed validate quickstart
       testbed validate scenarios/*.yaml scenarios/smoke/*.yaml
     """
-    results = [_validate(name, overrides) for name in scenarios]
+    results = [_validate_scenario(name, overrides) for name in scenarios]
     if as_json:
         dump(results)
     else:
@@ -98,7 +98,7 @@ def validate(scenarios: tuple[str, ...], overrides: tuple[str, ...], as_json: bo
         sys.exit(InputError.exit_code)
 
 
-def _validate(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _validate_scenario(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     file = name
     try:
         scenario = load(name, overrides)

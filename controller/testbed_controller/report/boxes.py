@@ -48,7 +48,7 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
     picture = Image.fromarray((grey_or_colour.transpose(1, 2, 0) * 255).round().astype(np.uint8))
     pen = ImageDraw.Draw(picture)
     for box in reversed(boxes):
-        colour = _colour(box["label"])
+        colour = _label_colour(box["label"])
         corners = [box[side] * size for side, size in zip(_SIDES, picture.size * 2, strict=True)]
         pen.rectangle(corners, outline=colour, width=2)
         place = (corners[0] + 3, corners[1] + 2)
@@ -63,7 +63,7 @@ def draw(image: npt.NDArray[np.float32], boxes: Sequence[Mapping[str, Any]]) -> 
 _SIDES = ("left", "top", "right", "bottom")
 
 
-def _colour(label: str) -> tuple[int, int, int]:
+def _label_colour(label: str) -> tuple[int, int, int]:
     """Return a light colour derived from the label."""
     red, green, blue = colorsys.hls_to_rgb(derive(0, "colour", label) % 360 / 360, 0.65, 0.9)
     return round(red * 255), round(green * 255), round(blue * 255)

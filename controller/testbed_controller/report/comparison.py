@@ -49,7 +49,7 @@ def figures_of(compared: Mapping[str, Any]) -> Section:
     brief = "mean ± half width of the 95% confidence interval (Student)" if repeated else ""
     note = "Small: how many times the first column's figure."
     note += f" Figures of several runs: {brief}." if brief else ""
-    return Section("Runs side by side", note, brief, _columns("Figure", compared), rows)
+    return Section("Runs side by side", note, brief, _table_columns("Figure", compared), rows)
 
 
 def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
@@ -57,18 +57,18 @@ def _figure_row(row: Mapping[str, Any]) -> list[Cell]:
     scale = Scale.of(row["kind"], row["values"])
     cells = [Cell(scale.title(row["name"].replace("_", " ")), hint=row["about"])]
     for at, value in enumerate(row["values"]):
-        cells.append(Cell(scale.write(value), _note(row, at, scale)))
+        cells.append(Cell(scale.write(value), _cell_note(row, at, scale)))
     return cells
 
 
-def _note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
+def _cell_note(row: Mapping[str, Any], at: int, scale: Scale) -> str:
     """Return a metric's interval and its ratio to the first column; empty if both are unknown."""
     half, ratio = row["half_widths"][at], row["ratios"][at]
     parts = [f"± {scale.write(half)}" if half else ""]
     return " ".join(filter(None, [*parts, formats.ratio(ratio) if at and ratio is not None else ""]))
 
 
-def _columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
+def _table_columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
     heads = []
     for run in compared["runs"]:
         lines = [line for part in run["label"].split(",") for line in textwrap.wrap(part, HEAD) or [""]]
@@ -77,23 +77,23 @@ def _columns(first: str, compared: Mapping[str, Any]) -> tuple[Column, ...]:
     return Column(first, "name"), *figures(*heads)
 
 
-def _others(compared: Mapping[str, Any]) -> Iterator[Section]:
+def _other_sections(compared: Mapping[str, Any]) -> Iterator[Section]:
     """Yield the sections of the page besides the metrics."""
     rows = [
-        [Cell(name), *(Cell("–") if share is None else Cell(_busy(share), shares=share) for share in shares)]
+        [Cell(name), *(Cell("–") if share is None else Cell(_format_share(share), shares=share) for share in shares)]
         for name, shares in compared["devices"].items()
     ]
     note = "Share of the run that a device spent computing / communicating without computing; red: down."
-    yield Section("Devices", note, "", _columns("Device", compared), rows)
+    yield Section("Devices", note, "", _table_columns("Device", compared), rows)
     if compared["differences"]:
         rows = [
             [Cell(key), *(Cell("–" if value is None else str(value)) for value in values)]
             for key, values in compared["differences"].items()
         ]
-        yield Section("Where the scenarios differ", "", "", _columns("Key", compared), rows)
+        yield Section("Where the scenarios differ", "", "", _table_columns("Key", compared), rows)
 
 
-def _busy(share: Mapping[str, float]) -> str:
+def _format_share(share: Mapping[str, float]) -> str:
     return " / ".join(formats.whole_share(share[kind]) for kind in BARS[:2])
 
 
@@ -117,7 +117,7 @@ def render(grouped: Mapping[str, Sequence[Run]], compared: Mapping[str, Any]) ->
         notice=clocks_text(compared["clocks"]) if compared["clocks"] else "",
         charts=list(plots(grouped)),
         first=figures_of(compared),
-        sections=list(_others(compared)),
+        sections=list(_other_sections(compared)),
     )
 
 
@@ -141,7 +141,7 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     note = " ".join(notes)
     end = max(run.metrics["duration"] for run in everyone)
     for title, what, y in COURSES:
-        lines = _lines(grouped, what, over="seconds", steady=what == "steps")
+        lines = _mean_lines(grouped, what, over="seconds", steady=what == "steps")
         # One evaluation at the end is a figure and no curve.
         if any(len(line.points) > 1 or what != "accuracy" for line in lines):
             yield title, note, LinePlot(lines, range_=(0.0, end), y=y)
@@ -150,11 +150,11 @@ def plots(grouped: Mapping[str, Sequence[Run]]) -> Iterator[Chart]:
     if steps:
         # Around the first step that any run had to resume with.
         first, last = max(0, min(steps) - AROUND // 2), min(steps) + AROUND
-        lines, y = _lines(grouped, "steps", begin=first, end=last), Axis("time per step", "seconds")
+        lines, y = _mean_lines(grouped, "steps", begin=first, end=last), Axis("time per step", "seconds")
         yield "Time per step around the fault", note, LinePlot(lines, range_=(first, last), x="step", y=y)
 
 
-def _lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> list[Line]:
+def _mean_lines(grouped: Mapping[str, Sequence[Run]], what: str, **options: Any) -> list[Line]:
     """Return the mean curve of each group with data."""
     lines = []
     for (label, runs), style in zip(grouped.items(), STYLES, strict=False):

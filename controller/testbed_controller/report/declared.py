@@ -22,12 +22,12 @@ _NAMED = re.compile(r"\{([\w.-]+)\}")
 def head(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, note) of the most important metrics."""
     for row in rows_of(run.declared):
-        written = _line(row, run)
+        written = _render_row(row, run)
         if written is not None:
             yield (row.label, *written)
 
 
-def _line(row: Row, run: Run) -> tuple[str, str] | None:
+def _render_row(row: Row, run: Run) -> tuple[str, str] | None:
     """Return text and note of a row; None if the row does not apply."""
     if row.when is not None and not row.when(run.metrics):
         return None
@@ -58,16 +58,16 @@ def tables(run: Run) -> Iterator[Section]:
     """Yield the non-empty defined tables; the terminal shows the first sentence of the note and the last rows."""
     for table in tables_of(run.declared):
         columns = tuple(
-            Column(each.heading, _kind(each, first=not number), "wide" if each.wide else "")
+            Column(each.heading, _cell_kind(each, first=not number), "wide" if each.wide else "")
             for number, each in enumerate(table.columns)
         )
-        rows = [[Cell(_text(column, item)) for column in table.columns] for item in table.listed(run.metrics)]
+        rows = [[Cell(_cell_text(column, item)) for column in table.columns] for item in table.listed(run.metrics)]
         brief = table.note.partition(". ")[0].rstrip(".")
         if rows:
             yield Section(table.title, table.note, brief, columns, rows, most=-12)
 
 
-def _kind(column: metrics_spec.Column, *, first: bool) -> Literal["name", "text", "figure"]:
+def _cell_kind(column: metrics_spec.Column, *, first: bool) -> Literal["name", "text", "figure"]:
     return "figure" if column.kind != "text" else "name" if first else "text"
 
 
@@ -98,7 +98,7 @@ def curves(run: Run) -> Iterator[Drawn]:
             yield Drawn(curve.title, curve.note, curve.kind, list(points.items()), curve.stacked, marks)
 
 
-def _text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:
+def _cell_text(column: metrics_spec.Column, item: Mapping[str, Any]) -> str:
     value = column.of(item)
     if column.kind == "text":
         return str(value) if value not in (None, "") else formats.NONE

@@ -36,7 +36,9 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
     axes = figure.subplots()
     above = math.inf
     for least, colour, width in GRADES:
-        halves = [_half(positions, pair) for pair, ratio in plot.ratios.items() if max(least, 1e-9) <= ratio < above]
+        halves = [
+            _half_way(positions, pair) for pair, ratio in plot.ratios.items() if max(least, 1e-9) <= ratio < above
+        ]
         label = f"PRR from {least:.0%}" if least else f"PRR below {above:.0%}"
         axes.add_collection(
             LineCollection(halves, colors=COLOURS[colour], linewidths=width, label=label if halves else f"_{label}")
@@ -44,7 +46,7 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
         above = least
     axes.plot([x for x, _ in positions.values()], [y for _, y in positions.values()], "o", color=COLOURS["ink"], ms=4)
     if len(positions) <= MOST_NAMED:
-        _name(axes, positions, held if len(positions) <= MOST_HOLDING else {}, area)
+        _label_devices(axes, positions, held if len(positions) <= MOST_HOLDING else {}, area)
     axes.set_xlim(0, area[0])
     axes.set_ylim(0, area[1])
     axes.set_aspect("equal")
@@ -54,7 +56,9 @@ def draw_map(plot: DeviceMap, width: float) -> Figure:
     return figure
 
 
-def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str], area: tuple[float, float]) -> None:
+def _label_devices(
+    axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str], area: tuple[float, float]
+) -> None:
     """Label each device with its name and pieces, placed to avoid other labels."""
     above: list[Position] = []
     for name, (x, y) in positions.items():
@@ -74,7 +78,7 @@ def _name(axes: Axes, positions: Mapping[str, Position], held: Mapping[str, str]
         )
 
 
-def _half(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Position]:
+def _half_way(positions: Mapping[str, Position], pair: Pair) -> tuple[Position, Position]:
     (x, y), (other_x, other_y) = positions[pair[0]], positions[pair[1]]
     return (x, y), ((x + other_x) / 2, (y + other_y) / 2)
 

@@ -127,10 +127,10 @@ def render(run: Run) -> str:
         .render(
             title=scenario.name,
             scenario=scenario,
-            chips=list(_chips(run)),
+            chips=list(_summary_chips(run)),
             verdict=metrics["verdict"],
             sign=VERDICTS[metrics["verdict"]["kind"]][0],
-            explained=_explained(metrics["verdict"]),
+            explained=_explain_verdict(metrics["verdict"]),
             figures=list(head(run)),
             expected=expected(run),
             charts=draw_charts(list(charts(run))),
@@ -138,17 +138,17 @@ def render(run: Run) -> str:
             sections=list(sections(run)),
             fell=any(row["down"] for row in metrics["devices"].values()),
             directions=directions(run),
-            reproduce=_reproduce(run),
+            reproduce=_reproduce_command(run),
             scenario_text=written(abridged(facts_of(run.trial), "scenario.yaml")),
             plan_text=json.dumps(abridged(run.plan.model_dump(mode="json"), "plan.json"), indent=2),
-            manifest=list(_flat({key: value for key, value in run.manifest.items() if key != "owned"})),
+            manifest=list(_flatten_facts({key: value for key, value in run.manifest.items() if key != "owned"})),
             version=run.manifest["versions"]["testbed"],
             date=run.manifest["date"],
         )
     )
 
 
-def _chips(run: Run) -> Iterator[str]:
+def _summary_chips(run: Run) -> Iterator[str]:
     workload = run.trial.scenario.workload
     yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
     if not workload.is_computed:
@@ -163,7 +163,7 @@ def _chips(run: Run) -> Iterator[str]:
         yield f"repetition {run.trial.repetition + 1}"
 
 
-def _explained(judged: Mapping[str, Any]) -> str:
+def _explain_verdict(judged: Mapping[str, Any]) -> str:
     text = EXPLAINED[judged["kind"]]
     return f"{text} {'; '.join(judged['reasons'])}." if judged["reasons"] else text
 
@@ -176,37 +176,37 @@ def charts(run: Run) -> Iterator[Chart]:
     explained = " Shaded: faults, recoveries and pauses." if windows else ""
     draw = partial(LinePlot, windows=windows, range_=(0.0, run.metrics["duration"]))
     if steps:
-        tested = Line("test loss", _points(evaluations, "loss"), "violet", marks=True)
-        lines = [Line("training loss", _points(steps, "loss"), "blue"), tested]
+        tested = Line("test loss", _series_points(evaluations, "loss"), "violet", marks=True)
+        lines = [Line("training loss", _series_points(steps, "loss"), "blue"), tested]
         yield "Loss", f"Of every training step, and on the test data.{explained}", draw(lines, y=Axis("loss"))
     # The one evaluation at the end of a run is a figure, not a curve.
     if len(evaluations) > 1:
-        lines = [Line("test accuracy", _points(evaluations, "accuracy"), "green", marks=True)]
+        lines = [Line("test accuracy", _series_points(evaluations, "accuracy"), "green", marks=True)]
         yield "Accuracy", "On the test data.", draw(lines, y=Axis("accuracy", "share"))
     if steps:
         steady, others = ([row for row in steps if row["steady"] == is_steady] for is_steady in (True, False))
         lines = [
-            Line("undisturbed", _points(steady, "seconds"), "blue", joined=False),
-            Line("disturbed", _points(others, "seconds"), "orange", joined=False),
+            Line("undisturbed", _series_points(steady, "seconds"), "blue", joined=False),
+            Line("disturbed", _series_points(others, "seconds"), "orange", joined=False),
         ]
         note = "Since the step before. Disturbed: the first step, and steps with an evaluation, fault or recovery."
         yield "Time per step", note, draw(lines, y=Axis("time per step", "seconds"))
     if requests:
-        lines = [Line("latency", _points(requests, "latency"), "blue", joined=False)]
+        lines = [Line("latency", _series_points(requests, "latency"), "blue", joined=False)]
         yield "Latency", f"Of every request.{explained}", draw(lines, y=Axis("latency", "seconds"))
     for curve in curves(run):
         yield _own_chart(curve, draw, run.metrics["duration"])
     if run.experiment.radio is not None:
-        yield _map(run)
-    yield from _owned(run)
+        yield _device_map(run)
+    yield from _ownership_charts(run)
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
+def _series_points(rows: Sequence[Mapping[str, Any]], key: str) -> Points:
     """Return the values of a key over time, skipping rows without one."""
     return [(row["time"], row[key]) for row in rows if row.get(key) is not None]
 
 
-def _map(run: Run) -> Chart:
+def _device_map(run: Run) -> Chart:
     """Draw device positions, reception between devices, and model pieces."""
     part, radio = run.trial.scenario.network.radio, run.experiment.radio
     assert part is not None
@@ -217,7 +217,7 @@ def _map(run: Run) -> Chart:
     return "Map", note, plot
 
 
-def _owned(run: Run) -> Iterator[Chart]:
+def _ownership_charts(run: Run) -> Iterator[Chart]:
     """Draw the data ownership of the devices shown in the table."""
     owned = run.manifest.get("owned", {})
     shown = {name: owned[name] for name in devices_shown(run.metrics["devices"]) if name in owned}
@@ -245,17 +245,17 @@ def _own_chart(curve: Drawn, draw: Callable[..., LinePlot], end: float) -> Chart
     return curve.title, note, plot
 
 
-def _reproduce(run: Run) -> str:
+def _reproduce_command(run: Run) -> str:
     revision = run.manifest["revision"]
     at = f"# testbed {run.manifest['versions']['testbed']}" + (f", revision {revision}" if revision else "")
     again = shlex.join(["testbed", "run", str(run.path / "scenario.yaml"), "--runtime", run.outcome.runtime])
     return f"{at}\n{run.manifest['command']}\n# or, from the resolved scenario of this folder\n{again}"
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_facts(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, text) of nested facts."""
     for key, item in value.items():
         if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from _flatten_facts(item, f"{prefix}{key}.")
         elif item not in (None, "", []):
             yield f"{prefix}{key}", str(item)

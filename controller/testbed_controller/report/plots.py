@@ -88,16 +88,16 @@ STYLE: Any = {
 @mpl.rc_context(STYLE)
 def draw_lines(plot: LinePlot, width: float) -> Figure:
     """Draw lines with background windows."""
-    figure, axes = _axes(width, plot.x)
+    figure, axes = _make_axes(width, plot.x)
     drawn = [line for line in plot.lines if line.points]
     values = [value for line in drawn for _, value in line.points]
-    scale = _scale(axes, plot.y, values, _ends(drawn, plot.y), LOG_FROM)
+    scale = _scale_axis(axes, plot.y, values, _interval_ends(drawn, plot.y), LOG_FROM)
     _set_range(axes, plot, drawn)
     several = sum(not line.marked for line in drawn) > 1
     spread = [line for line in drawn if line.marked and line.half_widths]
     for line in drawn:
-        _draw_line(axes, line, scale, _beside(axes, line, spread), several)
-    _shade(axes, plot.windows, width)
+        _draw_line(axes, line, scale, _line_offset(axes, line, spread), several)
+    _shade_windows(axes, plot.windows, width)
     legend(figure, axes)
     return figure
 
@@ -110,14 +110,14 @@ def _set_range(axes: Axes, plot: LinePlot, drawn: Sequence[Line]) -> None:
     axes.set_xlim(low, high)
     if plot.swept and low > 0 and high >= low * LOG_X_FROM:
         axes.set_xscale("log", subs=())
-        axes.xaxis.set_major_locator(_rungs(low, high, 100.0))
+        axes.xaxis.set_major_locator(_tick_locator(low, high, 100.0))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place:g}"))
         axes.set_xlim(low / 1.1, high * 1.1)
     elif all(float(place).is_integer() for line in drawn for place, _ in line.points):
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no epoch 1.5
 
 
-def _ends(drawn: Sequence[Line], y: Axis) -> list[float]:
+def _interval_ends(drawn: Sequence[Line], y: Axis) -> list[float]:
     """Return the ends of all intervals."""
     ends: list[float] = []
     for line in drawn:
@@ -128,7 +128,7 @@ def _ends(drawn: Sequence[Line], y: Axis) -> list[float]:
     return ends
 
 
-def _beside(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
+def _line_offset(axes: Axes, line: Line, spread: Sequence[Line]) -> Transform:
     """Return the x offset of a line, so that error bars do not overlap."""
     figure = axes.get_figure()
     if line not in spread or len(spread) == 1 or figure is None:
@@ -144,7 +144,7 @@ def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several:
     number = SERIES.index(line.colour) if line.colour in SERIES else 0
     colour = COLOURS[line.colour]
     if line.half_widths and line.marked:
-        _whiskers(axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour)
+        _draw_whiskers(axes, xs, ys, line.half_widths, scale, transform=place, ecolor=colour)
     elif line.half_widths:
         down, up = scale.intervals(ys, line.half_widths)
         axes.fill_between(xs, scale(ys) - down, scale(ys) + up, color=colour, alpha=0.2, linewidth=0)
@@ -162,7 +162,7 @@ def _draw_line(axes: Axes, line: Line, scale: _Scale, place: Transform, several:
     )
 
 
-def _whiskers(
+def _draw_whiskers(
     axes: Axes, xs: Numbers, ys: Numbers, halves: Sequence[float | None], scale: _Scale, **looks: Any
 ) -> None:
     """Draw intervals around values as error bars."""
@@ -177,12 +177,12 @@ def _whiskers(
 def draw_stack(plot: StackedPlot, width: float) -> Figure:
     """Draw the part of each line in the whole, over time."""
     lines, end = plot.lines, plot.end
-    figure, axes = _axes(width, "time (s)")
+    figure, axes = _make_axes(width, "time (s)")
     axes.set_xlim(0.0, end)
     times = sorted({0.0, end, *(x for line in lines for x, _ in line.points)})
-    held = np.array([_held(line.points, times) for line in lines])
+    held = np.array([_sample_steps(line.points, times) for line in lines])
     whole = held.sum(axis=0)
-    scale = _scale(axes, plot.y, whole, whole, math.inf)
+    scale = _scale_axis(axes, plot.y, whole, whole, math.inf)
     colours = [COLOURS[line.colour] for line in lines]
     axes.stackplot(times, scale(held), step="post", colors=colours, alpha=0.75, labels=[line.name for line in lines])
     for mark in plot.marks:
@@ -191,7 +191,7 @@ def draw_stack(plot: StackedPlot, width: float) -> Figure:
     return figure
 
 
-def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
+def _sample_steps(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
     """Sample a step function at rising times: the last point so far, or 0 before the first."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     return np.array([0.0, *ys])[np.searchsorted(xs, times, side="right")]
@@ -201,10 +201,10 @@ def _held(points: Points, times: Sequence[float]) -> np.ndarray[Any, Any]:
 def draw_bars(plot: BarPlot, width: float) -> Figure:
     """Draw grouped bars, with value labels for few bars."""
     groups, kinds = plot.groups, plot.kinds
-    figure, axes = _axes(width, plot.x)
+    figure, axes = _make_axes(width, plot.x)
     bar = 0.8 / max(1, len(kinds))
     values = [value for kind in kinds for value in kind.values if value is not None]
-    scale = _scale(axes, plot.y, values, values, LOG_BARS_FROM)
+    scale = _scale_axis(axes, plot.y, values, values, LOG_BARS_FROM)
     for index, kind in enumerate(kinds):
         first = (index + 0.5) * bar - 0.4
         _draw_kind(axes, kind, first, bar, scale, labelled=len(values) <= MOST_LABELLED)
@@ -234,13 +234,13 @@ def _draw_kind(axes: Axes, kind: Bars, first: float, width: float, scale: _Scale
         label=kind.name,
     )
     if any(kind.half_widths):
-        _whiskers(axes, at, heights, [kind.half_widths[group] for group in groups], scale, ecolor=COLOURS["ink"])
+        _draw_whiskers(axes, at, heights, [kind.half_widths[group] for group in groups], scale, ecolor=COLOURS["ink"])
     if labelled:
         texts = [formats.number(float(f"{value:.3g}")) for value in scale(heights)]
         axes.bar_label(bars, texts, padding=2, color=COLOURS["soft"], fontsize=7.5)
 
 
-def _axes(width: float, x: str) -> tuple[Figure, Axes]:
+def _make_axes(width: float, x: str) -> tuple[Figure, Axes]:
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
     axes.set_xlabel(x)
@@ -262,14 +262,14 @@ class _Scale:
         return self.y.intervals(values, halves) / self.factor
 
 
-def _scale(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> _Scale:
+def _scale_axis(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float) -> _Scale:
     """Set title, scale and limits of the y axis, including the ``ends`` of intervals."""
     lowest, highest = min(values, default=0.0), max(values, default=0.0)
     factor, unit = formats.unit(y.kind, max(highest, -lowest))
     axes.set_ylabel(f"{y.name} ({unit})" if unit else y.name)
     if y.kind != "share" and lowest > 0 and highest >= lowest * log_from:
         axes.set_yscale("log", subs=())
-        axes.yaxis.set_major_locator(_rungs(lowest, highest, 1000.0))
+        axes.yaxis.set_major_locator(_tick_locator(lowest, highest, 1000.0))
         axes.set_ylim(lowest / factor / 1.2, max([highest, *ends]) / factor * 1.2)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -279,12 +279,12 @@ def _scale(axes: Axes, y: Axis, values: Numbers, ends: Numbers, log_from: float)
     return _Scale(y, factor)
 
 
-def _rungs(lowest: float, highest: float, dense_to: float) -> LogLocator:
+def _tick_locator(lowest: float, highest: float, dense_to: float) -> LogLocator:
     """Return the tick values of a logarithmic axis: 1, 2 and 5 of each decade for few decades."""
     return LogLocator(subs=(1.0, 2.0, 5.0) if highest < lowest * dense_to else (1.0,))
 
 
-def _shade(axes: Axes, windows: Sequence[Window], width: float) -> None:
+def _shade_windows(axes: Axes, windows: Sequence[Window], width: float) -> None:
     """Shade windows and name faults above the axes, except where a name would lie on the one before."""
     begin, end = axes.get_xlim()
     letter = (end - begin) * LETTER / width

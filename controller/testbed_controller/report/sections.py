@@ -26,11 +26,11 @@ MOST_PRINTED = 24
 def sections(run: Run) -> Iterator[Section]:
     """Yield the non-empty tables of a run."""
     for section in (
-        _devices(run),
-        _links(run),
-        _changed(run),
-        _objects(run.metrics),
-        _faults(run.metrics),
+        _devices_section(run),
+        _links_section(run),
+        _changes_section(run),
+        _objects_section(run.metrics),
+        _faults_section(run.metrics),
         *declared.tables(run),
     ):
         if section.rows:
@@ -41,7 +41,7 @@ Shown = tuple[str, str, Mapping[str, Any]]
 """A row of the table of devices: name, the reason for its selection, and metrics."""
 
 
-def _devices(run: Run) -> Section:
+def _devices_section(run: Run) -> Section:
     devices, emulated = run.metrics["devices"], run.outcome.runtime == "emulate"
     held, shown = holdings(run), devices_shown(devices)
     left_out = len(devices) - len(shown)
@@ -49,13 +49,13 @@ def _devices(run: Run) -> Section:
     cells: dict[Column, Callable[[Shown], Cell]] = {Column("Device", "name"): lambda row: Cell(row[0])}
     if left_out:
         cells[Column("Shown for", where="wide")] = lambda row: Cell(row[1])
-    cells[Column("Profile", where="wide")] = _profile
+    cells[Column("Profile", where="wide")] = _profile_cell
     if held:
         cells[Column("Holds", where="page")] = lambda row: Cell(held.get(row[0], formats.NONE))
     cells[Column("Share", where="wide")] = lambda row: Cell("", shares={kind: row[2][f"{kind}_share"] for kind in BARS})
     for kind in ("compute", "send", "receive", "down", "idle"):
         if kind != "down" or has_been_down:
-            cells[Column(kind.capitalize(), "figure")] = partial(_spent, kind)
+            cells[Column(kind.capitalize(), "figure")] = partial(_time_cell, kind)
     cells[Column("Sent", "figure", "page")] = lambda row: Cell(formats.size(row[2]["bytes_sent"]))
     cells[Column("Received", "figure", "page")] = lambda row: Cell(formats.size(row[2]["bytes_received"]))
     note = (
@@ -69,7 +69,7 @@ def _devices(run: Run) -> Section:
         note += " Deficit: share of the undisturbed steps that the host was too slow by."
     rows: list[Shown] = [(name, words, devices[name]) for name, words in shown.items()]
     if left_out:
-        rows.insert(0, (f"all {len(devices):,}", "", _together(devices.values())))
+        rows.insert(0, (f"all {len(devices):,}", "", _combine_devices(devices.values())))
         note += " All together: the sums of their times, as a share of the time of all."
         note += " Of alike ones the first are shown."
     drawn = [[cell(row) for cell in cells.values()] for row in rows]
@@ -77,12 +77,12 @@ def _devices(run: Run) -> Section:
     return Section("Devices", note, brief, tuple(cells), drawn, most=MOST_PRINTED, left_out=left_out)
 
 
-def _profile(row: Shown) -> Cell:
+def _profile_cell(row: Shown) -> Cell:
     figures = row[2]
     return Cell(figures["profile"], formats.speed(figures["speed"])) if "profile" in figures else Cell(formats.NONE)
 
 
-def _spent(kind: str, row: Shown) -> Cell:
+def _time_cell(kind: str, row: Shown) -> Cell:
     figures = row[2]
     if not figures[kind]:
         return Cell(formats.NONE)
@@ -90,7 +90,7 @@ def _spent(kind: str, row: Shown) -> Cell:
     return Cell(formats.seconds(figures[kind]), share, "no" if kind == "down" else "")
 
 
-def _together(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
+def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
     """Combine the metrics of devices into one row, with the worst deficit."""
     names = ("compute", "send", "receive", "communicate", "down", "idle")
     found = {name: sum(row[name] for row in devices) for name in (*names, "bytes_sent", "bytes_received")}
@@ -103,20 +103,20 @@ def holdings(run: Run) -> dict[str, str]:
     return {
         name: f"{', '.join(texts)}, {formats.size(run.plan.memory(name))}"
         for name in run.plan.devices
-        if (texts := [_units(piece) for piece in run.plan.of(name) if piece.last > piece.first])
+        if (texts := [_format_units(piece) for piece in run.plan.of(name) if piece.last > piece.first])
     }
 
 
-def _units(piece: Piece) -> str:
+def _format_units(piece: Piece) -> str:
     units = f"unit {piece.first}" if piece.last - piece.first == 1 else f"units {piece.first}–{piece.last - 1}"
     part = f"{piece.part} of " if piece.part is not None else ""
     return part + units + (f" for {piece.copy_for}" if piece.copy_for is not None else "")
 
 
-def _links(run: Run) -> Section:
+def _links_section(run: Run) -> Section:
     emulated, links = run.outcome.runtime == "emulate", run.metrics["links"]
-    shaped = _shaped(run) if emulated else ""
-    shaped += _across(run)
+    shaped = _describe_shaping(run) if emulated else ""
+    shaped += _hosts_section(run)
     groups, left_out = [(group, "") for group in group_links(links)], 0
     if len(groups) > MOST:  # hardly two are alike
         shown = links_shown(links)
@@ -128,7 +128,7 @@ def _links(run: Run) -> Section:
     cells[Column("Requested")] = lambda link, _: Cell(link.requested)
     note = "Rate and one-way delay as the scenario asks for them; a simulation measures nothing. "
     if emulated:
-        cells[Column("Measured")] = _measured
+        cells[Column("Measured")] = _measured_cell
         note = f"Rate and one-way delay as the scenario asks for them, and as measured before the run{shaped}. "
     if not run.trial.scenario.workload.counts_links:
         note += "The links that programs of your own use are not known."
@@ -141,11 +141,11 @@ def _links(run: Run) -> Section:
     return Section("Links", note, brief, tuple(cells), rows, most=MOST_PRINTED, left_out=left_out)
 
 
-def _measured(link: LinkGroup, _: str) -> Cell:
+def _measured_cell(link: LinkGroup, _: str) -> Cell:
     return Cell(link.measured, link.problem, "no") if link.problem else Cell(link.measured)
 
 
-def _shaped(run: Run) -> str:
+def _describe_shaping(run: Run) -> str:
     """Return the backend of the links and TCP's congestion control, as an addition to a sentence."""
     fidelity = run.outcome.fidelity
     if not fidelity.get("backend"):
@@ -154,7 +154,7 @@ def _shaped(run: Run) -> str:
     return f"; shaped by {fidelity['backend']}, TCP with {algorithm}"
 
 
-def _across(run: Run) -> str:
+def _hosts_section(run: Run) -> str:
     """Return the table of hosts, devices and underlying links; empty for a single host."""
     fidelity = run.outcome.fidelity
     hosts: dict[str, list[str]] = fidelity.get("hosts", {})
@@ -168,7 +168,7 @@ def _across(run: Run) -> str:
     return f"; {crossing} of {len(links)} cross hosts ({where}), whose own delay is part of what was measured ({ways})"
 
 
-def _changed(run: Run) -> Section:
+def _changes_section(run: Run) -> Section:
     """Return the changed links during the run, by faults, traces or commands; equal changes are merged."""
     changes: dict[tuple[float, str], list[Mapping[str, Any]]] = {}
     for event in EventLog.made_of(run.outcome.events).of("link"):
@@ -205,7 +205,7 @@ def directions(run: Run) -> Section | None:
     return Section("", "", "", (*named, Column("Requested"), *found), rows, left_out=left_out)
 
 
-def _objects(metrics: Mapping[str, Any]) -> Section:
+def _objects_section(metrics: Mapping[str, Any]) -> Section:
     first: dict[int, Any] = {}
     for answer in metrics["series"]["objects"]:
         first.setdefault(answer["sample"], answer["boxes"])
@@ -225,7 +225,7 @@ def _objects(metrics: Mapping[str, Any]) -> Section:
     return Section("Objects", note, brief, columns, rows, most=20, all_in="boxes.json")
 
 
-def _faults(metrics: Mapping[str, Any]) -> Section:
+def _faults_section(metrics: Mapping[str, Any]) -> Section:
     rows = []
     for fault in metrics["fault_list"]:
         recovery = recovery_from(fault, metrics)

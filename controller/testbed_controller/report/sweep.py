@@ -58,11 +58,11 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     column have one unit, which its heading names.
     """
     points = summary["points"]
-    keys = _keys(points) or list(points[0]["point"])
+    keys = _varying_keys(points) or list(points[0]["point"])
     headings = names or _default_names(summary)
     metrics = [_MetricColumn.of(summary, name, heading) for name, heading in headings.items()]
     places: list[Sequence[float | str]] = [
-        _places(points, key) or [_text(point, key) for point in points] for key in keys
+        _numeric_places(points, key) or [_value_label(point, key) for point in points] for key in keys
     ]
     columns = (
         *(Column(head, "name") for head in short_keys(keys).values()),
@@ -70,8 +70,8 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     )
     rows = [
         [
-            *(Cell(_text(point, key), order=place[number]) for key, place in zip(keys, places, strict=True)),
-            _runs(point),
+            *(Cell(_value_label(point, key), order=place[number]) for key, place in zip(keys, places, strict=True)),
+            _runs_cell(point),
             *(metric.cell(point) for metric in metrics),
         ]
         for number, point in enumerate(points)
@@ -85,7 +85,7 @@ def section(summary: Mapping[str, Any], names: Names | None = None) -> Section:
     return Section(summary["scenario"], note, brief, columns, rows, sortable=True)
 
 
-def _runs(point: Point) -> Cell:
+def _runs_cell(point: Point) -> Cell:
     count = len(point["runs"])
     doubtful = f"({count - point['trusted']} not trusted)" if point["trusted"] < count else ""
     links = [(str(number), quote(f"{name}/report.html")) for number, name in enumerate(point["runs"], 1)]
@@ -122,15 +122,15 @@ def choose_metrics(summary: Mapping[str, Any], chosen: Sequence[str]) -> Names:
         name, _, heading = text.partition(": ")
         if name not in summary["figures"]:
             raise InputError(f"--metric: {name}: unknown metric; available: {', '.join(summary['figures'])}")
-        names[name] = heading or _heading(name)
+        names[name] = heading or _metric_heading(name)
     return names
 
 
 def _default_names(summary: Mapping[str, Any]) -> Names:
-    return {name: _heading(name) for name, about in summary["figures"].items() if about["brief"]}
+    return {name: _metric_heading(name) for name, about in summary["figures"].items() if about["brief"]}
 
 
-def _heading(name: str) -> str:
+def _metric_heading(name: str) -> str:
     words = name.replace("_", " ")
     return words[0].upper() + words[1:]
 
@@ -141,25 +141,25 @@ def charts(summary: Mapping[str, Any], runs: Sequence[Run], names: Names | None 
     ``names`` chooses the metrics and their titles, without the courses over time.
     """
     points = summary["points"]
-    keys = _keys(points)
+    keys = _varying_keys(points)
     for name, title in (names or _default_names(summary)).items():
         if len(points) > 1:
-            yield _over(name, title, summary["figures"][name]["kind"], points, keys)
+            yield _chart_over(name, title, summary["figures"][name]["kind"], points, keys)
     if names is None and len(points) <= len(STYLES):
         yield from comparison.plots(side_by_side(runs))
 
 
-def _keys(points: Sequence[Point]) -> list[str]:
+def _varying_keys(points: Sequence[Point]) -> list[str]:
     """Return the keys with varying values."""
     keys = dict.fromkeys(key for point in points for key in point["point"])
-    return [key for key in keys if len({_text(point, key) for point in points}) > 1]
+    return [key for key in keys if len({_value_label(point, key) for point in points}) > 1]
 
 
-def _over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
+def _chart_over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys: Sequence[str]) -> Chart:
     """Draw a figure over the key with most numbers, a line for each value of the others; over words as bars."""
-    numbers = [key for key in keys if _places(points, key)]
-    chosen = max(numbers or keys, key=lambda key: len({_text(point, key) for point in points}))
-    along = _along(points, keys, chosen)
+    numbers = [key for key in keys if _numeric_places(points, key)]
+    chosen = max(numbers or keys, key=lambda key: len({_value_label(point, key) for point in points}))
+    along = _dependent_keys(points, keys, chosen)
     others = [key for key in keys if key not in (chosen, *along)]
     series: dict[str, list[Point]] = {}
     for point in points:
@@ -169,28 +169,32 @@ def _over(name: str, title: str, kind: MetricKind, points: Sequence[Point], keys
     if any(len(point["runs"]) > 1 for point in points):
         notes.append("Mean; whiskers: 95% confidence interval.")
     if along:
-        notes.append(f"Along with it: {', '.join(map(_short, along))}.")
+        notes.append(f"Along with it: {', '.join(map(_short_key, along))}.")
     if len(series) > len(STYLES):
         notes.append(f"{len(series) - len(STYLES)} more lines are in the table.")
-    draw = _lines if chosen in numbers else _bars
-    axis = Axis(title[0].lower() + title[1:] if title == _heading(name) else title, kind)
+    draw = _line_chart if chosen in numbers else _bar_chart
+    axis = Axis(title[0].lower() + title[1:] if title == _metric_heading(name) else title, kind)
     return title, " ".join(notes), draw(name, chosen, points, series, axis)
 
 
-def _along(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
+def _dependent_keys(points: Sequence[Point], keys: Sequence[str], chosen: str) -> list[str]:
     """Return the other keys whose values always change together with the chosen one."""
-    values = {_text(point, chosen) for point in points}
-    pairs = {key: {(_text(point, chosen), _text(point, key)) for point in points} for key in keys if key != chosen}
+    values = {_value_label(point, chosen) for point in points}
+    pairs = {
+        key: {(_value_label(point, chosen), _value_label(point, key)) for point in points}
+        for key in keys
+        if key != chosen
+    }
     return [key for key, found in pairs.items() if len(found) == len(values)]
 
 
-def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> LinePlot:
+def _line_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> LinePlot:
     values, unit = on_one_scale([point["point"].get(key) for point in points]) or ([], "")
-    place = dict(zip((_text(point, key) for point in points), values, strict=True))
+    place = dict(zip((_value_label(point, key) for point in points), values, strict=True))
     lines = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
         found = sorted(
-            (place[_text(point, key)], point["figures"][name]["mean"], point["figures"][name]["ci95"])
+            (place[_value_label(point, key)], point["figures"][name]["mean"], point["figures"][name]["ci95"])
             for point in some
             if name in point["figures"]
         )
@@ -198,30 +202,30 @@ def _lines(name: str, key: str, points: Sequence[Point], series: Mapping[str, li
         drawn = [(x, mean) for x, mean, _ in found]
         lines.append(Line(label, drawn, *style, marks=True, half_widths=halves if any(halves) else ()))
     unit += "/s" if unit in RATE_UNITS else ""
-    x = f"{_short(key)} ({unit})" if unit else _short(key)
+    x = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
     return LinePlot(lines, range_=(min(values), max(values)), x=x, y=y, swept=True)
 
 
-def _bars(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> BarPlot:
-    groups = list(dict.fromkeys(_text(point, key) for point in points))
+def _bar_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> BarPlot:
+    groups = list(dict.fromkeys(_value_label(point, key) for point in points))
     kinds = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
-        found = {_text(point, key): point["figures"].get(name, {}) for point in some}
+        found = {_value_label(point, key): point["figures"].get(name, {}) for point in some}
         rows = [found.get(group, {}) for group in groups]
         values, halves = [row.get("mean") for row in rows], [row.get("ci95") for row in rows]
         kinds.append(Bars(label, values, style[0], halves, style[1]))
-    return BarPlot(groups, kinds, x=_short(key), y=y)
+    return BarPlot(groups, kinds, x=_short_key(key), y=y)
 
 
-def _places(points: Sequence[Point], key: str) -> list[float] | None:
+def _numeric_places(points: Sequence[Point], key: str) -> list[float] | None:
     """Return the values of a key as numbers; None if not numeric."""
     found = on_one_scale([point["point"].get(key) for point in points])
     return None if found is None else found[0]
 
 
-def _text(point: Point, key: str) -> str:
+def _value_label(point: Point, key: str) -> str:
     return value_text(point["point"].get(key, "–"))
 
 
-def _short(key: str) -> str:
+def _short_key(key: str) -> str:
     return short_keys([key])[key]

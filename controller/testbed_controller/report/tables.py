@@ -107,9 +107,9 @@ class VisibleConsole(Console):
 def draw(section: Section, width: int) -> Group:
     """Return a section for a terminal of a width: notes go below their cells, and cells are wrapped, as needed."""
     rows = section.rows[section.most :] if section.most < 0 else section.rows[: section.most]
-    table = _table(section, rows, width)
+    table = _make_table(section, rows, width)
     if _RULER.measure(table).maximum > width:
-        table = _table(section, rows, width, is_narrow=True)
+        table = _make_table(section, rows, width, is_narrow=True)
     parts: list[RenderableType] = [table]
     before = " before them" if section.most < 0 else ""
     more = {"the report": len(section.rows) - len(rows), section.all_in: section.left_out}
@@ -127,7 +127,7 @@ _RULER = Console(width=100_000)
 """Measures how wide tables are without wrapping."""
 
 
-def _table(section: Section, rows: Sequence[Sequence[Cell]], width: int, *, is_narrow: bool = False) -> Table:
+def _make_table(section: Section, rows: Sequence[Sequence[Cell]], width: int, *, is_narrow: bool = False) -> Table:
     """Return the rows as a table; in a narrow one, columns stand close and notes below their figures."""
     places = [place for place, column in enumerate(section.columns) if _is_shown(column, width)]
     headed = any(section.columns[place].heading for place in places)
@@ -141,7 +141,7 @@ def _table(section: Section, rows: Sequence[Sequence[Cell]], width: int, *, is_n
         whole = column.kind == "name" and longest <= WHOLE
         table.add_column(column.heading, style=style, justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
-        table.add_row(*(_text(row[place], section.columns[place], "\n" if is_narrow else " ") for place in places))
+        table.add_row(*(_cell_text(row[place], section.columns[place], "\n" if is_narrow else " ") for place in places))
     return table
 
 
@@ -150,16 +150,16 @@ def _is_shown(column: Column, width: int) -> bool:
     return not column.where or (column.where == "wide" and width >= WIDE)
 
 
-def _text(cell: Cell, column: Column, between: str) -> Text:
+def _cell_text(cell: Cell, column: Column, between: str) -> Text:
     if cell.text == formats.NONE and column.kind == "figure":
         return Text(cell.text, style="dim")
-    text = Text(cell.text, style=TONES[cell.tone]) if cell.shares is None else _bar(cell.shares)
+    text = Text(cell.text, style=TONES[cell.tone]) if cell.shares is None else _time_bar(cell.shares)
     if cell.note and not column.where:  # columns that only wide terminals have say the least
         text.append(f"{between if column.kind == 'figure' else chr(10)}{cell.note}", style="dim")
     return text
 
 
-def _bar(shares: Mapping[str, float]) -> Text:
+def _time_bar(shares: Mapping[str, float]) -> Text:
     """Draw the activities of a device as a bar; the remainder is idle time."""
     text = Text()
     left, filled = BAR, 0.0

@@ -32,18 +32,22 @@ def show(console: Console, run: Run) -> None:
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
     found = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
-    parts = [f"{_heading(each.name)} {formats.of_kind(each.kind, value)}" for each, value in found if value is not None]
+    parts = [
+        f"{_metric_heading(each.name)} {formats.of_kind(each.kind, value)}"
+        for each, value in found
+        if value is not None
+    ]
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
     console.print(Text(f" {sign} ", style=colour).append(", ".join(parts), style="default"))
 
 
 def render(run: Run, width: int) -> RenderableType:
     """Return the output of `show` for a given width."""
-    parts: list[RenderableType] = [Text(), _title(run), Text(), _figures(run), Text()]
+    parts: list[RenderableType] = [Text(), _run_title(run), Text(), _metrics_table(run), Text()]
     parts += [draw(section, width) for section in sections(run)]
     if run.expectations:
         parts.append(draw(expected(run), width))
-    parts.append(_verdict(run.metrics["verdict"]))
+    parts.append(_verdict_panel(run.metrics["verdict"]))
     if kept := sorted(path.name for path in run.path.glob("weights-*.safetensors")):
         more = f" and {len(kept) - 2} more" if len(kept) > 2 else ""
         text = f"{', '.join(kept[:2])}{more} hold the newest weights of each stage"
@@ -75,7 +79,7 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
     return Section("", "", "", columns, rows)
 
 
-def _title(run: Run) -> Text:
+def _run_title(run: Run) -> Text:
     workload = run.trial.scenario.workload
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
     if not workload.is_computed:
@@ -89,7 +93,7 @@ def _title(run: Run) -> Text:
     return text
 
 
-def _figures(run: Run) -> RenderableType:
+def _metrics_table(run: Run) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(style="bold")
@@ -99,7 +103,7 @@ def _figures(run: Run) -> RenderableType:
     return Padding(grid, (0, 0, 0, 1))
 
 
-def _verdict(judged: Mapping[str, Any]) -> Panel:
+def _verdict_panel(judged: Mapping[str, Any]) -> Panel:
     sign, colour = VERDICTS[judged["kind"]]
     text = Text(f"{sign} {judged['kind']}", style=f"bold {colour}")
     if judged["reasons"]:
@@ -117,5 +121,5 @@ def where(folder: Path, name: str = "report.html") -> Text:
     return Text(" Report  ", style="dim").append(str(path), style="bold cyan" if shown.exists() else "cyan")
 
 
-def _heading(name: str) -> str:
+def _metric_heading(name: str) -> str:
     return name.replace("_", " ").capitalize()

@@ -40,7 +40,9 @@ def timeline(run: Run) -> dict[str, Any]:
     views = interesting(run)
     many = len(log.of(*CHARTED)) > MOST_BARS
     known = set(devices)
-    found = _joined(log, end, [(view["start"], view["end"]) for view in views[1:]], known) if many else bars(log, end)
+    found = (
+        _joined_bars(log, end, [(view["start"], view["end"]) for view in views[1:]], known) if many else bars(log, end)
+    )
     shown = (bar for bar in found if bar.device in known and bar.start <= end)
     charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
     words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
@@ -52,7 +54,7 @@ def timeline(run: Run) -> dict[str, Any]:
         "joined": many,
         "kinds": KINDS,
         "words": words,
-        "bars": [_compact(bar, devices, number) for bar in charted],
+        "bars": [_compact_bar(bar, devices, number) for bar in charted],
         "windows": shaded(run),
         "views": views,
     }
@@ -74,10 +76,10 @@ def shaded(run: Run) -> list[dict[str, Any]]:
         windows.append({"start": item["detected"], "end": resumed, "label": "recovering", "style": "recovery"})
     for pause in run.pauses:
         windows.append({"start": pause.start, "end": pause.end, "label": pause.name, "style": "recovery"})
-    return windows if len(windows) <= MOST else list(_overlaid(windows))
+    return windows if len(windows) <= MOST else list(_merge_windows(windows))
 
 
-def _overlaid(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _merge_windows(windows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Merge overlapping windows, hundreds of which would hide everything else."""
     for style in ("fault", "recovery"):
         own = [window for window in windows if window["style"] == style]
@@ -112,7 +114,7 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     return [view for view in views if view["end"] > view["start"]]
 
 
-def _joined(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
+def _joined_bars(log: EventLog, end: float, keep: Sequence[Interval], devices: Collection[str]) -> Iterator[Bar]:
     """Yield the bars of given time spans and all outages, and merge equal neighbouring bars elsewhere.
 
     The bars in those stretches are of all devices, the others of ``devices`` alone.
@@ -127,7 +129,7 @@ def _joined(log: EventLog, end: float, keep: Sequence[Interval], devices: Collec
                 yield from (Bar(device, kind, start, stop, label) for start, stop in shown.tolist())
 
 
-def _compact(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:
+def _compact_bar(bar: Bar, devices: Sequence[str], number: Mapping[str, int]) -> list[Any]:
     row: list[Any] = [
         devices.index(bar.device),
         KINDS.index(bar.kind),

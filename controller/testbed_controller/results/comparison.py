@@ -35,9 +35,10 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     groups = list(grouped.values())
     firsts = [group[0] for group in groups]
     plain = [
-        dict(_flat(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True))) for run in firsts
+        dict(_flatten_keys(run.trial.scenario.model_dump(mode="json", by_alias=True, exclude_none=True)))
+        for run in firsts
     ]
-    differences = _differences(plain)
+    differences = _scenario_differences(plain)
     compared = _Compared(grouped, differences)
     return {
         "runs": [
@@ -46,15 +47,15 @@ def compare(grouped: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
                 "label": label,
                 "runtime": group[0].outcome.runtime,
                 "count": len(group),
-                **_worst(group),
+                **_worst_status(group),
             }
             for label, group in grouped.items()
         ],
-        "figures": list(_figures(groups)),
-        "devices": _devices(groups),
+        "figures": list(_metric_rows(groups)),
+        "devices": _device_shares(groups),
         "differences": differences,
         "warnings": [text for check in _CHECKS for text in check(compared)],
-        "clocks": _clocks(firsts, differences),
+        "clocks": _compare_clocks(firsts, differences),
     }
 
 
@@ -73,7 +74,7 @@ def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, l
         apart = len({run.trial.repetition for run in group}) == len(group)
         groups += [group] if apart else [[run] for run in group]
     groups.sort(key=lambda group: min(map(runs.index, group)))
-    found = dict(zip(_labels([group[0] for group in groups]), groups, strict=True))
+    found = dict(zip(_run_labels([group[0] for group in groups]), groups, strict=True))
     chosen = {}
     for text in series:
         name, _, label = text.partition(": ")
@@ -83,13 +84,13 @@ def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, l
     return chosen or found
 
 
-def _worst(group: Sequence[Run]) -> dict[str, str]:
+def _worst_status(group: Sequence[Run]) -> dict[str, str]:
     """Return status and verdict of the first unfinished or untrusted run of a group."""
     run = next((run for run in group if run.outcome.status != "finished" or not run.metrics["trusted"]), group[0])
     return {"status": run.outcome.status, "verdict": run.metrics["verdict"]["kind"]}
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _run_labels(runs: Sequence[Run]) -> list[str]:
     """Return short distinguishing names of the runs; for runs of one sweep, only the differences."""
     parts = [_name_parts(run) for run in runs]
     names = [",".join(each) for each in parts]
@@ -109,7 +110,7 @@ def _name_parts(run: Run) -> list[str]:
     return [*point_parts(run.trial.point), *repetition]
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_keys(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         items: Iterator[tuple[Any, Any]] = iter(value.items())
     elif isinstance(value, list | tuple):
@@ -118,10 +119,10 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
         return
     for key, item in items:
-        yield from _flat(item, f"{prefix}.{key}" if prefix else str(key))
+        yield from _flatten_keys(item, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _scenario_differences(plain: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     keys = list(dict.fromkeys(key for one in plain for key in one))
     differences = {}
     for key in keys:
@@ -136,9 +137,9 @@ def is_below(key: str, other: str) -> bool:
     return key == other or key.startswith(f"{other}.")
 
 
-def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
+def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
     for name, figure in all_figures([run for group in grouped for run in group]).items():
-        found = [_mean([run.metrics.get(name) for run in group]) for group in grouped]
+        found = [_mean_interval([run.metrics.get(name) for run in group]) for group in grouped]
         values = [value for value, _ in found]
         if figure.compared and any(value is not None for value in values):
             yield {
@@ -147,26 +148,28 @@ def _figures(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
                 "about": figure.meaning,
                 "values": values,
                 "half_widths": [half for _, half in found],
-                "ratios": [_ratio(value, values[0]) for value in values],
+                "ratios": [_ratio_to_first(value, values[0]) for value in values],
             }
 
 
-def _mean(values: Sequence[Any]) -> tuple[Any, float | None]:
+def _mean_interval(values: Sequence[Any]) -> tuple[Any, float | None]:
     """Return mean and interval half width of numbers; for other values, the first one."""
     numbers = [value for value in values if is_number(value)]
     return interval(numbers) if numbers else (values[0], None)
 
 
-def _ratio(value: float | None, first: float | None) -> float | None:
+def _ratio_to_first(value: float | None, first: float | None) -> float | None:
     return None if value is None or not first else value / first
 
 
-def _devices(grouped: Sequence[Sequence[Run]]) -> dict[str, list[dict[str, float] | None]]:
+def _device_shares(grouped: Sequence[Sequence[Run]]) -> dict[str, list[dict[str, float] | None]]:
     names = list(dict.fromkeys(name for group in grouped for run in group for name in run.metrics["devices"]))
-    return {name: [_shares([run.metrics["devices"].get(name) for run in group]) for group in grouped] for name in names}
+    return {
+        name: [_mean_shares([run.metrics["devices"].get(name) for run in group]) for group in grouped] for name in names
+    }
 
 
-def _shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
+def _mean_shares(rows: Sequence[Mapping[str, Any] | None]) -> dict[str, float] | None:
     """Return the mean activity shares of a device over several runs; None if absent from all of them."""
     some = [row for row in rows if row is not None]
     parts = ("compute", "communicate", "down", "idle")
@@ -256,7 +259,7 @@ def _computed_on(run: Run) -> str:
     return kernels.named(run.manifest["host"]["computing"]) + fixed
 
 
-def _clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:
+def _compare_clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the first emulated with the first simulated run of one scenario."""
     found: dict[str, Run] = {}
     for run in runs:

@@ -65,12 +65,12 @@ def _as_data(declared: MetricsSpec, metrics: Mapping[str, Any]) -> dict[str, Any
             [row.label, *(each if isinstance(each, str) else each(metrics) for each in (row.text, row.note))]
             for row in rows
         ],
-        "tables": [_table(table, metrics) for table in declared.tables if metrics],
+        "tables": [_table_data(table, metrics) for table in declared.tables if metrics],
         "curves": [asdict(curve) for curve in declared.curves],
     }
 
 
-def _table(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _table_data(table: Table, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "title": table.title,
         "note": table.note,
@@ -88,8 +88,10 @@ def _of_data(kept: Mapping[str, Any], metrics: Mapping[str, Any]) -> MetricsSpec
         return added.get(item.detected, {})
 
     return MetricsSpec(
-        figures=tuple(Metric(compute=_constant(_value(metrics, each["name"])), **each) for each in kept["figures"]),
-        lists={name: _constant(metrics.get(name, [])) for name in kept["lists"]},
+        figures=tuple(
+            Metric(compute=_constant_function(_metric_value(metrics, each["name"])), **each) for each in kept["figures"]
+        ),
+        lists={name: _constant_function(metrics.get(name, [])) for name in kept["lists"]},
         recovery=recovered,
         events=tuple(EventType(**each) for each in kept["events"]),
         rows=tuple(Row(*row) for row in kept["rows"]),
@@ -103,10 +105,10 @@ def _kept_table(kept: Mapping[str, Any]) -> Table:
         Column(heading, kind, str(place), wide) for place, (heading, kind, wide) in enumerate(kept["columns"])
     )
     items = [{str(place): value for place, value in enumerate(item)} for item in kept["items"]]
-    return Table(kept["title"], kept["note"], _constant(items), columns)
+    return Table(kept["title"], kept["note"], _constant_function(items), columns)
 
 
-def _value(metrics: Mapping[str, Any], name: str) -> Any:
+def _metric_value(metrics: Mapping[str, Any], name: str) -> Any:
     """Return a figure from ``metrics.json``, of one for each layer or the like the values by layer."""
     if "<" not in name:
         return metrics.get(name)
@@ -114,5 +116,5 @@ def _value(metrics: Mapping[str, Any], name: str) -> Any:
     return {member: each[last] for member, each in metrics.get(group, {}).items() if last in each}
 
 
-def _constant(value: Any) -> Any:
+def _constant_function(value: Any) -> Any:
     return lambda _: value

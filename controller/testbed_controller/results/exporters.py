@@ -50,7 +50,7 @@ class Callback:
         """Handle the finished run; None after an error."""
 
 
-def _callable(found: Any) -> Any:
+def _require_callable(found: Any) -> Any:
     if not callable(found):
         raise TypeError(f"{found!r} must be a function, or a class derived from testbed.Callback")
     return found
@@ -70,20 +70,20 @@ EXPORTERS = Registry(
         "wandb": "testbed_controller.results.streams:WeightsAndBiases",
     },
     "exporter",
-    _callable,
+    _require_callable,
 )
 _OTHER_NAMES = {"csv": "stream"}
 """``--stream csv`` writes ``stream.csv``; the exporter ``csv`` writes tables."""
 
 
-def _follows(exporter: Any) -> bool:
+def _is_live(exporter: Any) -> bool:
     return isinstance(exporter, type) and issubclass(exporter, Callback)
 
 
 def stream_of(name: str) -> Callable[[Path], Callback]:
     """Return a live exporter by name. Raises `InputError` for an unknown name."""
     found: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
-    if not _follows(found):
+    if not _is_live(found):
         raise InputError(f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'")
     return found
 
@@ -91,6 +91,6 @@ def stream_of(name: str) -> Callable[[Path], Callback]:
 def writer_of(name: str) -> Writer:
     """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
     found: Writer = EXPORTERS.find(name)
-    if _follows(found):
+    if _is_live(found):
         raise InputError(f"--format {name}: follows a run as it goes on: use 'testbed run SCENARIO --stream {name}'")
     return found

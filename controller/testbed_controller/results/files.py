@@ -47,16 +47,16 @@ _DAMAGED = (ValueError, KeyError, AttributeError, TypeError)
 
 def begun(folder: Path) -> Trial:
     """Return the trial in a results folder, finished or not. Raises `InputError` for a folder without a run."""
-    return _trial(folder, _manifest(folder))
+    return _read_trial(folder, _read_manifest(folder))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / "scenario.yaml").is_file():
         raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
     return _read_json(folder / "manifest.json")
 
 
-def _trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
+def _read_trial(folder: Path, facts: Mapping[str, Any]) -> Trial:
     trial = trials(load_scenario(folder / "scenario.yaml"))[0]
     return replace(trial, point=facts["point"], repetition=facts["repetition"])
 
@@ -68,7 +68,7 @@ def load(folder: Path) -> Run:
     """
     if is_written(folder) and not (folder / "events.jsonl").is_file():
         raise InputError(f"{folder}: has no events, being run with --no-events: run it again without")
-    return _load(folder, _read_events(folder / "events.jsonl"), None)
+    return _load_run(folder, _read_events(folder / "events.jsonl"), None)
 
 
 def load_figures(folder: Path) -> Run:
@@ -77,7 +77,7 @@ def load_figures(folder: Path) -> Run:
         return load(folder).alone()
     figures = _read_json(folder / "metrics.json")
     figures.pop("expectations", None)
-    return _load(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
+    return _load_run(folder, EventLog(), figures) if figures.keys() >= ALWAYS else load(folder).alone()
 
 
 def load_any(folder: Path) -> Run:
@@ -87,18 +87,18 @@ def load_any(folder: Path) -> Run:
 
 def is_written(folder: Path) -> bool:
     """Return whether a run is complete, including metrics."""
-    return _manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
+    return _read_manifest(folder).get("status") != RUNNING and (folder / "metrics.json").is_file()
 
 
-def _load(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
+def _load_run(folder: Path, events: EventLog, figures: dict[str, Any] | None) -> Run:
     """Load everything except the events; without ``figures``, recompute the metrics."""
-    facts = _manifest(folder)
+    facts = _read_manifest(folder)
     fidelity = _read_json(folder / "fidelity.json") if (folder / "fidelity.json").is_file() else {}
     if facts.get("status") == RUNNING:
         last = events.latest
         facts |= {"status": "interrupted", "error": f"cut off after {last:.2f} s: testbed ended before the run did"}
     try:
-        trial = _trial(folder, facts)
+        trial = _read_trial(folder, facts)
         plan = Plan.model_validate(_read_json(folder / "plan.json"))
         outcome = Outcome(
             runtime=facts["runtime"],
@@ -128,7 +128,7 @@ def places(folder: Path) -> list[Path]:
     summary = folder / "summary.json"
     points = _read_json(summary).get("points", ()) if summary.is_file() else ()
     order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
-    found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural)
+    found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order)
     return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
 
 
@@ -142,7 +142,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
         if not place.exists():
             continue
         run = load_figures(place)
-        if _facts(run.trial.scenario) != _facts(with_local_sources(trial.scenario)[0]):
+        if _scenario_facts(run.trial.scenario) != _scenario_facts(with_local_sources(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":
             found[number] = run
@@ -151,11 +151,11 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
     return found
 
 
-def _facts(scenario: Scenario) -> dict[str, Any]:
+def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
     return scenario.model_dump(mode="json", by_alias=True, exclude=set(UNSHOWN), exclude_none=True)
 
 
-def _natural(path: Path) -> list[tuple[bool, float, str]]:
+def _natural_order(path: Path) -> list[tuple[bool, float, str]]:
     parts = re.split(r"(\d+(?:\.\d+)?)", path.name)
     return [(index % 2 == 0, float(part) if index % 2 else 0.0, part) for index, part in enumerate(parts)]
 

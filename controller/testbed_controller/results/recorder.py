@@ -62,7 +62,7 @@ def manifest(
         "versions": {
             "testbed": VERSION,
             "python": platform.python_version(),
-            **{name: _version(name) for name in RECORDED_PACKAGES},
+            **{name: _package_version(name) for name in RECORDED_PACKAGES},
         },
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -82,7 +82,7 @@ def finished(facts: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -139,17 +139,17 @@ class Recorder:
         self._written = 0
         self._latest = float("-inf")
         self._ordered = True
-        with self._writing():
+        with self._report_failures():
             self.path.mkdir(parents=True, exist_ok=True)
             if any(self.path.iterdir()):
-                raise _taken(folder)
+                raise _folder_taken(folder)
             # A line at a time: what was written is there, whatever ends this process. A simulation has thousands of
             # lines a second: the last few do not matter.
             file, mode = (self.path / "events.jsonl", "x") if events else (Path(os.devnull), "w")
             try:
                 self._events = file.open(mode, encoding="utf-8", buffering=1 if runtime == "emulate" else -1)
             except FileExistsError:  # by another run, a moment ago
-                raise _taken(folder) from None
+                raise _folder_taken(folder) from None
             self._manifest = {**manifest(trial, runtime, weights), **({"owned": owned} if owned else {})}
             self._manifest_file(self._manifest)
             scenario, sources = with_local_sources(trial.scenario)
@@ -170,7 +170,7 @@ class Recorder:
 
     def lines(self, text: str) -> None:
         """Write event lines, already in order. Raises `HostError` on failure."""
-        with self._writing():
+        with self._report_failures():
             self._events.write(text)
         self._written += text.count("\n")
 
@@ -181,10 +181,10 @@ class Recorder:
         kept = replace(outcome, events=log.rounded(), weights_file=None, parts={})
         figures = metrics(kept, self._trial.experiment, self._plan, self._declared)
         run = Run(self.path, self._trial, self._plan, kept, facts, figures, self._declared)
-        with self._writing():
+        with self._report_failures():
             self._events.close()
             if self.keeps_events and (not self._ordered or self._written != len(log)):
-                _replace(self.path / "events.jsonl", log.lines())
+                _replace_file(self.path / "events.jsonl", log.lines())
             if outcome.weights_file is not None:
                 (self.path / "weights.safetensors").write_bytes(outcome.weights_file)
             for device, weights in outcome.parts.items():
@@ -208,20 +208,20 @@ class Recorder:
             self._manifest_file({**self._manifest, "status": "failed", "error": str(error) or type(error).__name__})
 
     def _manifest_file(self, facts: Mapping[str, Any]) -> None:
-        _replace(self.path / "manifest.json", [json.dumps(finite(facts), indent=2, default=str) + "\n"])
+        _replace_file(self.path / "manifest.json", [json.dumps(finite(facts), indent=2, default=str) + "\n"])
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _report_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise self._write_error(error) from None
 
-    def _unwritable(self, error: OSError) -> HostError:
+    def _write_error(self, error: OSError) -> HostError:
         return HostError(f"{self.path}: cannot be written: {error.strerror or error}")
 
 
-def _taken(folder: Path) -> InputError:
+def _folder_taken(folder: Path) -> InputError:
     return InputError(f"{folder}: holds something already: name another folder, or remove this one")
 
 
@@ -234,7 +234,7 @@ def rebuild(run: Run) -> None:
 def _write_figures(run: Run) -> None:
     expected = [asdict(expectation) for expectation in run.expectations]
     _write_json(run.path / "metrics.json", {**run.metrics, "expectations": expected})
-    _write_json(run.path / "fidelity.json", _fidelity(run.outcome, run.metrics))
+    _write_json(run.path / "fidelity.json", _fidelity_facts(run.outcome, run.metrics))
     if run.metrics["series"]["objects"]:
         _write_json(run.path / "boxes.json", run.metrics["series"]["objects"])
 
@@ -263,15 +263,15 @@ def numbered(folder: Path) -> Path:
 
 def scenario_yaml(scenario: Scenario) -> str:
     """Return the scenario as YAML with all defaults; loading the text yields an equal scenario."""
-    return written(_keys(scenario))
+    return written(_scenario_keys(scenario))
 
 
 def facts_of(trial: Trial) -> dict[str, Any]:
     """Return the scenario of a run as plain values by key."""
-    return _keys(trial.scenario)
+    return _scenario_keys(trial.scenario)
 
 
-def _keys(scenario: Scenario) -> dict[str, Any]:
+def _scenario_keys(scenario: Scenario) -> dict[str, Any]:
     return scenario.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
@@ -314,7 +314,7 @@ def _further_files(workload: WorkloadPart) -> Iterator[str]:
                 yield from (str(value) for key, value in each.items() if key == "file")
 
 
-def _replace(path: Path, lines: Iterable[str]) -> None:
+def _replace_file(path: Path, lines: Iterable[str]) -> None:
     """Replace a file atomically."""
     draft = path.with_name(f".{path.name}")
     with draft.open("w", encoding="utf-8") as file:
@@ -326,6 +326,6 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(finite(value), indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _fidelity(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
+def _fidelity_facts(outcome: Outcome, figures: dict[str, Any]) -> dict[str, Any]:
     links = [item.to_json() for item in outcome.links]
     return {"verdict": figures["verdict"], "figures": outcome.fidelity, "links": links}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def _figures(run: Run) -> list[Row]:
+def _metric_rows(run: Run) -> list[Row]:
     plain = (int, float, str, bool)
     return [
         {"figure": name, "value": value, "kind": figure.kind, "meaning": figure.meaning}
@@ -28,18 +28,18 @@ def _figures(run: Run) -> list[Row]:
     ]
 
 
-def _events(run: Run) -> list[Row]:
+def _event_rows(run: Run) -> list[Row]:
     return [
         {"time": event.time, "device": event.device, "event": event.event, **event.fields}
         for event in run.outcome.events
     ]
 
 
-def _devices(run: Run) -> list[Row]:
+def _device_rows(run: Run) -> list[Row]:
     return [{"device": name, **figures} for name, figures in run.metrics["devices"].items()]
 
 
-def _links(run: Run) -> list[Row]:
+def _link_rows(run: Run) -> list[Row]:
     """Return each direction of each link, a link's properties as columns: ``requested.rate``."""
     found = []
     for row in run.metrics["links"]:
@@ -52,18 +52,18 @@ def _links(run: Run) -> list[Row]:
     return found
 
 
-def _series(name: str) -> Callable[[Run], list[Row]]:
+def _series_rows(name: str) -> Callable[[Run], list[Row]]:
     return lambda run: [dict(row) for row in run.metrics["series"][name]]
 
 
 TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
-    "figures": _figures,
-    "events": _events,
-    "devices": _devices,
-    "links": _links,
-    "steps": _series("steps"),
-    "evaluations": _series("evaluations"),
-    "requests": _series("requests"),
+    "figures": _metric_rows,
+    "events": _event_rows,
+    "devices": _device_rows,
+    "links": _link_rows,
+    "steps": _series_rows("steps"),
+    "evaluations": _series_rows("evaluations"),
+    "requests": _series_rows("requests"),
     "faults": lambda run: [dict(row) for row in run.metrics["fault_list"]],
 }
 """Tables of a run, with functions that compute them. Times and durations are in seconds."""
@@ -96,7 +96,7 @@ def points(runs: Sequence[Run]) -> list[Row]:
             "repetition": run.trial.repetition,
             "verdict": run.metrics["verdict"]["kind"],
             # A simulation is neither trusted nor not: the verdict says so.
-            **{row["figure"]: row["value"] for row in _figures(run) if row["figure"] != "trusted"},
+            **{row["figure"]: row["value"] for row in _metric_rows(run) if row["figure"] != "trusted"},
         }
         for run in runs
     ]
@@ -131,8 +131,8 @@ def write_csv(path: Path, found: Iterable[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows({key: _cell(value) for key, value in row.items()} for row in found)
+        writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in found)
 
 
-def _cell(value: object) -> object:
+def _csv_cell(value: object) -> object:
     return json.dumps(value) if isinstance(value, dict | list | tuple) else value

@@ -34,13 +34,13 @@ class Logger(Callback, ABC):
     def write(self, name: str, value: float, step: int, seconds: float) -> None:
         """Log a scalar at a step and a time in seconds of the run."""
 
-    def _scalars(self, event: Event) -> None:
+    def _write_scalars(self, event: Event) -> None:
         for key, name in SCALARS[event.event].items():
             value: Any = event.fields.get(key)
             if value is not None:
-                self.write(name, float(value), _step(event), event.time)
+                self.write(name, float(value), _step_of_event(event), event.time)
 
-    on_step = on_evaluate = on_request = _scalars
+    on_step = on_evaluate = on_request = _write_scalars
 
 
 class Csv(Callback):
@@ -51,11 +51,11 @@ class Csv(Callback):
         self._table = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
         self._table.writeheader()
 
-    def _row(self, event: Event) -> None:
-        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step(event)}
+    def _write_row(self, event: Event) -> None:
+        row = {"time": event.time, "device": event.device, "event": event.event, "step": _step_of_event(event)}
         self._table.writerow(row | {name: event.fields.get(name) for name in ("loss", "accuracy", "latency")})
 
-    on_step = on_evaluate = on_request = _row
+    on_step = on_evaluate = on_request = _write_row
 
     def on_end(self, run: Run | None) -> None:
         """Close the file."""
@@ -144,5 +144,5 @@ class Following:
                 getattr(each, f"on_{event.event}")(event)
 
 
-def _step(event: Event) -> int:
+def _step_of_event(event: Event) -> int:
     return int(event.fields.get("step", event.fields.get("request", 0)))

@@ -19,7 +19,7 @@ def summarize(folder: Path, runs: Sequence[Run]) -> dict[str, Any]:
     """Write ``summary.json`` and ``summary.csv`` of the runs in a folder; return their `summary_of`."""
     summary = summary_of(runs)
     (folder / "summary.json").write_text(json.dumps(finite(summary), indent=2, default=str) + "\n", encoding="utf-8")
-    write_csv(folder / "summary.csv", _rows(summary))
+    write_csv(folder / "summary.csv", _summary_rows(summary))
     return summary
 
 
@@ -38,7 +38,7 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
             "point": group[0].trial.point,
             "runs": [run.path.name for run in group],
             "trusted": sum(bool(run.metrics["trusted"]) for run in group),
-            "figures": _figures(group),
+            "figures": _summarize_metrics(group),
         }
         for group in groups.values()
     ]
@@ -51,7 +51,7 @@ def summary_of(runs: Sequence[Run]) -> dict[str, Any]:
     return {"scenario": name, "confidence": CONFIDENCE, "figures": about, "points": points}
 
 
-def _figures(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+def _summarize_metrics(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     table = {}
     for name in all_figures(runs):
         values = [run.metrics[name] for run in runs if is_number(run.metrics.get(name))]
@@ -71,7 +71,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _rows(summary: Mapping[str, Any]) -> Iterator[Row]:
+def _summary_rows(summary: Mapping[str, Any]) -> Iterator[Row]:
     """Yield a row for each point: the swept keys, then mean and half width of each figure."""
     points = summary["points"]
     keys = dict.fromkeys(key for point in points for key in point["point"])

@@ -85,7 +85,7 @@ class Program(Method[Options]):
 
         Raises `InputError` where such a link is missing, or nothing would end.
         """
-        programs = _programs(problem)
+        programs = _programs_by_device(problem)
         ending = [name for name, part in programs.items() if not part.background]
         if not ending:
             raise InputError("all stay in the background: the run would be over at once", ("programs",))
@@ -100,13 +100,13 @@ class Program(Method[Options]):
     def facts(self, problem: Problem[Options], plan: Plan, device: str) -> tuple[Problem[Options], Plan]:
         """Return the files of the device's own program alone."""
         own, part = super().facts(problem, plan, device)
-        program = _programs(problem).get(device)
+        program = _programs_by_device(problem).get(device)
         assert isinstance(own, ProgramsProblem)
         return replace(own, files={name: own.files[name] for name in (program.files if program else ())}), part
 
     async def program(self, device: Device, job: Job[Options]) -> None:
         """Run the device's command, if any; the lead then waits for all others."""
-        programs = _programs(job.problem)
+        programs = _programs_by_device(job.problem)
         async with Mailbox(device, job.problem.links, (Ended,)) as mailbox:
             part = programs.get(device.name)
             if part is not None:
@@ -122,7 +122,7 @@ class Program(Method[Options]):
                     await mailbox.take(Ended, name)
 
 
-def _programs(problem: Problem[Options]) -> dict[str, ProgramPart]:
+def _programs_by_device(problem: Problem[Options]) -> dict[str, ProgramPart]:
     assert isinstance(problem.workload, ProgramsPart)
     return by_device(problem.workload.programs, [device.name for device in problem.devices])
 
@@ -145,17 +145,17 @@ def environment(problem: Problem[Options], device: str, names: list[str]) -> dic
         "MASTER_PORT": str(PORT),
         "PYTHONUNBUFFERED": "1",
         "HOME": "/tmp",
-        **_programs(problem)[device].environment,
+        **_programs_by_device(problem)[device].environment,
     }
 
 
 async def execute(device: Device, problem: Problem[Options], names: list[str]) -> None:
     """Run the command of a device, then end all its processes. Raises `TestbedError` for a failed command."""
     assert isinstance(problem, ProgramsProblem)
-    part = _programs(problem)[device.name]
+    part = _programs_by_device(problem)[device.name]
     inherited = {name: value for name, value in os.environ.items() if name not in _KEPT}
     with tempfile.TemporaryDirectory(prefix="program-") as folder:
-        _place(Path(folder), {name: problem.files[name] for name in part.files})
+        _place_files(Path(folder), {name: problem.files[name] for name in part.files})
         tree, killed_before = ProcessTree(), killed_for_memory()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -167,17 +167,17 @@ async def execute(device: Device, problem: Problem[Options], names: list[str]) -
             )
         except OSError as error:
             raise TestbedError(f"{part.command[0]} cannot be run: {error.strerror}") from None
-        status, last = await _followed(device, process, tree)
+        status, last = await _follow_output(device, process, tree)
     device.record("exit", status=status)
     if status != 0:
-        text = f"{' '.join(part.command)} ended with {_described(status)}: {last or 'it said nothing'}"
+        text = f"{' '.join(part.command)} ended with {_describe_status(status)}: {last or 'it said nothing'}"
         if killed_for_memory() > killed_before:
             held = formats.size(problem.device(device.name).memory)
             text += f"; the device ran out of memory: its container is held to {held}: give it more"
         raise TestbedError(text)
 
 
-def _described(status: int) -> str:
+def _describe_status(status: int) -> str:
     if status >= 0:
         return f"status {status}"
     with suppress(ValueError):
@@ -185,14 +185,14 @@ def _described(status: int) -> str:
     return f"signal {-status}"
 
 
-def _place(folder: Path, files: Mapping[str, bytes]) -> None:
+def _place_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         place = folder / Path(name).name
         place.write_bytes(content)
         place.chmod(0o555)
 
 
-async def _followed(device: Device, process: Process, tree: ProcessTree) -> tuple[int, str]:
+async def _follow_output(device: Device, process: Process, tree: ProcessTree) -> tuple[int, str]:
     """Record a program's output until its end; return its exit status and the last lines of its errors.
 
     Its descendants are killed as it ends, or as this is cancelled: they may keep its pipes open and ports occupied.
@@ -220,7 +220,7 @@ async def _followed(device: Device, process: Process, tree: ProcessTree) -> tupl
     assert process.stderr is not None
     streams = {"stdout": process.stdout, "stderr": process.stderr}
     readers = [asyncio.create_task(follow(stream, name)) for name, stream in streams.items()]
-    collecting = asyncio.create_task(_collect(tree, process.pid))
+    collecting = asyncio.create_task(_collect_orphans(tree, process.pid))
     try:
         # `Process.wait` waits for the ends of both pipes as well in some versions of Python.
         await asyncio.to_thread(_await_end, process.pid)
@@ -233,7 +233,7 @@ async def _followed(device: Device, process: Process, tree: ProcessTree) -> tupl
     return await process.wait(), " | ".join(last)
 
 
-async def _collect(tree: ProcessTree, program: int) -> None:
+async def _collect_orphans(tree: ProcessTree, program: int) -> None:
     while True:
         await asyncio.sleep(_COLLECT_SECONDS)
         tree.collect_orphans(program)
@@ -256,7 +256,7 @@ class LineSplitter:
     def split(self, piece: bytes) -> Iterator[str]:
         """Yield the lines completed by more output; a line longer than `LONGEST` bytes is split."""
         *lines, begun = (self._begun + piece).split(b"\n")
-        yield from map(_text, lines)
+        yield from map(_decode_line, lines)
         # Carriage returns at the end may belong to a line's end.
         shown = len(begun.rstrip(b"\r"))
         self._begun = begun[begun.rfind(b"\r", 0, shown) + 1 :]
@@ -267,10 +267,10 @@ class LineSplitter:
         """Yield the incomplete last line, if any."""
         begun, self._begun = self._begun, b""
         if begun:
-            yield _text(begun)
+            yield _decode_line(begun)
 
 
-def _text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 

@@ -25,12 +25,12 @@ class ProcessTree:
     def __init__(self) -> None:
         # A container's first process has its orphans already; elsewhere, in tests, they would go to the system's first.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._earlier = set(_descendants())
+        self._earlier = set(_own_descendants())
 
     def collect_orphans(self, program: int) -> None:
         """Reap exited orphans; the ``program`` itself is awaited elsewhere."""
         own = os.getpid()
-        for pid, (state, parent) in _processes().items():
+        for pid, (state, parent) in _visible_processes().items():
             if state == "Z" and parent == own and pid != program and pid not in self._earlier:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -41,7 +41,7 @@ class ProcessTree:
         Takes milliseconds, and `_END_SECONDS` at most.
         """
         deadline = time.monotonic() + _END_SECONDS
-        while left := [pid for pid, state in _descendants().items() if not self._is_over(pid, state, program)]:
+        while left := [pid for pid, state in _own_descendants().items() if not self._is_over(pid, state, program)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -54,7 +54,7 @@ class ProcessTree:
         return pid in self._earlier or (pid == program and state == "Z")
 
 
-def _processes() -> dict[int, tuple[str, int]]:
+def _visible_processes() -> dict[int, tuple[str, int]]:
     """Return state and parent of every visible process by number."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -67,9 +67,9 @@ def _processes() -> dict[int, tuple[str, int]]:
     return found
 
 
-def _descendants() -> dict[int, str]:
+def _own_descendants() -> dict[int, str]:
     """Return the state of each descendant of this process by number."""
-    processes = _processes()
+    processes = _visible_processes()
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in processes.items():
         children.setdefault(parent, []).append(pid)

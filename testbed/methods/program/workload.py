@@ -44,7 +44,7 @@ class ProgramPart(ConfigModel):
 
     @field_validator("command", mode="before", json_schema_input_type=str | list[str])
     @classmethod
-    def _words(cls, value: object) -> object:
+    def _split_words(cls, value: object) -> object:
         return shlex.split(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ class Programs(Workload):
 
     def problem(self, given: Problem, scenario: Scenario, method: Method) -> Problem:
         """Read the files of all programs; raises `InputError`."""
-        return _with_files(given, _files(scenario))
+        return _with_files(given, _read_files(scenario))
 
     def own_facts(self, problem: Problem) -> Mapping[str, Any]:
         """Return the files of a device's program."""
@@ -151,7 +151,7 @@ def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
     return ProgramsProblem(given.devices, given.links, given.workload, given.options, given.seed, files)
 
 
-def _files(scenario: Scenario) -> dict[str, bytes]:
+def _read_files(scenario: Scenario) -> dict[str, bytes]:
     """Return the files of all programs by name. Raises `InputError`."""
     assert isinstance(scenario.workload, ProgramsPart)
     found: dict[str, bytes] = {}

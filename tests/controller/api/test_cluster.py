@@ -100,12 +100,12 @@ def test_files_of_each_point_travel(client, tmp_path: Path) -> None:
 def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly)
     monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
     done: list[int] = []
     counts = tmp_path / "deaths"
     runs = {number: planned(tmp_path / f"run{number}") for number in range(3)}
-    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(counts), {}))
+    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(counts), {}))
     with pytest.raises(TestbedError, match=r"1 of 3 runs ended with their workers 3 times \(run1\)"):
         cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
     assert sorted(done) == [0, 2]
@@ -115,9 +115,9 @@ def test_a_trial_that_ends_three_workers_is_given_up_and_the_others_are_there(
 def test_only_those_are_given_up_that_were_under_way_as_workers_died(
     client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.deadly_twice)
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.deadly_twice)
     monkeypatch.setattr("testbed_controller.api.executors.load_figures", lambda place: type("Run", (), {"path": place}))
-    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(tmp_path / "deaths"), {}))
+    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(tmp_path / "deaths"), {}))
     done: list[int] = []
     runs = {number: planned(tmp_path / f"run{number}") for number in range(8)}
     cluster.Cluster(client).execute(runs, SILENT, lambda number, _run: done.append(number))
@@ -127,8 +127,8 @@ def test_only_those_are_given_up_that_were_under_way_as_workers_died(
 def test_a_cluster_whose_workers_are_all_gone_is_not_waited_for_in_silence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "_simulate", cluster_tasks.endless)
-    monkeypatch.setattr(cluster, "_packed", lambda _trial: (str(tmp_path / "begun"), {}))
+    monkeypatch.setattr(cluster, "_simulate_files", cluster_tasks.endless)
+    monkeypatch.setattr(cluster, "_pack_trial", lambda _trial: (str(tmp_path / "begun"), {}))
     monkeypatch.setattr(cluster, "PATIENCE", 1.0)
     monkeypatch.setattr("testbed_controller.api.executors.LOOK_SECONDS", 0.2)
     said = StringIO()
@@ -160,7 +160,7 @@ def test_files_that_do_not_travel_are_refused(tmp_path: Path) -> None:
     model = workload.model.model_copy(update={"weights": "w.safetensors"})
     given = trial.scenario.model_copy(update={"workload": workload.model_copy(update={"model": model})})
     with pytest.raises(InputError, match=r"workload.model.weights: w.safetensors does not travel"):
-        cluster._packed(replace(trial, scenario=given))
+        cluster._pack_trial(replace(trial, scenario=given))
 
 
 def test_where_no_scheduler_answers_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
