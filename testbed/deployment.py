@@ -62,7 +62,7 @@ class Deployment(BaseModel):
     work_code: Code | None = None
     """Source text of a workload from a package; None for the testbed's own."""
     method_code: Code | None = None
-    """Source text of a method from a file or package; None for the testbed's own."""
+    """Source text of a method from a file or package, without modules of `work_code`; None for the testbed's own."""
     plan: Plan
     """The part of the plan relevant to the device."""
     kinds: tuple[Link, ...] = ()
@@ -87,12 +87,12 @@ class Deployment(BaseModel):
     def problem(self) -> tuple[Method, Problem]:
         """Import the method and build the device's view of the problem. Raises `InputError` for code that cannot be
         loaded."""
-        workload = self.workload
-        method = (
-            methods.get(workload.method.name, workload.task)
-            if self.method_code is None
-            else from_code(self.method_code)
-        )
+        workload, code = self.workload, self.method_code
+        if code is None:
+            method = methods.get(workload.method.name, workload.task)
+        else:
+            shared = self.work_code.sources if self.work_code is not None else {}
+            method = from_code(code.model_copy(update={"sources": {**shared, **code.sources}}))
         given: Problem = Problem(
             devices=tuple(replace(self.specs[kind], name=name) for name, kind in self.devices.items()),
             links={(source, destination): self.kinds[kind] for source, destination, kind in self.links},
@@ -219,5 +219,9 @@ def deployments(
 
     ``addresses`` are the devices' on the data network.
     """
-    codes = code_of(prepared.method), code_of(prepared.workload)
+    method_code, work_code = code_of(prepared.method), code_of(prepared.workload)
+    if method_code is not None and work_code is not None:
+        own = {module: text for module, text in method_code.sources.items() if module not in work_code.sources}
+        method_code = method_code.model_copy(update={"sources": own})
+    codes = method_code, work_code
     return Deployments(prepared.method, prepared.problem, prepared.plan, run, token, addresses, broadcast, *codes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -77,6 +78,20 @@ def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(p
     names = {point.name for point in entry_points(group="testbed.methods") if point.module.startswith(package)}
     trial = next(each for each in trials(load(SYSTEMS[package])) if each.scenario.workload.method.name in names)
     body = next(iter(bodies(prepare(trial)).values()))
+    assert _read_without(package, body, tmp_path) == f"{trial.scenario.workload.method.name} True\n"
+
+
+def test_a_workload_and_its_method_from_one_package_share_their_texts(tmp_path: Path) -> None:
+    trial = trials(load(ROOT / "generation" / "scenarios" / "kill.yaml"))[0]
+    body = next(iter(bodies(prepare(trial)).values()))
+    document = json.loads(body)
+    assert "testbed_generation.methods" in document["work_code"]["sources"]
+    assert document["method_code"]["sources"] == {}
+    assert _read_without("testbed_generation", body, tmp_path) == "petals True\n"
+
+
+def _read_without(package: str, body: bytes, tmp_path: Path) -> str:
+    """Read a deployment in a process without a package; return its method's name and whether its options are read."""
     (tmp_path / "testbed").symlink_to(ROOT / "testbed")
     (tmp_path / "there.py").write_text(
         "import importlib, sys\n"
@@ -85,7 +100,8 @@ def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(p
         f"assert find_spec({package!r}) is None\n"
         "deployment = read(sys.stdin.buffer.read())\n"
         "method, problem = deployment.problem()\n"
-        "for name in deployment.method_code.sources:\n"
+        "codes = (deployment.method_code, deployment.work_code)\n"
+        "for name in [name for code in codes if code for name in code.sources]:\n"
         "    assert importlib.import_module(name).__spec__.origin is None, name\n"
         "print(method.name, type(problem.options) is method.Options)\n"
     )
@@ -94,7 +110,7 @@ def test_a_published_system_runs_from_its_text_on_a_device_without_the_package(p
     command = [sys.executable, "-S", str(tmp_path / "there.py")]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, input=body)
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode() == f"{trial.scenario.workload.method.name} True\n"
+    return done.stdout.decode()
 
 
 def test_methods_of_this_code_need_not_travel() -> None:
