@@ -112,11 +112,11 @@ class Problem(Generic[ProblemOptions]):
     @cached_property
     def _pairs_by_device(self) -> Mapping[str, Sequence[Pair]]:
         """The links from and to each device, in the order of all."""
-        found: dict[str, list[Pair]] = {}
+        pairs: dict[str, list[Pair]] = {}
         for pair in self.links:
             for name in pair:
-                found.setdefault(name, []).append(pair)
-        return found
+                pairs.setdefault(name, []).append(pair)
+        return pairs
 
 
 class _LinksOf(Mapping[Pair, Link]):

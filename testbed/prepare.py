@@ -115,7 +115,7 @@ def batches(scenario: Scenario, plan: Plan) -> int | None:
 
 
 def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
-    found = []
+    problems = []
     devices = {device.name: device for device in trial.experiment.devices}
     for name in plan.devices:
         device = devices[name]
@@ -124,8 +124,8 @@ def _memory_problems(trial: Trial, plan: Plan) -> list[Diagnostic]:
                 f"'{name}' has {formats.size(device.memory)} of memory, its part of the plan needs "
                 f"{formats.size(plan.memory(name))}: use more or larger devices, a smaller model or batch_size"
             )
-            found.append(Diagnostic(_device_key(name, trial.scenario), text))
-    return found
+            problems.append(Diagnostic(_device_key(name, trial.scenario), text))
+    return problems
 
 
 def _message_problems(trial: Trial, method: Method, problem: Problem, plan: Plan) -> list[Diagnostic]:
@@ -147,7 +147,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
     experiment = trial.experiment
     links = experiment.links
     traced = [(pair, link) for _, pair, link in traced_links(links, experiment.changes, experiment.devices[0].name)]
-    found = fault_parts.problems(
+    problems = fault_parts.problems(
         experiment.faults,
         FaultContext(experiment.devices, links, traced, experiment.time_limit, experiment.radio),
         lambda device: method.spans(plan, device),
@@ -160,10 +160,10 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
             continue
         if "retirement" not in method.supports:
             text = f"no device of '{method.name}' hands over what it holds: use kill"
-            found.append(Diagnostic(("faults", index, "retire"), text))
+            problems.append(Diagnostic(("faults", index, "retire"), text))
         elif action.target == plan.lead:
-            found.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))
-    return found
+            problems.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))
+    return problems
 
 
 def _device_key(name: str, scenario: Scenario) -> Key:

@@ -166,7 +166,7 @@ def _load_kind(task: str) -> Any:
     if task in _CLASSES:
         module, _, name = _CLASSES[task].partition(":")
         return getattr(importlib.import_module(module), name)()
-    found = plugins.find(GROUP, task, ("task",))
-    if found is None:
+    workload = plugins.find(GROUP, task, ("task",))
+    if workload is None:
         raise InputError(f"'{task}' is not possible here: {nearest(task, tasks())}", ("task",))
-    return found()
+    return workload()

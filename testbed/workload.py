@@ -178,5 +178,5 @@ class Workload(ABC):
 
 def kind_of(part: WorkloadPart) -> Workload:
     """Return the kind of work of a scenario's workload."""
-    found: Workload = kind(part.task)
-    return found
+    workload: Workload = kind(part.task)
+    return workload

@@ -18,9 +18,9 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        found = getattr(importlib.import_module(self._name), attribute)
-        setattr(self, attribute, found)  # it is not asked for here again
-        return found
+        value = getattr(importlib.import_module(self._name), attribute)
+        setattr(self, attribute, value)  # it is not asked for here again
+        return value
 
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 def find(group: str, name: str, key: Key) -> Any:
     """Import an object of a group by name; None if missing. Raises `InputError` as `load` does."""
     point = installed(group).get(name)
-    return None if point is None else load(point, key, lambda found: found)
+    return None if point is None else load(point, key, lambda plugin: plugin)
 
 
 def load(point: EntryPoint, key: Key, convert: Callable[[Any], Loaded]) -> Loaded:
@@ -73,9 +73,9 @@ class Registry(Generic[Loaded]):
 def subclass_of(base: type[Loaded]) -> Callable[[Any], type[Loaded]]:
     """Return a converter that accepts only subclasses of ``base``."""
 
-    def convert(found: Any) -> type[Loaded]:
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise TypeError(f"{found!r} must be a subclass of {base.__module__}.{base.__qualname__}")
-        return found
+    def convert(candidate: Any) -> type[Loaded]:
+        if not (isinstance(candidate, type) and issubclass(candidate, base)):
+            raise TypeError(f"{candidate!r} must be a subclass of {base.__module__}.{base.__qualname__}")
+        return candidate
 
     return convert

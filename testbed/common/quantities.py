@@ -88,9 +88,9 @@ def on_one_scale(values: Sequence[object]) -> tuple[list[float], str] | None:
     """
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return [float(str(value)) for value in values], ""
-    found = [_NUMBER.match(str(value)) for value in values]
+    matches = [_NUMBER.match(str(value)) for value in values]
     for units in (RATE_UNITS, DURATION_UNITS, FRACTION_UNITS, SIZE_UNITS, SPEED_UNITS, BYTE_RATE_UNITS):
-        written = [(float(match[1]), match[2] or "") for match in found if match]
+        written = [(float(match[1]), match[2] or "") for match in matches if match]
         known = [unit for number, unit in written if unit in units or (not unit and number == 0)]
         if values and len(known) == len(values):
             largest = max(filter(None, known), key=units.__getitem__)

@@ -155,17 +155,17 @@ def _gather_code(file: Path, named: str, key: Key) -> Code:
         raise InputError(text, key)
     for source in sources:
         source.module = f"{re.sub(r'[^0-9A-Za-z_]', '_', source.path.stem)}_{_source_digest(source, file.parent)}"
-    found = Code(name="", module=main.module, sources={}, files={}, imports={})
+    code = Code(name="", module=main.module, sources={}, files={}, imports={})
     for source in sources:
         if source.imported:
-            found.imports[source.module] = {name: each.module for name, each in source.imported.items()}
+            code.imports[source.module] = {name: each.module for name, each in source.imported.items()}
         for name, text in source.texts.items():
             module = f"{source.module}.{name}" if name else source.module
-            found.sources[module] = text
-            found.files[module] = str(Path(named).parent / source.files[name].relative_to(file.parent))
+            code.sources[module] = text
+            code.files[module] = str(Path(named).parent / source.files[name].relative_to(file.parent))
     # Errors that are found before it is loaded are located in it as well.
-    _IMPORTER.add(found)
-    return found
+    _IMPORTER.add(code)
+    return code
 
 
 def _with_imports(main: _Source, named: Path, key: Key) -> list[_Source]:
@@ -271,16 +271,16 @@ def _other_origin(name: str, path: Path) -> str | None:
 
 def _source_digest(source: _Source, folder: Path) -> str:
     """Return a digest of a source and its transitive imports."""
-    found: dict[Path, _Source] = {}
+    sources: dict[Path, _Source] = {}
     waiting = [source]
     while waiting:
         each = waiting.pop()
-        if each.path not in found:
-            found[each.path] = each
+        if each.path not in sources:
+            sources[each.path] = each
             waiting.extend(each.imported.values())
     digest = hashlib.sha256()
-    for path in sorted(found):
-        for name, text in found[path].texts.items():
+    for path in sorted(sources):
+        for name, text in sources[path].texts.items():
             digest.update(f"{path.relative_to(folder).as_posix()}\0{name}\0{text}\0".encode())
     return digest.hexdigest()[:12]
 
@@ -316,8 +316,8 @@ def code_of_package(name: str, module: str, key: Key) -> Code:
 
 def _package_modules(package: str) -> list[str]:
     """Return the names of a package and all its modules."""
-    found = importlib.import_module(package)
-    paths = getattr(found, "__path__", None)
+    imported = importlib.import_module(package)
+    paths = getattr(imported, "__path__", None)
     inner = pkgutil.walk_packages(paths, f"{package}.") if paths is not None else ()
     return [package, *(each.name for each in inner)]
 
@@ -363,13 +363,13 @@ def call(code: Code, key: Key, **arguments: Any) -> Any:
 def function(code: Code, key: Key) -> Callable[..., Any]:
     """Return the named function or class. Raises `InputError` listing the available names."""
     module = load(code, key)
-    found: Any = vars(module).get(code.name)
-    if not callable(found):
+    value: Any = vars(module).get(code.name)
+    if not callable(value):
         own = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == code.module]
         wrong = f"defines no function '{code.name}': " if code.name else "is a file: "
         text = f"{shown(code.module)} {wrong}name a function of it (there: {', '.join(own) or 'none'})"
         raise InputError(text, (key[0], "name"))
-    checked: Callable[..., Any] = found
+    checked: Callable[..., Any] = value
     return checked
 
 

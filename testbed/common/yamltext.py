@@ -60,8 +60,8 @@ def nodes(text: str) -> yaml.Node | None:
     """
     reader = _Reader(text)
     try:
-        found: yaml.Node | None = reader.get_single_node()
-        return found
+        root: yaml.Node | None = reader.get_single_node()
+        return root
     finally:
         reader.dispose()
 

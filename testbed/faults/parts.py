@@ -148,7 +148,7 @@ def problems(
     Names of devices that do not exist are left to `devices_named`: the other keys of such a fault are not looked at.
     """
     names = {device.name for device in setting.devices}
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for index, part in enumerate(faults):
         action = part.action
         if any(name not in names for _, name in devices_named(part)):
@@ -160,8 +160,8 @@ def problems(
         ]
         if part.when is not None:
             wrong += _trigger_problems(part.when, spans(part.when.device), batches, events)
-        found += [Diagnostic(("faults", index, *key), text) for key, text in wrong]
-    return found
+        diagnostics += [Diagnostic(("faults", index, *key), text) for key, text in wrong]
+    return diagnostics
 
 
 Wrong = Iterator[tuple[Key, str]]

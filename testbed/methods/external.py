@@ -35,9 +35,9 @@ def from_code(code: Code) -> Method:
 
 def register_work(code: Code) -> None:
     """Import and register a workload from source text. Raises `InputError` describing the problem."""
-    for found in vars(usercode.load(code, ("task",))).values():
-        if inspect.isclass(found) and issubclass(found, Workload) and vars(found).get("name") == code.name:
-            register(code.name, found())
+    for candidate in vars(usercode.load(code, ("task",))).values():
+        if inspect.isclass(candidate) and issubclass(candidate, Workload) and vars(candidate).get("name") == code.name:
+            register(code.name, candidate())
 
 
 def _method_classes(module: ModuleType, code: Code) -> dict[str, type[Method]]:
@@ -55,21 +55,21 @@ def _make_instance(classes: Mapping[str, type[Method]], code: Code) -> Method:
             f"looked for (there: {known})",
             FILE_KEY,
         )
-    found = classes[code.name]
-    if missing := sorted(found.__abstractmethods__):
-        raise InputError(f"{file}: {found.__name__} lacks {' and '.join(missing)}", FILE_KEY)
+    method_class = classes[code.name]
+    if missing := sorted(method_class.__abstractmethods__):
+        raise InputError(f"{file}: {method_class.__name__} lacks {' and '.join(missing)}", FILE_KEY)
     try:
-        figures_of(found.declared)
+        figures_of(method_class.declared)
     except ValueError as error:
-        raise InputError(f"{file}: {found.__name__}: {error}", FILE_KEY) from None
-    return make(found)
+        raise InputError(f"{file}: {method_class.__name__}: {error}", FILE_KEY) from None
+    return make(method_class)
 
 
-def make(found: type[Method]) -> Method:
+def make(method_class: type[Method]) -> Method:
     """Instantiate a method class; the class docstring is the default summary."""
-    if not hasattr(found, "summary"):
-        found.summary = inspect.getdoc(found) or ""
-    return found()
+    if not hasattr(method_class, "summary"):
+        method_class.summary = inspect.getdoc(method_class) or ""
+    return method_class()
 
 
 def code_of(method: Method | Workload) -> Code | None:

@@ -40,23 +40,23 @@ class Impossible(NamedTuple):
 
 def problems(link: Link) -> list[Impossible]:
     """Return the properties of a link not supported by any backend. All values are in SI units."""
-    found: list[Impossible] = []
+    impossible: list[Impossible] = []
     for name in ("delay", "jitter"):
         if not 0 <= getattr(link, name) < math.inf:
-            found.append(
+            impossible.append(
                 Impossible(name, f"a {name} of {_in_milliseconds(getattr(link, name))} cannot be: use 0 or more")
             )
     if link.rate is not None and (wrong := rate_problem(link.rate)):
-        found.append(Impossible("rate", wrong))
+        impossible.append(Impossible("rate", wrong))
     for name in ("loss", "message_loss", "duplicate", "reorder", "corrupt"):
-        found += _fraction_problems(name, getattr(link, name))
+        impossible += _fraction_problems(name, getattr(link, name))
     for name in ("jitter_correlation", "loss_correlation"):
-        found += _correlation_problems(name, getattr(link, name))
+        impossible += _correlation_problems(name, getattr(link, name))
     if link.limit is not None and link.limit < 1:
-        found.append(Impossible("limit", f"a queue of {link.limit} packets lets nothing through: use at least 1"))
-    if not found:
-        found += _combination_problems(link)
-    return found
+        impossible.append(Impossible("limit", f"a queue of {link.limit} packets lets nothing through: use at least 1"))
+    if not impossible:
+        impossible += _combination_problems(link)
+    return impossible
 
 
 def prefix_for(devices: int) -> int:
@@ -106,11 +106,11 @@ def _correlation_problems(name: str, value: float) -> list[Impossible]:
 
 
 def _combination_problems(link: Link) -> list[Impossible]:
-    found = [*_of_jitter(link), *_of_loss(link)]
+    impossible = [*_of_jitter(link), *_of_loss(link)]
     if link.reorder > 0 and link.delay == 0:
         text = "reordered packets skip the delay, and there is none: use a delay of at least 1ms"
-        found.append(Impossible("reorder", text))
-    return found
+        impossible.append(Impossible("reorder", text))
+    return impossible
 
 
 def _of_jitter(link: Link) -> Iterator[Impossible]:
@@ -143,14 +143,14 @@ def _of_loss(link: Link) -> Iterator[Impossible]:
 
 
 def _burst_problems(bursts: GilbertElliott) -> list[Impossible]:
-    found = []
+    impossible = []
     for name in ("p", "r", "bad_loss", "good_loss"):
-        found += [
+        impossible += [
             Impossible(f"bursts.{each.figure}", each.text) for each in _fraction_problems(name, getattr(bursts, name))
         ]
-    if not found and bursts.p + bursts.r == 0:
-        found.append(Impossible("bursts.r", "with p and r both 0 the link never changes its state: use r above 0"))
-    return found
+    if not impossible and bursts.p + bursts.r == 0:
+        impossible.append(Impossible("bursts.r", "with p and r both 0 the link never changes its state: use r above 0"))
+    return impossible
 
 
 def _in_milliseconds(seconds: float) -> str:

@@ -169,10 +169,10 @@ FIGURES = tuple(field.name for field in fields(Link) if field.name not in ("up",
 
 def given(part: LinkPart) -> dict[str, Any]:
     """Return the explicitly set properties by field of `Link`."""
-    found = {name: value for name in FIGURES if (value := getattr(part, name)) is not None}
+    properties = {name: value for name in FIGURES if (value := getattr(part, name)) is not None}
     if part.bursts is not None:
-        found["bursts"] = GilbertElliott(part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss)
-    return found
+        properties["bursts"] = GilbertElliott(part.bursts.p, part.bursts.r, part.bursts.bad_loss, part.bursts.good_loss)
+    return properties
 
 
 def overlay(link: Link, part: LinkPart, from_first: bool) -> Link:

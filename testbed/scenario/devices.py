@@ -25,8 +25,8 @@ def with_profiles(scenario: Scenario) -> Scenario:
     for name, part in scenario.devices.items():
         if isinstance(part.profile, str) and part.profile.endswith((".yaml", ".yml")):
             try:
-                found = _read_profile(scenario.source.folder / part.profile, part.profile)
-                part = part.model_copy(update={"profile": found})
+                profile = _read_profile(scenario.source.folder / part.profile, part.profile)
+                part = part.model_copy(update={"profile": profile})
             except InputError as error:
                 raise scenario.source.error([Diagnostic(("devices", name, "profile"), str(error))]) from None
         devices[name] = part

@@ -138,10 +138,10 @@ def _default_links(network: NetworkPart) -> dict[bool, Link]:
 
 def located_problems(link: Link, part: LinkPart, key: Key) -> Iterator[Diagnostic]:
     """Yield the unsupported properties of a link, at the part of the scenario that set each last."""
-    found = checks.problems(link)
-    if part.distribution is not None and link.jitter == 0 and not found:
-        found.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
-    for figure, text in found:
+    impossible = checks.problems(link)
+    if part.distribution is not None and link.jitter == 0 and not impossible:
+        impossible.append(checks.Impossible("distribution", checks.no_jitter(part.distribution)))
+    for figure, text in impossible:
         inner = parse_key(figure)
         yield Diagnostic((*key, *inner) if getattr(part, str(inner[0])) is not None else key, text)
 
@@ -204,10 +204,10 @@ def _expand_changes(scenario: Scenario, devices: Sequence[DeviceSpec], links: di
         return None if name in names else next(no_such_devices([((), name)], scenario, names))[1]
 
     assert not isinstance(scenario.trace, str), "loading has put the file's lines in its place"
-    found, problems = changes(scenario.trace, devices, links, wrong)
+    expanded, problems = changes(scenario.trace, devices, links, wrong)
     if problems:
         raise scenario.source.error(problems)
-    return found
+    return expanded
 
 
 def no_such_devices(

@@ -53,10 +53,10 @@ def _schema_alternatives(schema: Mapping[str, Any], model: type[BaseModel]) -> l
 
 def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
     """Return the JSON schema of one key; empty for an unknown key."""
-    found: list[Mapping[str, Any]] = [_schema_of(model)]
+    schemas: list[Mapping[str, Any]] = [_schema_of(model)]
     for part in key:
         inner: list[Mapping[str, Any]] = []
-        for schema in (choice for outer in found for choice in _schema_alternatives(outer, model)):
+        for schema in (choice for outer in schemas for choice in _schema_alternatives(outer, model)):
             if isinstance(part, int):
                 prefix: Sequence[Mapping[str, Any]] = schema.get("prefixItems", ())
                 item = prefix[part] if part < len(prefix) else schema.get("items")
@@ -65,8 +65,8 @@ def _describe_key(key: Key, model: type[BaseModel]) -> Mapping[str, Any]:
                 item = schema.get("properties", {}).get(part, named)
             if isinstance(item, Mapping):
                 inner.append(item)
-        found = inner
-    return found[0] if found else {}
+        schemas = inner
+    return schemas[0] if schemas else {}
 
 
 def _known_keys(key: Key, model: type[BaseModel]) -> list[str]:

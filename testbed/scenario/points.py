@@ -63,10 +63,10 @@ def short_keys(keys: Sequence[str]) -> dict[str, str]:
     The name of a part is called as the part is: ``workload.method.name`` is the method.
     """
     parts = {key: key.removesuffix(".name").split(".") for key in keys}
-    found = {}
+    shortened = {}
     for key, own in parts.items():
         taken = 1
         while any(other[-taken:] == own[-taken:] for each, other in parts.items() if each != key) and taken < len(own):
             taken += 1
-        found[key] = " ".join(own[-taken:]).replace("_", " ")
-    return found
+        shortened[key] = " ".join(own[-taken:]).replace("_", " ")
+    return shortened

@@ -78,7 +78,7 @@ def changes(
     no_such_device: Callable[[str], str | None],
 ) -> tuple[tuple[Change, ...], list[Diagnostic]]:
     """Parse a trace; return changes and problems. ``no_such_device`` returns the error text for an unknown name."""
-    found: list[Change] = []
+    parsed: list[Change] = []
     problems: list[Diagnostic] = []
 
     def wrong(index: int, text: str) -> None:
@@ -99,12 +99,12 @@ def changes(
         latest = max(latest, change.time)
         for text in _unknown_names(change, own, links, no_such_device):
             wrong(index, text)
-    found = list(read.values())
+    parsed = list(read.values())
     if not problems:
-        for index, pair, link in traced_links(links, found, next(iter(own))):
+        for index, pair, link in traced_links(links, parsed, next(iter(own))):
             for _, text in checks.problems(link):
                 wrong(index, f"makes a link from {pair[0]} to {pair[1]} that cannot be: {text}")
-    return tuple(found), _limit_problems(problems)
+    return tuple(parsed), _limit_problems(problems)
 
 
 def _unknown_names(

@@ -119,13 +119,13 @@ def _run_world(world: World, experiment: Experiment) -> tuple[Status, str | None
 
 def _exposed_weights(device: Guest | None, part: bool = False) -> bytes | None:
     """Return the weights exposed by a device as safetensors; None if unavailable."""
-    found = device.exposed[part]() if device is not None and part in device.exposed else None
-    return arrays.pack(found) if found else None
+    weights = device.exposed[part]() if device is not None and part in device.exposed else None
+    return arrays.pack(weights) if weights else None
 
 
 def _exposed_parts(world: World) -> dict[str, bytes]:
-    found = {name: _exposed_weights(host.device, part=True) for name, host in world.hosts.items()}
-    return {name: weights for name, weights in found.items() if weights is not None}
+    parts = {name: _exposed_weights(host.device, part=True) for name, host in world.hosts.items()}
+    return {name: weights for name, weights in parts.items() if weights is not None}
 
 
 def _error_message(error: BaseException | None) -> str:

@@ -110,11 +110,11 @@ class CriticalPaths:
         return self._sum_path(device, window, lambda own, index: own.ends[index] - max(own.starts[index], window[0]))
 
     def _sum_path(self, device: str, window: Interval, seconds: Callable[[_Pieces, int], float]) -> PathTime:
-        found = PathTime()
+        total = PathTime()
         for own, index in self._walk_path(device, window):
             taken = seconds(own, index)
-            found += PathTime(taken) if own.senders[index] is None else PathTime(messaging=taken)
-        return found
+            total += PathTime(taken) if own.senders[index] is None else PathTime(messaging=taken)
+        return total
 
     def _walk_path(self, device: str, window: Interval) -> Iterator[tuple[_Pieces, int]]:
         """Yield the segments of the path that ends on a device at the end of a window, backwards."""
@@ -249,7 +249,7 @@ class _Outlet:
 
 def _index_departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str, str, str | None], _Departures]:
     """Return the messages by sender, receiver and kind."""
-    found: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
+    departures: dict[tuple[str, str, str | None], _Departures] = defaultdict(_Departures)
     outlets: dict[Pair, _Outlet] = defaultdict(_Outlet)
     fields = ("event", "device", "start", "queued", "encode", "peers", "peer", "message", "bytes", "duration")
     for event, device, called, queued, encode, peers, peer, message, size, duration in log.of("send", "cast").sorted_by(
@@ -259,13 +259,13 @@ def _index_departures(log: EventLog, links: _LinksInForce) -> Mapping[tuple[str,
         if event == "cast":
             departure = _Departure(called, 0.0, 0.0, begun, broadcast=True)
             for receiver in peers:
-                found[device, receiver, message].add(departure)
+                departures[device, receiver, message].add(departure)
             continue
         pair, content = (device, peer), size or 0
         could, acknowledged = outlets[pair].ready(called), called + duration
         late = max(0.0, begun - could)
-        found[(*pair, message)].add(_Departure(called, could - called, late, begun, acknowledged))
+        departures[(*pair, message)].add(_Departure(called, could - called, late, begun, acknowledged))
         # Where the link does not say how long it is busy, the acknowledgement does.
         busy = links.transmission(pair, content, called)
         outlets[pair].occupy(acknowledged if busy is None else could + late + busy, acknowledged, content)
-    return found
+    return departures

@@ -64,16 +64,16 @@ def devices(record: RunView) -> dict[str, dict[str, Any]]:
 
 def _activity_by_device(record: RunView) -> dict[str, dict[str, float]]:
     """Return by device the seconds and the shares of each of `_SPENT`."""
-    found: dict[str, dict[str, float]] = {}
+    activity: dict[str, dict[str, float]] = {}
     some: dict[str, list[Intervals]] = {}
     bars = 0
     for number, spec in enumerate(record.experiment.devices, 1):
         some[spec.name] = [record.spans(spec.name, kind) for kind in KINDS]
         bars += sum(map(len, some[spec.name]))
         if bars >= _TOGETHER or number == len(record.experiment.devices):
-            found |= _activity_of(some, record.end)
+            activity |= _activity_of(some, record.end)
             some, bars = {}, 0
-    return found
+    return activity
 
 
 def _activity_of(charted: Mapping[str, Sequence[Intervals]], end: float) -> dict[str, dict[str, float]]:
@@ -116,20 +116,20 @@ def _with_shares(seconds: dict[str, float], end: float) -> dict[str, float]:
 
 def _work_by_device(log: EventLog) -> dict[str, dict[str, Any]]:
     """Return, by device, sent and received bytes, computations, and peak memory in bytes."""
-    found: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
+    work: defaultdict[str, dict[str, Any]] = defaultdict(lambda: dict.fromkeys(_COUNTED, 0))
     for event, (devices, sizes) in log.of("send", "cast", "receive").columns("device", "bytes"):
         way = "received" if event == "receive" else "sent"
         for (device, size), number in Counter(zip(devices, sizes, strict=False)).items():
-            found[device][f"messages_{way}"] += number
-            found[device][f"bytes_{way}"] += number * (size or 0)
+            work[device][f"messages_{way}"] += number
+            work[device][f"bytes_{way}"] += number * (size or 0)
     for device, flops, busy, late, deficit in log.of("compute").rows("device", "flops", "busy", "late", "deficit"):
-        own = found[device]
+        own = work[device]
         own["flops"] += flops or 0.0
         own["busy"] += busy or 0.0
         own["deficit"] += lateness(late, deficit)
     for device, weights, activations in log.of("memory").rows("device", "weights", "activations"):
-        found[device] |= {"weights": weights, "activations": activations}
-    return found
+        work[device] |= {"weights": weights, "activations": activations}
+    return work
 
 
 def _share_of(seconds: float, phase: Intervals) -> float:
@@ -144,8 +144,8 @@ def _mean_of(key: str, record: RunView) -> float | None:
 
 def _total_energy(record: RunView) -> float | None:
     rows = record.cached(devices).values()
-    found = [row["energy"] for row in rows if "energy" in row]
-    return sum(found) if len(found) == len(rows) else None
+    energies = [row["energy"] for row in rows if "energy" in row]
+    return sum(energies) if len(energies) == len(rows) else None
 
 
 FIGURES = (

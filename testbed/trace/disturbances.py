@@ -129,7 +129,7 @@ def _find_causes(
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """Return the recoveries in order; several detections before one resumption are one recovery."""
     strikes = _bare_strikes(events)
-    found: list[Recovery] = []
+    detected_faults: list[Recovery] = []
     detected: Event | None = None
     missing: tuple[str, ...] = ()
     phases: dict[str, Event] = {}
@@ -154,15 +154,15 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
             detected = detected or event
             phases = {}
         elif phase == "resumed":
-            found.append(recovery(detected or event, event))
+            detected_faults.append(recovery(detected or event, event))
             detected, missing, phases, since = None, (), {}, event.time
         elif detected is not None:
             phases[phase] = event
-        elif found:
-            found[-1] = replace(found[-1], phases={**found[-1].phases, phase: event})
+        elif detected_faults:
+            detected_faults[-1] = replace(detected_faults[-1], phases={**detected_faults[-1].phases, phase: event})
     if detected is not None:
-        found.append(recovery(detected, None))
-    return found
+        detected_faults.append(recovery(detected, None))
+    return detected_faults
 
 
 def strikes(events: Sequence[Event]) -> list[Strike]:

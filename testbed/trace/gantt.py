@@ -161,19 +161,19 @@ def spans(events: Sequence[Event], end: float) -> dict[str, dict[BarKind, dict[s
     """
     log = EventLog.made_of(events)
     numbers: defaultdict[tuple[str, BarKind, str], int] = defaultdict(count().__next__)
-    found, began, ended = array("i"), array("d"), array("d")
+    indices, began, ended = array("i"), array("d"), array("d")
     for name, begin, stop, (device, span, message) in _charted_columns(log, "device", "span", "message"):
         called = (each or "" for each in (span if name == "compute" else message))
-        found.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), called, strict=False)))
+        indices.extend(map(numbers.__getitem__, zip(device, repeat(_KINDS[name]), called, strict=False)))
         began.frombytes(begin.tobytes())
         ended.frombytes(stop.tobytes())
     for bar in _unrecorded_bars(log, end):
-        found.append(numbers[bar.device, bar.kind, bar.label])
+        indices.append(numbers[bar.device, bar.kind, bar.label])
         began.append(bar.start)
         ended.append(bar.end)
-    order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(found)))
-    counts = np.bincount(found, minlength=len(numbers)).tolist()
-    del found  # of ten million bars all these columns are large
+    order = np.lexsort((np.asarray(ended), np.asarray(began), np.asarray(indices)))
+    counts = np.bincount(indices, minlength=len(numbers)).tolist()
+    del indices  # of ten million bars all these columns are large
     both = np.empty((len(order), 2))
     both[:, 0] = np.asarray(began)[order]
     del began

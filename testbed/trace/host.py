@@ -39,8 +39,8 @@ def added(record: RunView) -> HostTime:
         return HostTime(seconds, 0.0, 0.0)
     packets = record.outcome.fidelity.get("lateness", {}).get("mean", 0.0)
     paths = CriticalPaths(record.log, record.experiment, packets)
-    found = sum((paths.lateness(device, window) for device, window in windows), PathTime())
-    return HostTime(seconds, found.computing, found.messaging)
+    lateness = sum((paths.lateness(device, window) for device, window in windows), PathTime())
+    return HostTime(seconds, lateness.computing, lateness.messaging)
 
 
 def processor_time(record: RunView) -> dict[str, float] | None:
@@ -59,10 +59,10 @@ def processor_time(record: RunView) -> dict[str, float] | None:
 
 
 def _overhead_share(record: RunView) -> float | None:
-    found = record.cached(processor_time)
-    if not found or not found["computing"]:
+    seconds = record.cached(processor_time)
+    if not seconds or not seconds["computing"]:
         return None
-    return (sum(found.values()) - found["computing"]) / found["computing"]
+    return (sum(seconds.values()) - seconds["computing"]) / seconds["computing"]
 
 
 def _part_of_overhead(name: str) -> Callable[[RunView], float | None]:
@@ -110,12 +110,12 @@ def lateness(late: float | None, deficit: float | None) -> float:
 def waited(log: EventLog, phase: Intervals) -> dict[str, float]:
     """Return the seconds that each device's threads waited for a processor in a phase, spread evenly over each
     interval."""
-    found: dict[str, float] = defaultdict(float)
+    waits: dict[str, float] = defaultdict(float)
     for device, time, waited, span in log.of("host").rows("device", "time", "waited", "interval"):
         if span > 0:
             near = phase[np.searchsorted(phase[:, 1], time - span) : np.searchsorted(phase[:, 0], time, "right")]
-            found[device] += waited * total(clip(near, time - span, time)) / span
-    return found
+            waits[device] += waited * total(clip(near, time - span, time)) / span
+    return waits
 
 
 def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
@@ -123,7 +123,7 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
 
     The intervals of the phase are in order and disjoint.
     """
-    found: dict[str, float] = defaultdict(float)
+    deficit_by_device: dict[str, float] = defaultdict(float)
     times: list[float] = []
     lates: list[tuple[str, float]] = []
     for device, time, late, deficit in log.of("compute").rows("device", "time", "late", "deficit"):
@@ -131,5 +131,5 @@ def deficits(log: EventLog, phase: Intervals) -> dict[str, float]:
             times.append(time)
             lates.append((device, seconds))
     for device, seconds in compress(lates, within(phase, np.array(times))):
-        found[device] += seconds
-    return found
+        deficit_by_device[device] += seconds
+    return deficit_by_device

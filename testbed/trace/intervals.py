@@ -17,19 +17,19 @@ Intervals: TypeAlias = "npt.NDArray[np.float64]"
 """Intervals as an array of shape (n, 2)."""
 
 
-def intervals(found: Intervals | Iterable[Interval]) -> Intervals:
+def intervals(values: Intervals | Iterable[Interval]) -> Intervals:
     """Return intervals as an array."""
-    return np.asarray(found if isinstance(found, np.ndarray) else list(found), dtype=float).reshape(-1, 2)
+    return np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=float).reshape(-1, 2)
 
 
-def in_order(found: Intervals) -> Intervals:
+def in_order(values: Intervals) -> Intervals:
     """Return intervals in the order of their starts, and of their ends where these are equal."""
-    return found[np.lexsort((found[:, 1], found[:, 0]))]
+    return values[np.lexsort((values[:, 1], values[:, 0]))]
 
 
-def union(found: Intervals | Iterable[Interval]) -> Intervals:
+def union(values: Intervals | Iterable[Interval]) -> Intervals:
     """Return the same points as disjoint ordered intervals; adjacent ones are joined."""
-    made = _without_empty(intervals(found))
+    made = _without_empty(intervals(values))
     if not len(made):
         return made
     made = in_order(made)
@@ -38,26 +38,26 @@ def union(found: Intervals | Iterable[Interval]) -> Intervals:
     return np.stack((made[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
 
 
-def joined(found: Intervals, apart: Sequence[Interval], gap: float) -> Intervals:
+def joined(values: Intervals, apart: Sequence[Interval], gap: float) -> Intervals:
     """Join ordered intervals at most ``gap`` apart, unless an interval of ``apart`` lies between them."""
-    if not len(found):
-        return found
-    reached = np.maximum.accumulate(found[:, 1])
-    ends, starts = reached[:-1], found[1:, 0]
+    if not len(values):
+        return values
+    reached = np.maximum.accumulate(values[:, 1])
+    ends, starts = reached[:-1], values[1:, 0]
     between = [(ends < end) & (start < starts) for start, end in apart]
     begins = np.concatenate(([True], np.logical_or.reduce([starts - ends > gap, *between])))
-    return np.stack((found[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
+    return np.stack((values[begins, 0], reached[np.append(begins[1:], True)]), axis=1)
 
 
-def clip(found: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
+def clip(values: Intervals | Iterable[Interval], start: float, end: float) -> Intervals:
     """Restrict intervals to the range from ``start`` to ``end``."""
-    made = intervals(found)
+    made = intervals(values)
     return _without_empty(np.stack((np.maximum(made[:, 0], start), np.minimum(made[:, 1], end)), axis=1))
 
 
-def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
+def subtract(values: Intervals | Iterable[Interval], holes: Intervals | Iterable[Interval]) -> Intervals:
     """Return the points outside all holes, as disjoint ordered intervals."""
-    made, gaps = union(found), union(holes)
+    made, gaps = union(values), union(holes)
     # Between the holes, and before and after them.
     starts, ends = np.concatenate(([-np.inf], gaps[:, 1])), np.concatenate((gaps[:, 0], [np.inf]))
     first = np.searchsorted(ends, made[:, 0], side="right")
@@ -68,20 +68,20 @@ def subtract(found: Intervals | Iterable[Interval], holes: Intervals | Iterable[
     return _without_empty(np.stack(rest, axis=1))
 
 
-def total(found: Intervals | Iterable[Interval]) -> float:
+def total(values: Intervals | Iterable[Interval]) -> float:
     """Return the seconds covered, each instant counted once."""
-    return length(union(found))
+    return length(union(values))
 
 
-def length(found: Intervals) -> float:
+def length(values: Intervals) -> float:
     """Return the total length in seconds, counting overlaps repeatedly."""
-    return float(sum((found[:, 1] - found[:, 0]).tolist()))  # in order: numpy's own sum adds up in another
+    return float(sum((values[:, 1] - values[:, 0]).tolist()))  # in order: numpy's own sum adds up in another
 
 
-def within(found: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def within(values: Intervals, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     """Return, for each time, whether a disjoint ordered interval contains the time (start excluded, end included)."""
-    place = np.searchsorted(found[:, 0], moments, side="left") - 1
-    return (place >= 0) & (moments <= np.append(found[:, 1], -np.inf)[place])
+    place = np.searchsorted(values[:, 0], moments, side="left") - 1
+    return (place >= 0) & (moments <= np.append(values[:, 1], -np.inf)[place])
 
 
 def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
@@ -89,9 +89,9 @@ def overlaps(interval: Interval, others: Iterable[Interval]) -> bool:
     return any(interval[0] < end and start < interval[1] for start, end in others)
 
 
-def lanes(found: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
+def lanes(values: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
     """Return the row of each interval, (n,), given in the order of starts: as few rows as possible without overlap."""
-    made = intervals(found)
+    made = intervals(values)
     rows = np.zeros(len(made), dtype=np.int64)
     free: list[tuple[float, int]] = []
     for place, (start, end) in enumerate(zip(made[:, 0].tolist(), made[:, 1].tolist(), strict=True)):
@@ -100,5 +100,5 @@ def lanes(found: Intervals | Iterable[Interval]) -> npt.NDArray[np.int64]:
     return rows
 
 
-def _without_empty(found: Intervals) -> Intervals:
-    return found[found[:, 0] < found[:, 1]]
+def _without_empty(values: Intervals) -> Intervals:
+    return values[values[:, 0] < values[:, 1]]

@@ -276,12 +276,12 @@ class EventLog(Sequence[Event]):
     def _of_chunk(self, chunk: _Chunk, items: Items[Item]) -> Iterable[Item]:
         if self._is_outside(chunk):
             return ()
-        found = []
+        items_at = []
         for form, (_, content) in chunk.parts.items():
             if self._names is None or form[0] in self._names:
                 columns = self._unpack_columns(content)
-                found.append(zip(columns[0], columns[1], items(form, columns), strict=False))
-        ordered = found[0] if len(found) == 1 else sorted(chain.from_iterable(found), key=itemgetter(0))
+                items_at.append(zip(columns[0], columns[1], items(form, columns), strict=False))
+        ordered = items_at[0] if len(items_at) == 1 else sorted(chain.from_iterable(items_at), key=itemgetter(0))
         if self._is_inside(chunk):
             return (item for _, _, item in ordered)
         return (item for _, time, item in ordered if self._after < time <= self._until)

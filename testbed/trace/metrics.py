@@ -39,7 +39,7 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
     record = RunView(outcome, experiment, plan, declared.events, declared.recovery)
     values = {name: figure.compute(record) for name, figure in figures_of(declared).items()}
     lists = ((name, compute(record)) for name, compute in (declared.lists or {}).items())
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "runtime": outcome.runtime,
         "error": outcome.error,
         "weights": experiment.workload.initial_weights,
@@ -57,10 +57,10 @@ def metrics(outcome: Outcome, experiment: Experiment, plan: Plan, declared: Metr
         if isinstance(value, Mapping):
             group, _, *last = name.split(".")
             for member, each in value.items():
-                found.setdefault(group, {})[member] = (
-                    each if not last else found.get(group, {}).get(member, {}) | {last[0]: each}
+                result.setdefault(group, {})[member] = (
+                    each if not last else result.get(group, {}).get(member, {}) | {last[0]: each}
                 )
-    clean: dict[str, Any] = finite(found)
+    clean: dict[str, Any] = finite(result)
     return clean
 
 

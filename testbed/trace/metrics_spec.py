@@ -152,9 +152,9 @@ def events_of(declared: MetricsSpec) -> dict[str, tuple[str, ...]]:
 
 def by_name(figures: Iterable[Metric]) -> dict[str, Metric]:
     """Return figures by their names; raises ValueError where two have the same."""
-    found: dict[str, Metric] = {}
+    named: dict[str, Metric] = {}
     for figure in figures:
-        if figure.name in found:
+        if figure.name in named:
             raise ValueError(f"two figures are called '{figure.name}': rename one of them")
-        found[figure.name] = figure
-    return found
+        named[figure.name] = figure
+    return named

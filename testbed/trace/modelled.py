@@ -24,19 +24,19 @@ def left_out(experiment: Experiment) -> list[str]:
     changes: list[LinkPart] = [action.value for action in actions if isinstance(action, Degrade)]
     changes += [change.link for change in experiment.changes if change.link is not None]
     parts: list[Link | LinkPart] = [*links, *changes]
-    found = []
+    texts = []
     if any(part.limit is not None for part in parts):
-        found.append("queue limits")
+        texts.append("queue limits")
     if any(part.duplicate for part in parts):
-        found.append("packets that arrive twice")
+        texts.append("packets that arrive twice")
     if any(map(_loses_much, links)) or any((part.loss or 0.0) > MOST_LOSS for part in changes):
-        found.append(
+        texts.append(
             f"TCP where more than {MOST_LOSS:.0%} of the packets are lost, "
             f"or any on links of less than {LEAST_DELAY * 1e3:g} ms"
         )
     if any(link.jitter > MOST_JITTER * link.delay for link in links):
-        found.append(f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay")
-    return found
+        texts.append(f"TCP where the jitter is more than {MOST_JITTER:.0%} of the delay")
+    return texts
 
 
 def _loses_much(link: Link) -> bool:

@@ -66,13 +66,13 @@ class LinkMeasurement:
 
     def figures(self) -> dict[str, Any] | None:
         """Return the measured properties as plain values; None without a measurement."""
-        found = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
-        return None if set(found.values()) == {None} else {**found, "packets": self.packets}
+        measured = {"rate": self.rate, "delay": self.delay, "loss": self.loss}
+        return None if set(measured.values()) == {None} else {**measured, "packets": self.packets}
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> LinkMeasurement:
+    def from_json(written: Mapping[str, Any]) -> LinkMeasurement:
         """Parse the output of `to_json`. Raises TypeError for an unknown field."""
-        return LinkMeasurement(**{**found, "requested": Link.from_json(found["requested"])})
+        return LinkMeasurement(**{**written, "requested": Link.from_json(written["requested"])})
 
 
 @dataclass

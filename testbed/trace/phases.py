@@ -62,17 +62,17 @@ def phases(record: RunView) -> list[dict[str, Any]]:
     if len(cuts) <= 2:
         return []
     names = _disturbance_names(record, cuts)
-    found: dict[str, _Phase] = {}
+    phases_by_name: dict[str, _Phase] = {}
     for name, start, end in zip(names, cuts, cuts[1:], strict=False):
-        phase = found.setdefault(name, _Phase(name, start))
+        phase = phases_by_name.setdefault(name, _Phase(name, start))
         phase.seconds += end - start
     for step in record.steps:
         if step.comparable and (piece := _piece_index(step.window, cuts)) is not None:
-            found[names[piece]].whole.append(step)
+            phases_by_name[names[piece]].whole.append(step)
     for window in record.served:
         if (piece := _piece_index(window, cuts)) is not None:
-            found[names[piece]].latencies.append(window[1] - window[0])
-    return [phase.to_json() for phase in found.values()]
+            phases_by_name[names[piece]].latencies.append(window[1] - window[0])
+    return [phase.to_json() for phase in phases_by_name.values()]
 
 
 def _disturbance_names(record: RunView, cuts: Sequence[float]) -> list[str]:

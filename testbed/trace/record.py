@@ -113,10 +113,10 @@ class RunView:
     def spans(self, device: str, kind: BarKind, label: str | None = None) -> Intervals:
         """Return when a device did something, as (n, 2) seconds in the order of starts; of one label, or of all."""
         labels = self._spans_by_device.get(device, {}).get(kind, {})
-        found = [own for name, own in labels.items() if label in (None, name)]
-        if len(found) == 1:
-            return found[0]
-        return in_order(np.concatenate(found)) if found else np.empty((0, 2))
+        matching = [own for name, own in labels.items() if label in (None, name)]
+        if len(matching) == 1:
+            return matching[0]
+        return in_order(np.concatenate(matching)) if matching else np.empty((0, 2))
 
     @cached_property
     def strikes(self) -> list[Strike]:
@@ -211,8 +211,8 @@ class RunView:
     def phase(self) -> Intervals:
         """Time spans used for step times and latencies; the whole run by default."""
         steady = [step.window for step in self.steps if step.steady]
-        found = union(steady or self.served)
-        return found if len(found) else intervals([(0.0, self.end)])
+        stretches = union(steady or self.served)
+        return stretches if len(stretches) else intervals([(0.0, self.end)])
 
 
 def after(steps: Sequence[Step], moment: float) -> list[Step]:

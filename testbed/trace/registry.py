@@ -52,14 +52,14 @@ def figures_of(declared: MetricsSpec) -> dict[str, Metric]:
 @cache
 def _packaged_metrics() -> Mapping[str, Metric]:
     """Return the figures of installed packages; a broken package is logged, since every run asks for all figures."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for point in plugins.installed(GROUP).values():
         try:
             for figure in plugins.load(point, (), _as_metrics):
-                found.setdefault(figure.name, replace(figure, compute=partial(_compute_safely, figure)))
+                metrics.setdefault(figure.name, replace(figure, compute=partial(_compute_safely, figure)))
         except InputError as error:
             _LOG.warning("%s", error)
-    return found
+    return metrics
 
 
 def _compute_safely(figure: Metric, record: RunView) -> Any:

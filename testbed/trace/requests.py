@@ -76,10 +76,10 @@ def _per_second(record: RunView) -> float | None:
 
 def _count_objects(record: RunView) -> int | None:
     seen = {(event.fields["request"], event.fields["sample"]): event for event in record.of("objects")}
-    found = [len(event.fields["boxes"]) for event in seen.values()]
-    if not found or not record.cached(_request_latencies):
+    counts = [len(event.fields["boxes"]) for event in seen.values()]
+    if not counts or not record.cached(_request_latencies):
         return None
-    return sum(found)
+    return sum(counts)
 
 
 def _count_failed(record: RunView) -> int | None:

@@ -120,8 +120,8 @@ def links(record: RunView) -> list[dict[str, Any]]:
     for pair in dict.fromkeys([*known, *uses]):
         if pair not in uses and pair not in measured:
             continue
-        use, found = uses.get(pair, LinkUse()), measured.get(pair)
-        requested = found.requested if found else known.get(pair)
+        use, measurement = uses.get(pair, LinkUse()), measured.get(pair)
+        requested = measurement.requested if measurement else known.get(pair)
         rows.append(
             {
                 "source": pair[0],
@@ -132,8 +132,8 @@ def links(record: RunView) -> list[dict[str, Any]]:
                 "casts_heard": heard[pair],
                 "requested": asked(requested),
                 "rate_at_best": bounded[pair].rate if pair in bounded else None,
-                "measured": found.figures() if found else None,
-                "problem": found.problem if found else None,
+                "measured": measurement.figures() if measurement else None,
+                "problem": measurement.problem if measurement else None,
                 "used_share": _utilisation(requested, use.wire_bytes, record.end),
             }
         )

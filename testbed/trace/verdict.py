@@ -142,8 +142,8 @@ def _bounded_check(name: str, value: float, most: float, detail: str, limit: str
 
 def _left_out(experiment: Experiment) -> list[Check]:
     """Name the requested link properties not modelled by the simulation (see `testbed.trace.modelled`)."""
-    found = left_out(experiment)
-    return [Check("model", None, f"not in the model: {' and '.join(found)}")] if found else []
+    unmodelled = left_out(experiment)
+    return [Check("model", None, f"not in the model: {' and '.join(unmodelled)}")] if unmodelled else []
 
 
 def _check_course(outcome: Outcome) -> Check:
@@ -157,10 +157,10 @@ def _check_course(outcome: Outcome) -> Check:
 def _name_gaps(log: EventLog, wanted: str) -> list[str]:
     """Name steps (or requests) missing from the log before later ones."""
     ended = [wanted, "failed"] if wanted == "request" else [wanted]
-    found = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
-    if not found or len(found) == max(found) - min(found) + 1:
+    recorded = {number for name in ended for (number,) in log.of(name).rows(wanted) if isinstance(number, int)}
+    if not recorded or len(recorded) == max(recorded) - min(recorded) + 1:
         return []
-    missing = sorted(set(range(min(found), max(found))) - found)
+    missing = sorted(set(range(min(recorded), max(recorded))) - recorded)
     shown = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     return [f"{len(missing)} {wanted}{'s' * (len(missing) > 1)} ({shown})"]
 
@@ -272,15 +272,15 @@ def _check_links(outcome: Outcome, experiment: Experiment) -> Check:
     return Check("links", True, f"{len(outcome.links)} measured, all within tolerance")
 
 
-def _check_host(found: HostTime, fidelity: Mapping[str, Any]) -> Check:
-    if found.seconds <= 0:
+def _check_host(host_time: HostTime, fidelity: Mapping[str, Any]) -> Check:
+    if host_time.seconds <= 0:
         return Check("host", None, "no step and no request was done")
-    computing, messaging = found.computing / found.seconds, found.messaging / found.seconds
+    computing, messaging = host_time.computing / host_time.seconds, host_time.messaging / host_time.seconds
     detail = (
-        f"the host added {found.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
+        f"the host added {host_time.share:.1%} to the time of steps or requests: {computing:.1%} by computing late, "
         f"{messaging:.1%} by messages later than their links make them"
     )
-    check = _bounded_check("host", found.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
+    check = _bounded_check("host", host_time.share, HOST_SHARE, detail, f"{HOST_SHARE:.0%}")
     return check if check.ok else replace(check, detail=check.detail + _describe_load(fidelity))
 
 

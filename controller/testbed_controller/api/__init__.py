@@ -106,10 +106,10 @@ class Result:
 
     def plot(self, title: str) -> Figure:
         """Return a plot by title. Raises `InputError` listing the available titles."""
-        found = self.plots
-        if title not in found:
-            raise InputError(f"there is no plot '{title}': there are {', '.join(found)}")
-        return found[title]
+        plots = self.plots
+        if title not in plots:
+            raise InputError(f"there is no plot '{title}': there are {', '.join(plots)}")
+        return plots[title]
 
     def __str__(self) -> str:
         from testbed_controller.report.terminal import show
@@ -320,9 +320,9 @@ def sweep(
         from testbed_controller.api.cluster import Cluster
 
         executor = Cluster(cluster)
-    found: dict[int, Run] = {}
-    _in_its_own_loop(lambda: executor.execute(runs, _silent_console(), found.__setitem__))
-    results = Results(Result(found[number]) for number in sorted(found))
+    finished: dict[int, Run] = {}
+    _in_its_own_loop(lambda: executor.execute(runs, _silent_console(), finished.__setitem__))
+    results = Results(Result(finished[number]) for number in sorted(finished))
     results.refused = refused
     return results
 

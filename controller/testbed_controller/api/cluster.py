@@ -208,14 +208,14 @@ def _check_workers(client: Client) -> None:
     """Raise HostError for missing workers or another version."""
     ours = version()
     try:
-        found: Mapping[str, str] = client.run(_version_there)
+        versions: Mapping[str, str] = client.run(_version_there)
     except Exception as error:  # noqa: BLE001 - whatever a worker raises that has none of our code
         raise HostError(
             f"--cluster: a worker cannot run the testbed ({error}): install {ours} on all of them"
         ) from None
-    if not found:
+    if not versions:
         raise HostError("--cluster: no worker is there: start some with 'dask worker ADDRESS --nthreads 1'")
-    for worker, theirs in found.items():
+    for worker, theirs in versions.items():
         if theirs != ours:
             raise HostError(
                 f"--cluster: the worker {worker} has the testbed {theirs}, and here is {ours}: make them one"
@@ -277,6 +277,6 @@ def _simulate_files(
             folder = simulate_trial(trial, Path(name, "run"), options)
         finally:
             sys.argv = before
-        found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     # The page says where the run lies.
-    return {name: text.replace(str(folder).encode(), there.encode()) for name, text in found.items()}
+    return {name: text.replace(str(folder).encode(), there.encode()) for name, text in contents.items()}

@@ -290,8 +290,8 @@ def profiles(as_json: bool) -> None:
         ],
     }
     columns = (Column("", "name"), Column("", "figure"), Column("", "figure"), Column(""))
-    for title, found in about.items():
-        rows = [[*map(Cell, figures), Cell(note, source)] for *figures, note, source in found]
+    for title, entries in about.items():
+        rows = [[*map(Cell, figures), Cell(note, source)] for *figures, note, source in entries]
         console.print(draw(Section(title, "", "", columns, rows), console.width))
 
 

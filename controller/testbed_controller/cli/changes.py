@@ -112,13 +112,13 @@ def _scenario_value(given: dict[str, Any]) -> object:
     """Convert command parameters to the scenario value of an action."""
     if "groups" in given:
         return [group.split(",") for group in given["groups"]]
-    found = {key: value for key, value in given.items() if value is not None}
-    if "source" in found:
-        source, destination, one_way = found.pop("source"), found.pop("destination", None), found.pop("one_way")
+    values = {key: value for key, value in given.items() if value is not None}
+    if "source" in values:
+        source, destination, one_way = values.pop("source"), values.pop("destination", None), values.pop("one_way")
         if destination is None:
-            return {**found, "device": source}
-        return {**found, **({"from": source, "to": destination} if one_way else {"between": [source, destination]})}
-    return found if len(found) > 1 else found.get("device", "all")
+            return {**values, "device": source}
+        return {**values, **({"from": source, "to": destination} if one_way else {"between": [source, destination]})}
+    return values if len(values) > 1 else values.get("device", "all")
 
 
 def _add_command(action: str) -> None:

@@ -111,10 +111,10 @@ def _dataset_facts(dataset: Dataset) -> dict[str, Any]:
         "name": dataset.name,
         "shape": list(dataset.shape),
         "classes": dataset.classes,
-        "samples": {each: len(found) for each, found in labels.items()},
+        "samples": {each: len(part_labels) for each, part_labels in labels.items()},
     }
     if dataset.classes and is_class(dataset.train_labels):
-        facts["per_class"] = {each: _count_labels(found, dataset.classes) for each, found in labels.items()}
+        facts["per_class"] = {each: _count_labels(part_labels, dataset.classes) for each, part_labels in labels.items()}
     return facts
 
 

@@ -58,8 +58,8 @@ def run(folder: Path, kind: str, metrics: tuple[str, ...], out: Path | None) -> 
     from testbed_controller.results.files import load, load_figures, places
 
     write = writer_of(kind)
-    found = places(folder)
-    runs = [load_figures(each) for each in found] if len(found) > 1 else [load(found[0])]
+    folders = places(folder)
+    runs = [load_figures(each) for each in folders] if len(folders) > 1 else [load(folders[0])]
     place = out or folder / "export"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,8 @@ def compose(scenario: str, out: Path | None, overrides: tuple[str, ...]) -> None
     if any(part.image or part.packages for part in programs.values()):
         client = ensure_engine(say)
         ours = ensure_images(client, say)
-        found = device_images(client, trial.scenario.workload, trial.experiment, ours, say)
-        images = {name: tag for name, tag in found.items() if tag != ours.device}
+        image_names = device_images(client, trial.scenario.workload, trial.experiment, ours, say)
+        images = {name: tag for name, tag in image_names.items() if tag != ours.device}
     place = out or Path(f"compose-{trial.scenario.name}")
     try:
         place.mkdir(parents=True, exist_ok=True)

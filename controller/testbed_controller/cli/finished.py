@@ -44,10 +44,10 @@ def summarize(folder: Path, runs: list[Run], console: Console) -> dict[str, Any]
     from testbed_controller.report import sweep
     from testbed_controller.results import summary
 
-    found = summary.summarize(folder, runs)
-    sweep.write(folder, found, runs)
-    sweep.show(console, found, folder)
-    return found
+    result = summary.summarize(folder, runs)
+    sweep.write(folder, result, runs)
+    sweep.show(console, result, folder)
+    return result
 
 
 def _error_reason(error: str) -> str:
@@ -95,5 +95,5 @@ def _missed_expectations(run: Run) -> Iterator[str]:
 
     for expectation in run.expectations:
         if not expectation.holds:
-            found = found_text(expectation, run)
-            yield f"{expectation.key} is {found}, expected {expectation.condition}"
+            actual = found_text(expectation, run)
+            yield f"{expectation.key} is {actual}, expected {expectation.condition}"

@@ -43,12 +43,12 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     from testbed_controller.lab.diagnosis import HostCheck, examine
 
     checks: list[HostCheck] = []
-    found = examine(measure=measure)
+    diagnosis = examine(measure=measure)
     if where.hosts:
         from testbed_controller.hosts.survey import checks as of_hosts
 
-        found = chain(found, of_hosts(where.hosts))
-    for check in found:
+        diagnosis = chain(diagnosis, of_hosts(where.hosts))
+    for check in diagnosis:
         checks.append(check)
         if not as_json:
             helps = f"; {check.help}" if check.help and check.status != "ok" else ""
@@ -113,12 +113,12 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
     """
     from testbed_controller.hosts.survey import survey
 
-    found = survey(contexts)
+    engines = survey(contexts)
     if as_json:
-        dump([asdict(each) for each in found])
+        dump([asdict(each) for each in engines])
         return
     rows = []
-    for each in found:
+    for each in engines:
         node = f"{each.node} (manager)" if each.manager else each.node
         clock = _format_value(each.offset, "{:+.2f} ms", 1e3), _format_value(each.uncertainty, "{:.2f} ms", 1e3)
         memory = "" if each.memory is None else formats.size(each.memory)
@@ -127,7 +127,7 @@ def hosts(contexts: tuple[str, ...], as_json: bool) -> None:
         rows.append([each.context, node, *machine, *clock, _format_value(each.round_trip, "{:.2f} ms", 1e3), rate])
     titles = ["context", "node", "address", "cores", "memory", "engine", "images", "clock", "+-", "round trip", "rate"]
     print_table(titles, rows)
-    for each in found:
+    for each in engines:
         for text in each.missing:
             click.echo(text if text.startswith(f"{each.context}:") else f"{each.context}: {text}")
 

@@ -107,10 +107,10 @@ GROUP = "testbed.commands"
 """Entry point group of commands in installed packages: ``name = "module:command"``, with click commands."""
 
 
-def _command_of(found: object) -> click.Command:
-    if not isinstance(found, click.Command):
-        raise TypeError(f"{found!r} must be a click.Command")
-    return found
+def _command_of(candidate: object) -> click.Command:
+    if not isinstance(candidate, click.Command):
+        raise TypeError(f"{candidate!r} must be a click.Command")
+    return candidate
 
 
 class _LazyGroup(CommandGroup):

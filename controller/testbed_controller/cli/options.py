@@ -85,12 +85,12 @@ def on_hosts(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for the hosts of a run, combined into the argument ``where``, a `LabPart`."""
 
     @wraps(command)
-    def found(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
+    def command_function(hosts: list[str], place: dict[str, str], lab_file: Path | None, **given: Any) -> None:
         from testbed_controller.hosts.placement import read_lab
 
         command(where=read_lab(lab_file, tuple(hosts), place), **given)
 
-    return _hosts(_place(_lab(found)))
+    return _hosts(_place(_lab(command_function)))
 
 
 run_option = click.option("--run", "run_id", metavar="RUN", help="Which run.  [default: the only one that is up]")

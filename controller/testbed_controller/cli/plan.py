@@ -64,8 +64,8 @@ def plan(scenario: str, overrides: tuple[str, ...], where: LabPart, as_json: boo
     if in_results(loaded):
         raise InputError(f"{scenario}: its Python files lie among results, and only 'testbed run' executes those")
     points = [each for each in trials(loaded) if each.repetition == 0]
-    found, refused = prepare_all(points)
-    prepared = list(found.values())
+    prepared_points, refused = prepare_all(points)
+    prepared = list(prepared_points.values())
     hosts = _describe_hosts(prepared, where) if where.hosts else [[] for _ in prepared]
     views = [_make_view(*each) for each in zip(prepared, hosts, strict=True)]
     if as_json:

@@ -299,9 +299,9 @@ def _print_refused(console: Console, refused: Sequence[str]) -> None:
         console.print(f"[yellow]refused[/] {escape(visible(text))}")
 
 
-def _fix_kernels(found: Sequence[Trial], runtime: str) -> None:
+def _fix_kernels(trials: Sequence[Trial], runtime: str) -> None:
     """Select portable kernels for simulations that request them; containers select their own."""
-    if runtime == "simulate" and any(each.scenario.workload.is_reproducible for each in found):
+    if runtime == "simulate" and any(each.scenario.workload.is_reproducible for each in trials):
         kernels.fix_or_restart()
 
 

@@ -97,8 +97,8 @@ def fitted(work: Sequence[tuple[float, ...]], relative: bool = False) -> tuple[f
             times = torch.linalg.lstsq(scaled, wanted, driver="gelsd").solution
             error = float(((scaled @ times - wanted) ** 2).sum())
             if bool((times > 0).all()) and error < best[0] - rounding:
-                found = dict(zip(columns, (scale[columns] / times).tolist(), strict=True))
-                best = (error, tuple(found.get(place) for place in range(len(scale))))
+                solution = dict(zip(columns, (scale[columns] / times).tolist(), strict=True))
+                best = (error, tuple(solution.get(place) for place in range(len(scale))))
     return best[1]
 
 
@@ -146,16 +146,16 @@ def measure() -> list[Measured]:
     """Measure the training of each layer on random values with one thread, without the overhead of an empty call."""
     with one_thread():
         idle = seconds(nn.Identity(), torch.randn(1))
-        found = []
+        measurements = []
         for kind, name, module, shape, flops in layers():
             inputs = torch.randn(BATCH, *shape)
             values = inputs.numel() + module(inputs).numel()
             matrices = sum(each.numel() for each in module.parameters() if each.ndim > 1)
             amounts = (3 * flops * BATCH, 2.0 * _BYTES * values, 3.0 * _BYTES * matrices)
-            found.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
+            measurements.append(Measured(kind, name, *amounts, max(_LEAST, seconds(module, inputs) - idle)))
         for values in (1 << 16, 1 << 20):
-            found.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
-    return found
+            measurements.append(Measured("other", f"SGD {values}", 2.0 * values, 0.0, 0.0, update_seconds(values)))
+    return measurements
 
 
 def memory() -> int:
@@ -200,8 +200,8 @@ def link(peer: str, port: int = PORT) -> tuple[float, float]:
 
 def profile(peer: str | None = None) -> str:
     """Return the profile of this machine as YAML. Raises ValueError for a machine busy with other work."""
-    found = measure()
-    speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in found])
+    measurements = measure()
+    speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in measurements])
     if speed is None:
         raise ValueError("the time of layers does not grow with their work here: let nothing else run, and try again")
     about = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
@@ -218,7 +218,7 @@ def profile(peer: str | None = None) -> str:
         lines.append(f"# The link to {peer}, for the scenario's network: {written}")
     lines.append("# By kind of layer, with what was measured, and what these rates make of it.")
     lines.append("kinds:")
-    for kind, alike in itertools.groupby(found, lambda each: each.kind):
+    for kind, alike in itertools.groupby(measurements, lambda each: each.kind):
         lines += _of_kind(kind, list(alike))
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ class LayerTime:
 
 def measure(model: Model, batch_size: int) -> list[LayerTime]:
     """Measure the training of each layer on random values, with one thread of this machine."""
-    found = []
+    measurements = []
     with board.one_thread():
         for unit in model.units:
             shape = unit.input
@@ -34,9 +34,9 @@ def measure(model: Model, batch_size: int) -> list[LayerTime]:
                 module = layer.build(shape, torch.Generator().manual_seed(0))
                 cost = forward_of(layer.cost(shape), batch_size) + backward_of(layer.cost(shape), batch_size)
                 inputs = torch.randn(batch_size, *shape)
-                found.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
+                measurements.append(LayerTime(unit.name, type(layer).__name__, cost, board.seconds(module, inputs)))
                 shape = layer.output(shape)
-    return found
+    return measurements
 
 
 def measure_whole(model: Model, batch_size: int) -> float:

@@ -28,8 +28,8 @@ def pictures(events: Sequence[Event], dataset: Dataset) -> Iterator[tuple[str, b
     first: dict[int, Mapping[str, Any]] = {}
     for event in EventLog.made_of(events).of("objects"):
         first.setdefault(event.fields["sample"], event.fields)
-    for sample, found in list(first.items())[:MOST]:
-        yield f"boxes-{sample}.png", draw(dataset.test_images[sample], found["boxes"])
+    for sample, answer in list(first.items())[:MOST]:
+        yield f"boxes-{sample}.png", draw(dataset.test_images[sample], answer["boxes"])
 
 
 def write(folder: Path, events: Sequence[Event], dataset: Dataset) -> None:

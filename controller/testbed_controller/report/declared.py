@@ -51,7 +51,7 @@ def fill(template: str, run: Run) -> str | None:
     values = {name: look_up(run.metrics, name) for name in _NAMED.findall(template)}
     if any(value is None for value in values.values()):
         return None
-    return _NAMED.sub(lambda found: figure(found[1], values[found[1]], run.figures), template)
+    return _NAMED.sub(lambda match: figure(match[1], values[match[1]], run.figures), template)
 
 
 def tables(run: Run) -> Iterator[Section]:

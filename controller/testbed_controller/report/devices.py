@@ -89,9 +89,9 @@ def draw_owned(plot: Ownership, width: float) -> Figure:
     owned = plot.owned
     figure = Figure((width, HEIGHT))
     axes = figure.subplots()
-    found = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
-    most = max(count for _, _, count in found)
-    places, classes, counts = zip(*found, strict=True)
+    discs = [(place, int(of), count) for place, each in enumerate(owned.values()) for of, count in each.items()]
+    most = max(count for _, _, count in discs)
+    places, classes, counts = zip(*discs, strict=True)
     axes.scatter(places, classes, [_LARGEST * count / most for count in counts], color=COLOURS["blue"], linewidths=0)
     named = len(owned) <= MOST_OWNERS_NAMED
     if named:

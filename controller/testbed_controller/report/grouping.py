@@ -72,8 +72,8 @@ def group_links(rows: Sequence[Mapping[str, Any]]) -> list[LinkGroup]:
     for row in rows:
         alone = f"{row['source']} {row['destination']}" if row["problem"] else ""
         groups.setdefault(f"{alone}|{_describe_request(row)}", []).append(row)
-    found = [_make_group(members) for members in groups.values()]
-    return sorted(found, key=lambda group: group.problem is None)
+    link_groups = [_make_group(members) for members in groups.values()]
+    return sorted(link_groups, key=lambda group: group.problem is None)
 
 
 def together(rows: Sequence[Mapping[str, Any]]) -> LinkGroup:
@@ -131,16 +131,16 @@ def _abbreviate_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 2 * MOST_NAMED else f"{names[0]}, {names[1]}, …, {names[-1]}"
 
 
-def measured(found: Sequence[Mapping[str, Any]]) -> str:
+def measured(measurements: Sequence[Mapping[str, Any]]) -> str:
     """Format the range of the measurements of equal links."""
-    if not found:
+    if not measurements:
         return "not measured"
     parts = []
     for key, write in (("rate", formats.rate), ("delay", formats.seconds)):
-        values = [item[key] for item in found if item[key] is not None]
+        values = [item[key] for item in measurements if item[key] is not None]
         if values:
             parts.append(_format_range(write(min(values)), write(max(values))))
-    lost = [item["loss"] for item in found if item["loss"] is not None]
+    lost = [item["loss"] for item in measurements if item["loss"] is not None]
     if lost and max(lost) > 0:
         parts.append(f"{_format_range(formats.share(min(lost)), formats.share(max(lost)))} loss")
     return ", ".join(parts)

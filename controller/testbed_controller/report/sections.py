@@ -93,9 +93,9 @@ def _time_cell(kind: str, row: Shown) -> Cell:
 def _combine_devices(devices: Collection[Mapping[str, Any]]) -> dict[str, float]:
     """Combine the metrics of devices into one row, with the worst deficit."""
     names = ("compute", "send", "receive", "communicate", "down", "idle")
-    found = {name: sum(row[name] for row in devices) for name in (*names, "bytes_sent", "bytes_received")}
+    combined = {name: sum(row[name] for row in devices) for name in (*names, "bytes_sent", "bytes_received")}
     shares = {f"{name}_share": fmean(row[f"{name}_share"] for row in devices) for name in names}
-    return found | shares | {"deficit_share": max(row["deficit_share"] for row in devices)}
+    return combined | shares | {"deficit_share": max(row["deficit_share"] for row in devices)}
 
 
 def holdings(run: Run) -> dict[str, str]:
@@ -201,8 +201,8 @@ def directions(run: Run) -> Section | None:
         for link, words in shown
     ]
     named = (Column("From", "name"), Column("To", "name"), *([Column("Shown for")] if left_out else []))
-    found = (*([Column("Measured")] if emulated else []), *figures("Messages", "Bytes", "Used"))
-    return Section("", "", "", (*named, Column("Requested"), *found), rows, left_out=left_out)
+    extra_columns = (*([Column("Measured")] if emulated else []), *figures("Messages", "Bytes", "Used"))
+    return Section("", "", "", (*named, Column("Requested"), *extra_columns), rows, left_out=left_out)
 
 
 def _objects_section(metrics: Mapping[str, Any]) -> Section:
@@ -211,9 +211,9 @@ def _objects_section(metrics: Mapping[str, Any]) -> Section:
         first.setdefault(answer["sample"], answer["boxes"])
     rows = []
     for sample, boxes in first.items():
-        for found in boxes:
-            shares = (found[side] for side in ("score", "left", "top", "right", "bottom"))
-            rows.append([Cell(str(sample)), Cell(found["label"]), *(Cell(formats.share(share)) for share in shares)])
+        for picture in boxes:
+            shares = (picture[side] for side in ("score", "left", "top", "right", "bottom"))
+            rows.append([Cell(str(sample)), Cell(picture["label"]), *(Cell(formats.share(share)) for share in shares)])
         if not boxes:
             rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
     note = (
@@ -261,8 +261,8 @@ def expected(run: Run) -> Section:
     for one in run.expectations:
         tone: Literal["yes", "no"] = "yes" if one.holds else "no"
         mark = Cell("✔" if one.holds else "✘", tone=tone)
-        found = Cell(found_text(one, run), tone="" if one.holds else "no")
-        rows.append([mark, Cell(one.key), Cell(one.condition), found])
+        result = Cell(found_text(one, run), tone="" if one.holds else "no")
+        rows.append([mark, Cell(one.key), Cell(one.condition), result])
     columns = (Column(""), Column("Figure", "name"), Column("Condition"), *figures("Found"))
     note = "What the scenario demands; one that does not hold makes the command fail."
     return Section("Expected", note, "", columns, rows)

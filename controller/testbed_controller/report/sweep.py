@@ -185,7 +185,7 @@ def _dependent_keys(points: Sequence[Point], keys: Sequence[str], chosen: str) -
         for key in keys
         if key != chosen
     }
-    return [key for key, found in pairs.items() if len(found) == len(values)]
+    return [key for key, combinations in pairs.items() if len(combinations) == len(values)]
 
 
 def _line_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str, list[Point]], y: Axis) -> LinePlot:
@@ -193,13 +193,13 @@ def _line_chart(name: str, key: str, points: Sequence[Point], series: Mapping[st
     place = dict(zip((_value_label(point, key) for point in points), values, strict=True))
     lines = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
-        found = sorted(
+        ordered = sorted(
             (place[_value_label(point, key)], point["figures"][name]["mean"], point["figures"][name]["ci95"])
             for point in some
             if name in point["figures"]
         )
-        halves = [half for *_, half in found]
-        drawn = [(x, mean) for x, mean, _ in found]
+        halves = [half for *_, half in ordered]
+        drawn = [(x, mean) for x, mean, _ in ordered]
         lines.append(Line(label, drawn, *style, marks=True, half_widths=halves if any(halves) else ()))
     unit += "/s" if unit in RATE_UNITS else ""
     x = f"{_short_key(key)} ({unit})" if unit else _short_key(key)
@@ -210,8 +210,8 @@ def _bar_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str
     groups = list(dict.fromkeys(_value_label(point, key) for point in points))
     kinds = []
     for (label, some), style in zip(series.items(), STYLES, strict=False):
-        found = {_value_label(point, key): point["figures"].get(name, {}) for point in some}
-        rows = [found.get(group, {}) for group in groups]
+        statistics = {_value_label(point, key): point["figures"].get(name, {}) for point in some}
+        rows = [statistics.get(group, {}) for group in groups]
         values, halves = [row.get("mean") for row in rows], [row.get("ci95") for row in rows]
         kinds.append(Bars(label, values, style[0], halves, style[1]))
     return BarPlot(groups, kinds, x=_short_key(key), y=y)
@@ -219,8 +219,8 @@ def _bar_chart(name: str, key: str, points: Sequence[Point], series: Mapping[str
 
 def _numeric_places(points: Sequence[Point], key: str) -> list[float] | None:
     """Return the values of a key as numbers; None if not numeric."""
-    found = on_one_scale([point["point"].get(key) for point in points])
-    return None if found is None else found[0]
+    scaled = on_one_scale([point["point"].get(key) for point in points])
+    return None if scaled is None else scaled[0]
 
 
 def _value_label(point: Point, key: str) -> str:

@@ -31,10 +31,10 @@ def show(console: Console, run: Run) -> None:
 
 def show_briefly(console: Console, run: Run) -> None:
     """Print one of many runs in a line."""
-    found = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
+    values = [(each, run.metrics.get(each.name)) for each in run.figures.values() if each.brief]
     parts = [
         f"{_metric_heading(each.name)} {formats.of_kind(each.kind, value)}"
-        for each, value in found
+        for each, value in values
         if value is not None
     ]
     sign, colour = VERDICTS[run.metrics["verdict"]["kind"]]
@@ -58,7 +58,7 @@ def render(run: Run, width: int) -> RenderableType:
 
 def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
     """Return requested and measured properties by kind of link, deviations first."""
-    found = [
+    groups = [
         {
             "source": each.source,
             "destination": each.destination,
@@ -71,7 +71,7 @@ def measurements_table(measurements: Sequence[LinkMeasurement]) -> Section:
         for each in measurements
     ]
     rows = []
-    for group in group_links(found):
+    for group in group_links(groups):
         wrong = group.problem or ""
         cells = [Cell(group.measured, tone="no" if wrong else ""), Cell(wrong, tone="no")]
         rows.append([Cell(group.name), Cell(group.requested), *cells])

@@ -25,13 +25,13 @@ def standing_out(items: Sequence[Item], by: Mapping[str, Callable[[Item], float]
     """
     if len(items) <= MOST:
         return [(item, "") for item in items]
-    found: dict[int, list[str]] = {}
+    reasons: dict[int, list[str]] = {}
     for words, figure in by.items():
         values = [figure(item) for item in items]
         for place in nlargest(EACH, range(len(items)), key=values.__getitem__):
             if values[place] > 0:
-                found.setdefault(place, []).append(words)
-    return [(items[place], ", ".join(words)) for place, words in found.items()]
+                reasons.setdefault(place, []).append(words)
+    return [(items[place], ", ".join(words)) for place, words in reasons.items()]
 
 
 def devices_shown(devices: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -40,10 +40,10 @@ def timeline(run: Run) -> dict[str, Any]:
     views = interesting(run)
     many = len(log.of(*CHARTED)) > MOST_BARS
     known = set(devices)
-    found = (
+    all_bars = (
         _joined_bars(log, end, [(view["start"], view["end"]) for view in views[1:]], known) if many else bars(log, end)
     )
-    shown = (bar for bar in found if bar.device in known and bar.start <= end)
+    shown = (bar for bar in all_bars if bar.device in known and bar.start <= end)
     charted = sorted(shown, key=lambda bar: (bar.start, bar.end))
     words = sorted({bar.label for bar in charted} | {bar.peer for bar in charted if bar.peer})
     number = {word: index for index, word in enumerate(words)}
@@ -95,22 +95,22 @@ def interesting(run: Run) -> list[dict[str, Any]]:
     metrics = run.metrics
     end = metrics["duration"]
     steps, requests = metrics["series"]["steps"], metrics["series"]["requests"]
-    found = [("whole run", 0.0, end)]
+    windows = [("whole run", 0.0, end)]
     pairs = [(left, right) for left, right in pairwise(steps) if left["steady"] and right["steady"]]
     if pairs:
         left, right = pairs[len(pairs) // 2]
-        found.append(("two steps", left["time"] - left["seconds"], right["time"]))
+        windows.append(("two steps", left["time"] - left["seconds"], right["time"]))
     if requests:
         middle = requests[len(requests) // 2]
-        found.append(("a request", middle["time"] - middle["latency"], middle["time"]))
+        windows.append(("a request", middle["time"] - middle["latency"], middle["time"]))
     for pause in run.pauses[:MOST_PAUSES]:
-        found.append((pause.name, pause.start - AROUND, min(end, pause.end + AROUND)))
+        windows.append((pause.name, pause.start - AROUND, min(end, pause.end + AROUND)))
     for fault in metrics["fault_list"][:6]:
         if not fault["mends"]:
             last = max(fault[key] or fault["struck"] for key in ("struck", "undone", "recovered"))
             name = f"{fault['action']} {fault['target']}"
-            found.append((name, fault["struck"] - AROUND, min(end, last + AROUND)))
-    views = [{"name": name, "start": max(0.0, start), "end": until} for name, start, until in found]
+            windows.append((name, fault["struck"] - AROUND, min(end, last + AROUND)))
+    views = [{"name": name, "start": max(0.0, start), "end": until} for name, start, until in windows]
     return [view for view in views if view["end"] > view["start"]]
 
 

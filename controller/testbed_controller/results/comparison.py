@@ -74,14 +74,14 @@ def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, l
         apart = len({run.trial.repetition for run in group}) == len(group)
         groups += [group] if apart else [[run] for run in group]
     groups.sort(key=lambda group: min(map(runs.index, group)))
-    found = dict(zip(_run_labels([group[0] for group in groups]), groups, strict=True))
+    groups_by_label = dict(zip(_run_labels([group[0] for group in groups]), groups, strict=True))
     chosen = {}
     for text in series:
         name, _, label = text.partition(": ")
-        if name not in found:
-            raise InputError(f"--series: there is no '{name}': choose among {'; '.join(found)}")
-        chosen[label or name] = found[name]
-    return chosen or found
+        if name not in groups_by_label:
+            raise InputError(f"--series: there is no '{name}': choose among {'; '.join(groups_by_label)}")
+        chosen[label or name] = groups_by_label[name]
+    return chosen or groups_by_label
 
 
 def _worst_status(group: Sequence[Run]) -> dict[str, str]:
@@ -139,15 +139,15 @@ def is_below(key: str, other: str) -> bool:
 
 def _metric_rows(grouped: Sequence[Sequence[Run]]) -> Iterator[dict[str, Any]]:
     for name, figure in all_figures([run for group in grouped for run in group]).items():
-        found = [_mean_interval([run.metrics.get(name) for run in group]) for group in grouped]
-        values = [value for value, _ in found]
+        means = [_mean_interval([run.metrics.get(name) for run in group]) for group in grouped]
+        values = [value for value, _ in means]
         if figure.compared and any(value is not None for value in values):
             yield {
                 "name": name,
                 "kind": figure.kind,
                 "about": figure.meaning,
                 "values": values,
-                "half_widths": [half for _, half in found],
+                "half_widths": [half for _, half in means],
                 "ratios": [_ratio_to_first(value, values[0]) for value in values],
             }
 
@@ -261,14 +261,14 @@ def _computed_on(run: Run) -> str:
 
 def _compare_clocks(runs: Sequence[Run], differences: Mapping[str, Any]) -> dict[str, Any] | None:
     """Compare the first emulated with the first simulated run of one scenario."""
-    found: dict[str, Run] = {}
+    first_runs: dict[str, Run] = {}
     for run in runs:
         if run.metrics.get("step_time", run.metrics.get("latency")) is not None:
-            found.setdefault(run.outcome.runtime, run)
-    if len(found) < 2 or any(key != "name" for key in differences):
+            first_runs.setdefault(run.outcome.runtime, run)
+    if len(first_runs) < 2 or any(key != "name" for key in differences):
         return None
-    figure = "step_time" if "step_time" in found["emulate"].metrics else "latency"
-    emulated, simulated = found["emulate"].metrics.get(figure), found["simulate"].metrics.get(figure)
+    figure = "step_time" if "step_time" in first_runs["emulate"].metrics else "latency"
+    emulated, simulated = first_runs["emulate"].metrics.get(figure), first_runs["simulate"].metrics.get(figure)
     if emulated is None or not simulated:
         return None
     ratio = emulated / simulated

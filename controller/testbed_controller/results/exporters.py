@@ -50,10 +50,10 @@ class Callback:
         """Handle the finished run; None after an error."""
 
 
-def _require_callable(found: Any) -> Any:
-    if not callable(found):
-        raise TypeError(f"{found!r} must be a function, or a class derived from testbed.Callback")
-    return found
+def _require_callable(candidate: Any) -> Any:
+    if not callable(candidate):
+        raise TypeError(f"{candidate!r} must be a function, or a class derived from testbed.Callback")
+    return candidate
 
 
 EXPORTERS = Registry(
@@ -82,15 +82,15 @@ def _is_live(exporter: Any) -> bool:
 
 def stream_of(name: str) -> Callable[[Path], Callback]:
     """Return a live exporter by name. Raises `InputError` for an unknown name."""
-    found: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
-    if not _is_live(found):
+    exporter: Callable[[Path], Callback] = EXPORTERS.find(_OTHER_NAMES.get(name, name))
+    if not _is_live(exporter):
         raise InputError(f"--stream {name}: writes finished results: use 'testbed export RESULTS_DIR --format {name}'")
-    return found
+    return exporter
 
 
 def writer_of(name: str) -> Writer:
     """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
-    found: Writer = EXPORTERS.find(name)
-    if _is_live(found):
+    writer: Writer = EXPORTERS.find(name)
+    if _is_live(writer):
         raise InputError(f"--format {name}: follows a run as it goes on: use 'testbed run SCENARIO --stream {name}'")
-    return found
+    return writer

@@ -128,8 +128,8 @@ def places(folder: Path) -> list[Path]:
     summary = folder / "summary.json"
     points = _read_json(summary).get("points", ()) if summary.is_file() else ()
     order = {name: number for number, name in enumerate(name for point in points for name in point["runs"])}
-    found = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order)
-    return sorted(found, key=lambda path: order.get(path.name, len(order))) or [folder]
+    folders = sorted((path.parent for path in folder.glob("[!.]*/scenario.yaml")), key=_natural_order)
+    return sorted(folders, key=lambda path: order.get(path.name, len(order))) or [folder]
 
 
 def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int, Run]:
@@ -137,7 +137,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
 
     The runs are without their events. Raises InputError where a folder holds a run of another trial.
     """
-    found = {}
+    finished_runs = {}
     for number, (place, trial) in enumerate(zip(folders, wanted, strict=True)):
         if not place.exists():
             continue
@@ -145,10 +145,10 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
         if _scenario_facts(run.trial.scenario) != _scenario_facts(with_local_sources(trial.scenario)[0]):
             raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
         if run.outcome.status == "finished":
-            found[number] = run
+            finished_runs[number] = run
         else:
             shutil.rmtree(place)
-    return found
+    return finished_runs
 
 
 def _scenario_facts(scenario: Scenario) -> dict[str, Any]:
@@ -182,15 +182,15 @@ def _read_events(path: Path) -> EventLog:
         first = 1
         while lines := list(islice(file, _AT_ONCE)):
             try:
-                found = _read_lines(lines)
-                begun = {keys[:3] for keys in set(map(tuple, found))}
-                if begun != {LEADING} or {type(fields["event"]) for fields in found} != {str}:
+                parsed = _read_lines(lines)
+                begun = {keys[:3] for keys in set(map(tuple, parsed))}
+                if begun != {LEADING} or {type(fields["event"]) for fields in parsed} != {str}:
                     raise ValueError
             except _DAMAGED:
                 for event in _one_by_one(path, lines, first):
                     events.append(event)
             else:
-                for fields in found:  # no `Event` of each, which takes as long as all else
+                for fields in parsed:  # no `Event` of each, which takes as long as all else
                     keys, values = tuple(fields), tuple(fields.values())
                     if (form := forms.get((values[2], keys))) is None:
                         form = forms[values[2], keys] = (values[2], keys[3:])
@@ -202,23 +202,23 @@ def _read_events(path: Path) -> EventLog:
 def _read_lines(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Read lines of events together."""
     text = f"[{','.join(lines)}]"
-    found: list[dict[str, Any]] = json.loads(text)
+    parsed: list[dict[str, Any]] = json.loads(text)
     if '"loss": null' in text:
-        for fields in found:
+        for fields in parsed:
             restore_loss(fields)
-    return found
+    return parsed
 
 
 def _one_by_one(path: Path, lines: Sequence[str], first: int) -> list[Event]:
     """Parse lines individually, because one is damaged: the last line of an interrupted run, for example."""
-    found = []
+    events = []
     for number, line in enumerate(lines, first):
         try:
-            found.append(Event.from_json(line))
+            events.append(Event.from_json(line))
         except _DAMAGED:
             if line.endswith("\n"):
                 raise InputError(f"{path}:{number}: is not an event: the file is damaged") from None
-    return found
+    return events
 
 
 @dataclass
@@ -242,22 +242,22 @@ class Progress:
 
 def progress(folder: Path) -> Progress:
     """Return the progress of the run in a folder; empty without events."""
-    found = Progress()
+    state = Progress()
     try:
         with (folder / "events.jsonl").open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - READ))
             text = file.read()
     except FileNotFoundError:
-        return found
+        return state
     # Neither the first nor the last line need be whole.
     first = 0 if size <= READ else text.find(b"\n") + 1
     for line in text[first : text.rfind(b"\n") + 1].splitlines():
         event = Event.from_json(line.decode())
-        found.time = max(found.time, event.time)
+        state.time = max(state.time, event.time)
         if event.event in ("step", "request"):
-            found.step = event.fields.get(event.event)
-            found.loss = event.fields.get("loss", found.loss)
+            state.step = event.fields.get(event.event)
+            state.loss = event.fields.get("loss", state.loss)
         elif event.event in ("begin", "compute"):
-            found.doing[event.device] = str(event.fields.get("span"))
-    return found
+            state.doing[event.device] = str(event.fields.get("span"))
+    return state

@@ -41,15 +41,15 @@ def _device_rows(run: Run) -> list[Row]:
 
 def _link_rows(run: Run) -> list[Row]:
     """Return each direction of each link, a link's properties as columns: ``requested.rate``."""
-    found = []
+    link_rows = []
     for row in run.metrics["links"]:
         columns: Row = {}
         for key, value in row.items():
             columns |= (
                 {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else {key: value}
             )
-        found.append(columns)
-    return found
+        link_rows.append(columns)
+    return link_rows
 
 
 def _series_rows(name: str) -> Callable[[Run], list[Row]]:
@@ -83,9 +83,9 @@ def every_table(run: Run) -> dict[str, list[Row]]:
 
 def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]], kind: str) -> None:
     """Write all non-empty tables as ``csv`` or ``parquet`` files."""
-    for name, found in tables.items():
-        if found:
-            (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", found)
+    for name, table_rows in tables.items():
+        if table_rows:
+            (write_parquet if kind == "parquet" else write_csv)(folder / f"{name}.{kind}", table_rows)
 
 
 def points(runs: Sequence[Run]) -> list[Row]:
@@ -102,18 +102,18 @@ def points(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def frame(found: Sequence[Row]) -> pd.DataFrame:
+def frame(table_rows: Sequence[Row]) -> pd.DataFrame:
     """Return rows as a pandas frame; raises `InputError` where pandas is not installed."""
-    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(found)
+    made: pd.DataFrame = need("pandas", "frames", "a frame or Parquet file").DataFrame(table_rows)
     return made
 
 
-def write_parquet(path: Path, found: Sequence[Row]) -> None:
+def write_parquet(path: Path, table_rows: Sequence[Row]) -> None:
     """Write rows as Parquet; a column of unlike or composed values becomes one of JSON. Needs pandas and pyarrow.
 
     What a row lacks, or has as None, is missing there.
     """
-    table = frame(found)
+    table = frame(table_rows)
     for name, kind in table.dtypes.items():
         if str(kind) == "object":
             lacking = table[name].isna()
@@ -124,14 +124,14 @@ def write_parquet(path: Path, found: Sequence[Row]) -> None:
     table.to_parquet(path)
 
 
-def write_csv(path: Path, found: Iterable[Row]) -> None:
+def write_csv(path: Path, table_rows: Iterable[Row]) -> None:
     """Write rows as CSV with a column for each key; composite values are written as JSON."""
-    found = list(found)
-    columns = dict.fromkeys(key for row in found for key in row)
+    table_rows = list(table_rows)
+    columns = dict.fromkeys(key for row in table_rows for key in row)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in found)
+        writer.writerows({key: _csv_cell(value) for key, value in row.items()} for row in table_rows)
 
 
 def _csv_cell(value: object) -> object:

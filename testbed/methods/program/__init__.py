@@ -281,20 +281,20 @@ def event_of(line: str) -> dict[str, Any] | None:
     programs.
     """
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+    if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
         return None
-    name = found["event"]
+    name = fields["event"]
     known = {each.name for each in (*EVENTS, *Program.declared.events)}
     needed, optional = _NUMBERS.get(name, ((), ()))
     if name in known and not needed:
         return None
     for key in (*needed, *optional):
-        value = found.get(key, 0 if key in optional else None)
+        value = fields.get(key, 0 if key in optional else None)
         if not isinstance(value, int | float) or (key in needed and not math.isfinite(value)):
             return None
     if needed:
-        found[needed[0]] = int(found[needed[0]])
-    return {"event": name, **{key: found[key] for key in found.keys() - {"time", "device", "event"}}}
+        fields[needed[0]] = int(fields[needed[0]])
+    return {"event": name, **{key: fields[key] for key in fields.keys() - {"time", "device", "event"}}}

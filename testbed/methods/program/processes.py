@@ -56,15 +56,15 @@ class ProcessTree:
 
 def _visible_processes() -> dict[int, tuple[str, int]]:
     """Return state and parent of every visible process by number."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 text = (entry / "stat").read_text(encoding="ascii", errors="replace")
                 # The name, in parentheses, may contain any character.
                 state, parent = text.rpartition(")")[2].split()[:2]
-                found[int(entry.name)] = state, int(parent)
-    return found
+                processes[int(entry.name)] = state, int(parent)
+    return processes
 
 
 def _own_descendants() -> dict[int, str]:
@@ -73,13 +73,13 @@ def _own_descendants() -> dict[int, str]:
     children: dict[int, list[int]] = {}
     for pid, (_, parent) in processes.items():
         children.setdefault(parent, []).append(pid)
-    found: dict[int, str] = {}
+    descendants: dict[int, str] = {}
     waiting = [os.getpid()]
     while waiting:
         for pid in children.get(waiting.pop(), []):
-            found[pid] = processes[pid][0]
+            descendants[pid] = processes[pid][0]
             waiting.append(pid)
-    return found
+    return descendants
 
 
 def killed_for_memory() -> int:

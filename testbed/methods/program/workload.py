@@ -65,8 +65,8 @@ def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[
     for wanted in written:
         if wanted not in names and wanted not in roles.values():
             raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
-    found = {name: written.get(name) or written.get(roles[name]) for name in names}
-    return {name: part for name, part in found.items() if part is not None}
+    programs = {name: written.get(name) or written.get(roles[name]) for name in names}
+    return {name: part for name, part in programs.items() if part is not None}
 
 
 class ProgramsPart(WorkloadPart):
@@ -138,8 +138,8 @@ class Programs(Workload):
     def own_facts(self, problem: Problem) -> Mapping[str, Any]:
         """Return the files of a device's program."""
         assert isinstance(problem, ProgramsProblem)
-        found: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json")
-        return {"files": found}
+        encoded: Mapping[str, Any] = TypeAdapter(dict[str, Base64Bytes]).dump_python(dict(problem.files), mode="json")
+        return {"files": encoded}
 
     def posed(self, given: Problem, method: Method, facts: Mapping[str, Any]) -> Problem:
         """Rebuild the problem of a device with the files of its program."""
@@ -154,15 +154,15 @@ def _with_files(given: Problem, files: Mapping[str, bytes]) -> ProgramsProblem:
 def _read_files(scenario: Scenario) -> dict[str, bytes]:
     """Return the files of all programs by name. Raises `InputError`."""
     assert isinstance(scenario.workload, ProgramsPart)
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for device, part in scenario.workload.programs.items():
         for name in part.files:
             file = scenario.source.folder / name
             try:
-                found[name] = file.read_bytes()
+                contents[name] = file.read_bytes()
             except OSError as error:
                 text = f"{file} cannot be read ({error.strerror}): name a file, relative to the scenario"
                 raise InputError(text, ("programs", device, "files")) from None
-    if sum(map(len, found.values())) > MOST_BYTES:
+    if sum(map(len, contents.values())) > MOST_BYTES:
         raise InputError(f"the files of all programs are more than {formats.size(MOST_BYTES)}", ("programs",))
-    return found
+    return contents
