@@ -137,7 +137,7 @@ def _record(results: Sequence[Result], values: Sequence[Value]) -> dict[str, Any
         "date": manifests[0]["date"][:10],
         "revision": manifests[0]["revision"],
         "computing": [json.loads(each) for each in sorted(computing)],
-        "seeds": sorted({each["seed"] + each["repetition"] for each in manifests}),
+        "seeds": sorted({each["seed"] for each in manifests}),
         "runs": len(runs),
         "seconds": round(sum(each["wall_seconds"] for each in manifests)),
         "trains": any(run.metrics.get("accuracy") is not None for run in runs),

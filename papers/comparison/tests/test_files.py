@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from testbed import InputError
+from testbed.common.seeds import derive
 from testbed_comparison.commands import PAGE, folders, open_system
 from testbed_comparison.results import Results
 from testbed_comparison.rows import load
@@ -162,6 +163,8 @@ def test_the_pages_of_the_papers_are_those_of_their_results():
 def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypatch):
     monkeypatch.chdir(folder)
     steps = [{"metric": "steps", "at": {"workload.epochs": epochs}} for epochs in (2, 1)]
+    file = folder / "scenarios" / "one.yaml"
+    file.write_text(SCENARIO.replace("seed: 1", "seed: 1\nrepetitions: 2"))
     write(folder, with_row(kind="arithmetic", paper="2.00", unit="x", ours={"ratio": steps}))
     figures = load(folder)
     figures = figures.model_copy(update={"rows": figures.rows[:1]})
@@ -173,6 +176,7 @@ def test_a_missing_scenario_is_run_once_and_its_values_are_kept(folder, monkeypa
     assert kept.scenarios["one"]["command"] == "testbed run papers/one --runtime simulate"
     assert kept.scenarios["one"]["computing"][0].keys() == {"processor", "instruction_set", "torch"}
     assert kept.scenarios["one"]["trains"]
+    assert kept.scenarios["one"]["seeds"] == [1, derive(1, "repetition", 1)]
     assert System(folder, figures, kept).word(figures.rows[0]) == "exact"
 
 
