@@ -78,13 +78,13 @@ def entry(samples: torch.Tensor, begin: int, end: int, shape: tuple[int, ...], k
 
 def entries(fields: Sequence[Field]) -> dict[str, tuple[int, int, tuple[int, ...], str]]:
     """Return by input name the arguments of `entry` besides the rows."""
-    found: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
+    slices: dict[str, tuple[int, int, tuple[int, ...], str]] = {}
     begin = 0
     for each in fields:
         end = begin + math.prod(each.shape)
-        found[each.name] = (begin, end, each.shape, each.kind)
+        slices[each.name] = (begin, end, each.shape, each.kind)
         begin = end
-    return found
+    return slices
 
 
 def arguments(forward: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -145,19 +145,19 @@ def load_data(prepared: Prepared) -> Dataset:
     """Return the samples of an experiment; raises `InputError` if a batch exceeds the data set."""
     scenario, workload = prepared.scenario, part_of(prepared.scenario)
     assert isinstance(prepared.problem, Problem)
-    found = data.load(workload.data, data_folder(scenario), blank=workload.numerics == "none")
-    if wrong := list(batch_problems(workload, len(found.train_labels))):
+    dataset = data.load(workload.data, data_folder(scenario), blank=workload.numerics == "none")
+    if wrong := list(batch_problems(workload, len(dataset.train_labels))):
         # Of data in files nobody has counted the samples before.
         raise scenario.source.error(wrong)
     if workload.data.augment is not None and workload.numerics != "none":
         from testbed.ml.data.augment import drawing
 
-        drawn = workload, prepared.problem.seed, found.shape, len(found.train_labels)
+        drawn = workload, prepared.problem.seed, dataset.shape, len(dataset.train_labels)
         try:
-            found = replace(found, drawing=drawing(*drawn))
+            dataset = replace(dataset, drawing=drawing(*drawn))
         except InputError as error:
             raise scenario.source.error([Diagnostic(("workload", *error.key), error.text)]) from None
-    return found if prepared.problem.model.integers else found.floats()
+    return dataset if prepared.problem.model.integers else dataset.floats()
 
 
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
@@ -399,12 +399,12 @@ def training_codes(scenario: Scenario) -> dict[str, Code]:
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
     """Return the texts of files named by the method's options. Raises `InputError`, also for a missing definition."""
-    found = {}
+    texts = {}
     for key, part in named_in(options, ("method",)):
         if part.file is not None:
-            found[part.title] = _code(scenario, part, key)
-            usercode.function(found[part.title], key)
-    return found
+            texts[part.title] = _code(scenario, part, key)
+            usercode.function(texts[part.title], key)
+    return texts
 
 
 def _code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
@@ -450,9 +450,9 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
         raise InputError(f"{file}: trains nothing: name a scenario whose task is train")
     if first.workload.model.weights is not None and weights.is_scenario(Path(first.workload.model.weights)):
         raise InputError(f"{file}: begins with the weights of a scenario itself: name one that does not")
-    found = prepare(runs[0])
-    assert isinstance(found.problem, Problem)
-    other = found.problem.model
+    run = prepare(runs[0])
+    assert isinstance(run.problem, Problem)
+    other = run.problem.model
     if other != model:
         raise InputError(
             f"{file}: trains another {model.name}: give both scenarios the same model, with the same options, and "
@@ -460,4 +460,4 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
             if other.name == model.name
             else f"{file}: trains {other.name}, not {model.name}: name a scenario with the same model"
         )
-    return found
+    return run

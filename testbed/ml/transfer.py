@@ -155,14 +155,14 @@ class _Own:
     share: float
 
     def pack(self, tensor: torch.Tensor) -> Parts:
-        found = self.made.pack(tensor)
-        parts = found if isinstance(found, Mapping) else {"": found}
+        packed = self.made.pack(tensor)
+        parts = packed if isinstance(packed, Mapping) else {"": packed}
         return {_OWN + name: part for name, part in parts.items()}
 
     def unpack(self, parts: Parts) -> torch.Tensor:
         given = {name.removeprefix(_OWN): part for name, part in parts.items()}
-        found: torch.Tensor = self.made.unpack(given[""] if list(given) == [""] else given)
-        return found
+        tensor: torch.Tensor = self.made.unpack(given[""] if list(given) == [""] else given)
+        return tensor
 
 
 def codec(how: Way | LargestPart, codes: Mapping[str, Code] = _NO_CODES) -> Codec | None:
@@ -187,8 +187,8 @@ def share(how: Way | LargestPart) -> float:
     """Return the approximate encoded bytes per byte of float32."""
     if isinstance(how, OwnPart):
         return how.share
-    found = codec(how)
-    return 1.0 if found is None else found.share
+    encoding = codec(how)
+    return 1.0 if encoding is None else encoding.share
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class TensorCodec:
 
 def codecs(codes: Mapping[str, Code], **kinds: Way | LargestPart) -> dict[str, TensorCodec]:
     """Return the codecs of messages by kind, omitting unencoded kinds."""
-    found = {kind: codec(how, codes) for kind, how in kinds.items()}
-    return {kind: TensorCodec(each) for kind, each in found.items() if each is not None}
+    by_kind = {kind: codec(how, codes) for kind, how in kinds.items()}
+    return {kind: TensorCodec(each) for kind, each in by_kind.items() if each is not None}
 
 
 def packed(message: Message, by: Codec) -> Message:

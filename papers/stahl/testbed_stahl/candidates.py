@@ -143,7 +143,7 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
         candidates.append(_bounded(graph, devices, settings, early, tiling))
         if not candidates[-1].excess(devices):
             return candidates[-1]
-    return min(candidates, key=lambda found: found.shortfall(devices))
+    return min(candidates, key=lambda option: option.shortfall(devices))
 
 
 def _bounded(
@@ -156,16 +156,16 @@ def _bounded(
         shares = _shares(devices, settings, caps)
         schemes = _schemes(graph, shares, early, settings)
         plan = divided_plan(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
-        found = Candidate.of(dataflow(graph, plan, settings))
-        excess = found.excess(devices)
+        bounded = Candidate.of(dataflow(graph, plan, settings))
+        excess = bounded.excess(devices)
         if not excess or any(shares[index] == 0 for index in excess):
-            return found
+            return bounded
         for index, much in excess.items():
-            shrinks = BYTES_PER_VALUE * divided_weights(found.flow, index)
+            shrinks = BYTES_PER_VALUE * divided_weights(bounded.flow, index)
             left = max(0.0, 1 - much / shrinks) if shrinks else 0.0
             caps[index] = shares[index] * Fraction(int(left * _STEPS), _STEPS)
         if len(caps) == len(devices):
-            return found
+            return bounded
 
 
 def _shares(
@@ -216,14 +216,14 @@ _PROBES = (*range(1, 9), 12, 16, 24, 32, 48, 64)
 
 def fitting_plan(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> DistributedPlan:
     """Return the plan of a scheme; raises `InputError` if none fits, with the number of devices required."""
-    found = candidate(graph, devices, settings)
-    if not found.excess(devices):
-        return found.flow.plan
-    fullest = found.fullest(devices)
+    best = candidate(graph, devices, settings)
+    if not best.excess(devices):
+        return best.flow.plan
+    fullest = best.fullest(devices)
     available = formats.size(devices[fullest].memory)
     raise InputError(
         f"{devices[fullest].name} has {available} of memory, but its part of {graph.name} by "
-        f"{settings.options.scheme} needs {formats.size(found.needs[fullest])}: {_what_fits(graph, devices, settings)}",
+        f"{settings.options.scheme} needs {formats.size(best.needs[fullest])}: {_what_fits(graph, devices, settings)}",
         ("devices", devices[fullest].name, "memory"),
     )
 

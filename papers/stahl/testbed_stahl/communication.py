@@ -58,9 +58,9 @@ def transfers(flow: Dataflow) -> tuple[Transfer, ...]:
     return (*of_tiles(flow), *_of_values(flow), *_of_sums(flow))
 
 
-def elements(found: Sequence[Transfer]) -> int:
+def elements(transfers: Sequence[Transfer]) -> int:
     """Return the elements of one sample in the given transfers; the paper's C if these are all of an inference."""
-    return sum(transfer.elements for transfer in found)
+    return sum(transfer.elements for transfer in transfers)
 
 
 def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
@@ -70,13 +70,13 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
     tile data, unless devices send to each other directly; they always pass through the source if tiles can be stolen.
     The count assumes no stealing.
     """
-    source, tiles, found = flow.plan.source, flow.plan.tiles, []
+    source, tiles, transfers = flow.plan.source, flow.plan.tiles, []
     for tile in flow.plan.tiles:
         if tile.device != source:
             first, last = flow.graph.layers[0], flow.graph.layers[flow.tiled - 1]
             there, back = first.input[0] * tile.regions[0].pixels, last.output[0] * tile.regions[-1].pixels
-            found.append(Transfer(source, tile.device, INPUT, (there,)))
-            found.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
+            transfers.append(Transfer(source, tile.device, INPUT, (there,)))
+            transfers.append(Transfer(tile.device, source, flow.tiled - 1, (back,)))
     for (lender, borrower), taken in flow.overlaps.items():
         size = sum(map(flow.values, taken))
         way = [tiles[lender].device, tiles[borrower].device]
@@ -84,8 +84,8 @@ def of_tiles(flow: Dataflow) -> tuple[Transfer, ...]:
             way.insert(1, source)
         for leg, (one, other) in enumerate(pairwise(way)):
             if one != other:
-                found.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1 and source != way[0]))
-    return tuple(found)
+                transfers.append(Transfer(one, other, flow.tiled - 2, (size,), forwarded=leg == 1 and source != way[0]))
+    return tuple(transfers)
 
 
 def _of_values(flow: Dataflow) -> Iterator[Transfer]:

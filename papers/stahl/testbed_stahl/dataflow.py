@@ -171,12 +171,12 @@ class Dataflow:
     @cached_property
     def overlaps(self) -> Mapping[tuple[int, int], tuple[Overlap, ...]]:
         """Regions reused between tiles, by lender and borrower; each pair is sent as one message."""
-        found: dict[tuple[int, int], tuple[Overlap, ...]] = {}
+        by_pair: dict[tuple[int, int], tuple[Overlap, ...]] = {}
         if self.plan.tiling is not None and self.settings.options.overlap == "reuse":
             for each in overlaps(self.plan.tiling):
                 pair = each.lender, each.borrower
-                found[pair] = (*found.get(pair, ()), each)
-        return found
+                by_pair[pair] = (*by_pair.get(pair, ()), each)
+        return by_pair
 
     def values(self, overlap: Overlap) -> int:
         """Return the elements of one sample in an overlap."""
@@ -354,22 +354,22 @@ def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
 
 def stored(flow: Dataflow, device: int) -> dict[int, Slice]:
     """Return the slices stored by a device, in layer order. Each device with a tile stores complete tiled layers."""
-    found: dict[int, Slice] = {}
+    slices: dict[int, Slice] = {}
     tiles = flow.settings.options.stealing or any(tile.device == device for tile in flow.plan.tiles)
     for index, layer in enumerate(flow.graph.layers):
         task, whole = flow.tasks[index][device], layer.whole
         makes = as_range(task.makes)
         if task.work == "whole" or (index < flow.tiled and tiles):
-            found[index] = whole
+            slices[index] = whole
         elif task.work == "outputs":
-            found[index] = Slice(makes, whole.columns, makes)
+            slices[index] = Slice(makes, whole.columns, makes)
         elif task.work == "sums":
             each = layer.inputs // layer.input_channels
             columns = range(task.takes.first // each, task.takes.last // each)
-            found[index] = Slice(whole.rows, columns, makes)
+            slices[index] = Slice(whole.rows, columns, makes)
         elif task.work == "channels":
-            found[index] = Slice(NONE, NONE, makes)
-    return found
+            slices[index] = Slice(NONE, NONE, makes)
+    return slices
 
 
 def layers_stored(flow: Dataflow, device: int) -> list[tuple[GraphLayer, Slice]]:

@@ -167,17 +167,17 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
 
     Other devices proceed independently of this device unless they need one of its outputs.
     """
-    found: dict[int, int] = {}
+    first_layers: dict[int, int] = {}
     for value in flow.homes:
         if value < flow.tiled:
-            found[value] = flow.tiled
+            first_layers[value] = flow.tiled
         elif flow.tasks[value][device].work == "sums" and flow.tasks[value][device].takes.size:
             # They wait for its sums, which it sends one after the other, its own merging coming last.
             messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
-            found[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
+            first_layers[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
         else:
-            found[value] = _earliest(flow, device, value, found)
-    return found
+            first_layers[value] = _earliest(flow, device, value, first_layers)
+    return first_layers
 
 
 def _earliest(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
@@ -188,12 +188,12 @@ def _earliest(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]
 
 def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
     """Return the progress of a device required before all inputs of this part exist."""
-    found = []
+    progress = []
     for value, part, _ in flow.origins(index, takes):
         whole = part.size == flow.graph.outputs_of(value)
         needed = intersection(flow.homes[value][device], part).size or (whole and _has_sent_all(flow, device, value))
-        found.append(value + 1 if needed else begins[value])
-    return max(found)
+        progress.append(value + 1 if needed else begins[value])
+    return max(progress)
 
 
 def _has_sent_all(flow: Dataflow, device: int, value: int) -> bool:

@@ -49,13 +49,13 @@ def intersection(one: Range, other: Range) -> Range:
 
 def union(one: Pieces, other: Pieces) -> Pieces:
     """Return the union of two lists of ranges."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for piece in sorted(piece for piece in (*one, *other) if piece.size):
-        if found and piece.first <= found[-1].last:
-            found[-1] = Range(found[-1].first, max(found[-1].last, piece.last))
+        if merged and piece.first <= merged[-1].last:
+            merged[-1] = Range(merged[-1].first, max(merged[-1].last, piece.last))
         else:
-            found.append(piece)
-    return tuple(found)
+            merged.append(piece)
+    return tuple(merged)
 
 
 def difference(pieces: Pieces, gone: Range) -> Pieces:

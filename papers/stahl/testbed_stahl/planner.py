@@ -163,7 +163,7 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
     """Return the placements of a plan, one part of every unit per device, with the source first as coordinator."""
     needs, work = memory(spread), [2.0 * sum(column) for column in zip(*multiplications(spread), strict=True)]
     charged = [sum(column, Cost()) for column in zip(*costs(spread), strict=True)]
-    found = [
+    placements = [
         Piece(
             device=name,
             first=0,
@@ -176,7 +176,7 @@ def pieces(problem: Problem[DistributedOptions], spread: Dataflow) -> tuple[Piec
         )
         for index, name in enumerate(spread.plan.devices)
     ]
-    return (found.pop(spread.plan.source), *found)
+    return (placements.pop(spread.plan.source), *placements)
 
 
 def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> Dataflow:
@@ -187,8 +187,8 @@ def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> D
 
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
-    found = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
-    return tuple(_alternative(problem, each) for each in found if _linked(problem, each.flow))
+    candidates = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
+    return tuple(_alternative(problem, each) for each in candidates if _linked(problem, each.flow))
 
 
 def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
@@ -196,14 +196,14 @@ def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings)
 
     Impossible schemes are omitted. Raises `InputError` if the configured scheme is impossible.
     """
-    found = []
+    candidates = []
     for name in SCHEMES:
         try:
-            found.append(candidate(graph, devices, settings.with_options(scheme=name)))
+            candidates.append(candidate(graph, devices, settings.with_options(scheme=name)))
         except InputError:
             if name == settings.options.scheme:
                 raise
-    return found
+    return candidates
 
 
 def _linked(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
@@ -217,18 +217,18 @@ def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> 
     pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
     lip = [str(index) for index, scheme in enumerate(schemes) if scheme == "lip" and plan.scheme != "lip"]
     notes = [f"fused {', '.join(pairs)}"] * bool(pairs) + [f"LIP {', '.join(lip)}"] * bool(lip)
-    found = figures(flow)
+    demands = figures(flow)
     return Alternative(
         name=plan.scheme,
         chosen=plan.scheme == problem.options.scheme,
         fits=not candidate.excess(problem.devices),
-        weights=dict(zip(names, found.weights, strict=True)),
+        weights=dict(zip(names, demands.weights, strict=True)),
         memory=dict(zip(names, candidate.needs, strict=True)),
-        longest_path=found.longest_path,
+        longest_path=demands.longest_path,
         communication=formula(flow, problem.options.reuse),
-        elements=found.elements,
-        wire_bytes=found.wire_bytes,
-        messages=found.messages,
+        elements=demands.elements,
+        wire_bytes=demands.wire_bytes,
+        messages=demands.messages,
         step_time=_step_time(problem, flow),
         notes="; ".join(notes),
         details={

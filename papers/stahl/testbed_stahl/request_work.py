@@ -148,33 +148,33 @@ class Store:
 
     def blocks(self, origins: Iterable[Origin]) -> list[Block]:
         """Return the received blocks of a layer's input."""
-        found: list[Block] = []
+        blocks: list[Block] = []
         for origin in origins:
             for part, tensor in self._pieces.get(origin.value, ()):
                 here = intersection(part, origin.part)
                 if here.size:
                     at = origin.at - origin.part.first
                     taken = tensor[:, here.first - part.first : here.last - part.first]
-                    found.append((Range(here.first + at, here.last + at), taken))
-        return sorted(found, key=lambda block: block[0])
+                    blocks.append((Range(here.first + at, here.last + at), taken))
+        return sorted(blocks, key=lambda block: block[0])
 
     async def all_of(self, origins: tuple[Origin, ...]) -> list[Block]:
         """Wait until the input of a layer is complete; return the blocks in element order."""
         wanted = sum(origin.part.size for origin in origins)
-        found = self.blocks(origins)
-        while sum(part.size for part, _ in found) < wanted:
+        blocks = self.blocks(origins)
+        while sum(part.size for part, _ in blocks) < wanted:
             await self.news()
-            found = self.blocks(origins)
-        return found
+            blocks = self.blocks(origins)
+        return blocks
 
     async def sums(self, layer: int, made: Range, count: int) -> list[torch.Tensor]:
         """Wait for the sums of ``count`` devices; release and return them in device order."""
         while len(self._sums.get((layer, made), {})) < count:
             await self.news()
-        found = self._sums.pop((layer, made))
-        for tensor in found.values():
+        by_device = self._sums.pop((layer, made))
+        for tensor in by_device.values():
             self._ledger.drop(tensor)
-        return [found[device] for device in sorted(found)]
+        return [by_device[device] for device in sorted(by_device)]
 
     def forget(self, value: int) -> None:
         """Drop a value."""

@@ -122,13 +122,13 @@ def least_communication(
         best[index] = {}
         for after_lop in (False, True):
             held = after_lop and graph.follows(index)
-            found = []
+            options = []
             for way in _ways(graph, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
                     cost += elements(graph.layers[index + offset], scheme, workers, held and offset == 0, reuse)
-                found.append((cost, (*way, *rest)))
-            best[index][after_lop] = min(found, key=lambda each: each[0])
+                options.append((cost, (*way, *rest)))
+            best[index][after_lop] = min(options, key=lambda each: each[0])
     return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
 
 

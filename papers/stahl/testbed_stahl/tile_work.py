@@ -79,13 +79,13 @@ def _unpacked(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
     """Return the regions reused from other tiles, by source layer."""
-    found: dict[int, list[Part]] = {}
+    by_layer: dict[int, list[Part]] = {}
     for lender, tensor in taken.items():
         overlaps = flow.overlaps[lender, number]
         for each, part in zip(overlaps, torch.split(tensor, [*map(flow.values, overlaps)], dim=1), strict=True):
             height, width = each.region.bottom - each.region.top, each.region.right - each.region.left
-            found.setdefault(each.layer, []).append((each.region, part.reshape(len(inputs), -1, height, width)))
-    return found
+            by_layer.setdefault(each.layer, []).append((each.region, part.reshape(len(inputs), -1, height, width)))
+    return by_layer
 
 
 def _cut(part: Part, region: Region) -> torch.Tensor:
@@ -100,10 +100,10 @@ def _joined(
     """Assemble a tile's input region of a layer's output; empty if the region is empty."""
     whole = flow.plan.tiles[number].regions[index + 1]
     size = (whole.bottom - whole.top, whole.right - whole.left)
-    found = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
+    joined = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
     for region, values in parts:
-        _cut((whole, found), region).copy_(values)
-    return found
+        _cut((whole, joined), region).copy_(values)
+    return joined
 
 
 Item = tuple[int, int]
@@ -153,11 +153,11 @@ class TileQueue:
             return None
         ready = [each for each in self._waiting if self._done[each[0]].issuperset(self._lenders[each[1]])]
         own = [each for each in ready if self._tiles[each[1]].device == device]
-        found = own[0] if own else self._stolen(device, ready, now)
-        if found is not None:
-            self._waiting.remove(found)
-            self._hands[device] = found, now
-        return found
+        item = own[0] if own else self._stolen(device, ready, now)
+        if item is not None:
+            self._waiting.remove(item)
+            self._hands[device] = item, now
+        return item
 
     def _stolen(self, device: int, ready: Sequence[Item], now: float) -> Item | None:
         last = {self._tiles[number].device: (request, number) for request, number in ready}
@@ -249,11 +249,11 @@ class TileWork:
     def _hand_out(self, queue: TileQueue) -> None:
         """Assign a tile to every idle device, with its reused overlaps."""
         for device in self._flow.devices:
-            if (found := queue.take(device, self._member.device.now())) is None:
+            if (item := queue.take(device, self._member.device.now())) is None:
                 continue
-            request, number = found
+            request, number = item
             if device != self._member.index:
-                for lender, tensor in self._taken.pop(found, {}).items():
+                for lender, tensor in self._taken.pop(item, {}).items():
                     self._member.ledger.drop(tensor)
                     message = TileOverlap(self._member.configuration, request, lender, number, tensor)
                     self._member.post(device, message)

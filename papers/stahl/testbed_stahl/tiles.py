@@ -55,12 +55,12 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
     if not is_late(tile.row, tile.column):
         return tile.regions[1:]
     sides = _neighbours(tiling, tile)
-    found = []
+    regions = []
     for level, region in enumerate(tile.regions[1:-1], 1):
         above, below = (None if each is None else _rows(each.regions[level]) for each in sides[:2])
         left, right = (None if each is None else _columns(each.regions[level]) for each in sides[2:])
-        found.append(Region(*between(_rows(region), above, below), *between(_columns(region), left, right)))
-    return (*found, tile.regions[-1])
+        regions.append(Region(*between(_rows(region), above, below), *between(_columns(region), left, right)))
+    return (*regions, tile.regions[-1])
 
 
 def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
@@ -68,7 +68,7 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
 
     The neighbours above and below cover all columns of a tile; the left and right neighbours cover the remaining rows.
     """
-    found = []
+    shared = []
     for number, tile in enumerate(tiling.tiles):
         if not is_late(tile.row, tile.column):
             continue
@@ -84,8 +84,8 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
                     own._replace(left=own.right, right=all_.right),
                 )[side]
                 if region.pixels:
-                    found.append(Overlap(lender, number, layer, region))
-    return tuple(found)
+                    shared.append(Overlap(lender, number, layer, region))
+    return tuple(shared)
 
 
 def _neighbours(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
@@ -220,27 +220,27 @@ class _Grid:
 
     def _lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
         whole = [_traced(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
-        found = []
+        ranges = []
         for index, each in enumerate(whole):
             early = _AxisTiles(each, each[1:])
             before = whole[index - 1] if index else None
             after = whole[index + 1] if index + 1 < count else None
             late = _between(self.layers, each[-1], axis, before, after) if self.reuse else early
-            found.append((early, late))
-        return found
+            ranges.append((early, late))
+        return ranges
 
     @cached_property
     def work(self) -> list[int]:
         """Multiplications of each tile, row by row."""
         per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
-        found = []
+        products = []
         for row, highs in enumerate(self._down):
             per_column = [[each * high.size for each, high in zip(per_pixel, of.computed, strict=True)] for of in highs]
             for column, wides in enumerate(self._across):
                 late = is_late(row, column)
                 wide = wides[late].computed
-                found.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
-        return found
+                products.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
+        return products
 
     def least_time(self, speeds: Sequence[float]) -> float:
         """Return a lower bound on the time of any assignment, in multiplications per unit of speed."""
@@ -336,10 +336,10 @@ def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, i
 
 def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
     """Return the range needed along one axis of every layer's input, followed by ``out``."""
-    found = [out]
+    ranges = [out]
     for layer in reversed(layers):
-        found.append(needed(layer, found[-1], layer.input[axis]))
-    return found[::-1]
+        ranges.append(needed(layer, ranges[-1], layer.input[axis]))
+    return ranges[::-1]
 
 
 def _between(
@@ -365,12 +365,12 @@ def multiplications(layers: Sequence[GraphLayer], made: Sequence[Region]) -> lis
 
 def costs(layers: Sequence[GraphLayer], made: Sequence[Region], samples: int) -> list[Cost]:
     """Return the cost of each layer in a tile computing these regions: its share of pixels and all weights."""
-    found = []
+    by_layer = []
     for layer, region in zip(layers, made, strict=True):
         share = region.pixels / (layer.output[1] * layer.output[2])
         one = layer.cost(layer.inputs, layer.output_channels).scaled(flops=share, accessed=share, weights=1)
-        found.append(forward_of(one, samples))
-    return found
+        by_layer.append(forward_of(one, samples))
+    return by_layer
 
 
 def redundant_multiplications(layers: Sequence[GraphLayer], made: Sequence[Sequence[Region]]) -> int:

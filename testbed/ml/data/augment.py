@@ -48,20 +48,20 @@ class Drawing:
 
         Raises `InputError` for a transform that does not accept the images or changes their shape.
         """
-        found, state = np.empty(images.shape, np.float32), random.getstate()
+        augmented, state = np.empty(images.shape, np.float32), random.getstate()
         with torch.random.fork_rng(devices=[]):
             for number, index in enumerate(indices):
                 drawn = derive(self.seed, "augment", epoch % self.copies, int(self.places[index]))
                 torch.default_generator.manual_seed(drawn)  # of this processor alone, as in `testbed.ml.layers.shard`
                 random.seed(drawn)
                 try:
-                    found[number] = self.chain(torch.tensor(images[number]))
+                    augmented[number] = self.chain(torch.tensor(images[number]))
                 except (TypeError, ValueError, RuntimeError) as error:
                     shape = images.shape[1:]
                     text = f"pictures of {shape} cannot be changed so, or have another shape then: {error}"
                     raise InputError(text, _KEY) from None
         random.setstate(state)
-        return found
+        return augmented
 
 
 def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: int) -> Drawing:
@@ -80,6 +80,6 @@ def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: 
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"no such transform of torchvision: {error}", _KEY) from None
-    found = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
-    found(np.zeros((1, *shape), np.float32), np.arange(1), 0)  # what cannot be drawn is found before the run
-    return found
+    augmentation = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
+    augmentation(np.zeros((1, *shape), np.float32), np.arange(1), 0)  # what cannot be drawn is found before the run
+    return augmentation

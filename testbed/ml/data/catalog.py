@@ -87,10 +87,10 @@ class DataSource:
 
 def _all_of(source: DataSource, *folders: Path) -> list[Path]:
     """Return the files of a set, each from the first folder containing it; raises `InputError` for missing files."""
-    found = {name: [files.find(folder, name) for folder in folders] for name in source.files}
-    paths = [path for places in found.values() for path in [*filter(None, places)][:1]]
-    if len(paths) < len(found):
-        names = ", ".join(name for name, places in found.items() if not any(places))
+    candidates = {name: [files.find(folder, name) for folder in folders] for name in source.files}
+    paths = [path for places in candidates.values() for path in [*filter(None, places)][:1]]
+    if len(paths) < len(candidates):
+        names = ", ".join(name for name, places in candidates.items() if not any(places))
         raise InputError(
             f"{folders[0]}: {source.name} needs {names} there (plain or .gz); "
             f"`testbed setup data {source.name}` downloads what is missing"
@@ -158,8 +158,8 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
     """Read photographs as test samples only: training is impossible without labels."""
-    found = [pictures.read(place)] if source.from_path else pictures.photos()
-    images = np.stack([pictures.letterbox(picture, source.shape) for picture in found])
+    photographs = [pictures.read(place)] if source.from_path else pictures.photos()
+    images = np.stack([pictures.letterbox(picture, source.shape) for picture in photographs])
     labels = np.zeros(len(images), dtype=np.uint8)
     return source.name, (images[:0], labels[:0]), (images, labels)
 
@@ -319,8 +319,8 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
     """Describe the data of a scenario; raises `InputError`. User data are read for the description."""
     if not is_own(part):
         return describe(part.name)
-    found = own.load(part, place, TEST_SHARE)
-    return DataSource(part.name, "", found.shape, found.classes, integers=found.integers, fields=found.fields)
+    dataset = own.load(part, place, TEST_SHARE)
+    return DataSource(part.name, "", dataset.shape, dataset.classes, integers=dataset.integers, fields=dataset.fields)
 
 
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
@@ -387,15 +387,15 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     Raises `InputError` for an unknown name, missing or damaged files, and too few samples.
     """
     if is_own(part):
-        found = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
-        return found.blank() if blank else found
+        dataset = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
+        return dataset.blank() if blank else dataset
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank)
     name, train, test = source.read(source, _place(source, part, folder))
     chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
-    found = Dataset(name, source.classes, *chosen)
-    return found.blank() if blank else found
+    dataset = Dataset(name, source.classes, *chosen)
+    return dataset.blank() if blank else dataset
 
 
 def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
@@ -412,17 +412,17 @@ def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
     return folder
 
 
-def _limited(found: Dataset, part: DataPart) -> Dataset:
+def _limited(dataset: Dataset, part: DataPart) -> Dataset:
     """Return a set reduced to the samples a scenario uses."""
-    _check_limit(part.name, "train", len(found.train_labels), part.train)
-    _check_limit(part.name, "test", len(found.test_labels), part.test)
+    _check_limit(part.name, "train", len(dataset.train_labels), part.train)
+    _check_limit(part.name, "test", len(dataset.test_labels), part.test)
     return replace(
-        found,
-        train_images=found.train_images[: part.train],
-        train_labels=found.train_labels[: part.train],
-        groups=None if found.groups is None else found.groups[: part.train],
-        test_images=found.test_images[: part.test],
-        test_labels=found.test_labels[: part.test],
+        dataset,
+        train_images=dataset.train_images[: part.train],
+        train_labels=dataset.train_labels[: part.train],
+        groups=None if dataset.groups is None else dataset.groups[: part.train],
+        test_images=dataset.test_images[: part.test],
+        test_labels=dataset.test_labels[: part.test],
     )
 
 

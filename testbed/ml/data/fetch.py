@@ -43,8 +43,8 @@ def fetch(
         wanted = remote.members or (remote.name,)
         if any(find(folder, member.removesuffix(".gz")) is None for member in wanted):
             _get(remote, folder, [*bases, *remote.bases], progress)
-    found = [find(folder, file) for file in source.files]
-    return [path for path in found if path is not None]
+    paths = [find(folder, file) for file in source.files]
+    return [path for path in paths if path is not None]
 
 
 def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:

@@ -45,11 +45,11 @@ def read_idx(path: Path, axes: int) -> Bytes:
     """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for other files."""
     content = _content(path)
     shape = _sizes(path, content, axes)
-    found, announced = len(content) - 4 - 4 * axes, math.prod(shape)
-    if found != announced:
+    actual, announced = len(content) - 4 - 4 * axes, math.prod(shape)
+    if actual != announced:
         sizes = "x".join(map(str, shape))
-        off = "truncated" if found < announced else "too long"
-        raise InputError(f"{path}: {off}: its header announces {sizes} bytes, {found} follow")
+        off = "truncated" if actual < announced else "too long"
+        raise InputError(f"{path}: {off}: its header announces {sizes} bytes, {actual} follow")
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
@@ -64,8 +64,8 @@ def check_images(path: Path, pixels: tuple[int, ...]) -> None:
 
 def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -> None:
     if shape[1:] != pixels:
-        found, wanted = ("x".join(map(str, size)) for size in (shape[1:], pixels))
-        raise InputError(f"{path}: has images of {found} pixels, not of {wanted}")
+        actual, wanted = ("x".join(map(str, size)) for size in (shape[1:], pixels))
+        raise InputError(f"{path}: has images of {actual} pixels, not of {wanted}")
 
 
 def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:

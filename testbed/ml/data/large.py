@@ -28,8 +28,8 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 def take(values: npt.NDArray[Any], indices: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
     """Return a copy of some values, (indices, ...), backed by a file if large."""
-    found = empty((len(indices), *values.shape[1:]), values.dtype)
+    copied = empty((len(indices), *values.shape[1:]), values.dtype)
     step = max(1, _BLOCK // max(1, math.prod(values.shape[1:])))
     for at in range(0, len(indices), step):
-        found[at : at + step] = values[indices[at : at + step]]
-    return found
+        copied[at : at + step] = values[indices[at : at + step]]
+    return copied

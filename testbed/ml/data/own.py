@@ -181,8 +181,8 @@ def _checked(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     _check_count(values, labels, what, key)
     if values.ndim < 2:
         _refuse_type(values, what, key)
-    found = _numbers(values, what, key)
-    return (found.astype(np.float32) if found.dtype == bool else found, _labels(labels, what, key)), ()
+    numbers = _numbers(values, what, key)
+    return (numbers.astype(np.float32) if numbers.dtype == bool else numbers, _labels(labels, what, key)), ()
 
 
 def _check_count(values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key) -> None:
@@ -207,15 +207,15 @@ def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
         return values
     if values.dtype.kind != "f" and values.dtype != np.uint8:
         return values.astype(np.int64, copy=False)
-    found = values
+    numbers = values
     if not isinstance(values, np.memmap) or values.dtype not in (np.float32, np.uint8):
         with np.errstate(over="ignore"):
-            found = values.astype(np.float32)
+            numbers = values.astype(np.float32)
         if values.dtype == np.uint8:
-            found /= 255
-    if not _is_finite(found):
+            numbers /= 255
+    if not _is_finite(numbers):
         raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
-    return found
+    return numbers
 
 
 def _has_colours_last(shape: tuple[int, ...]) -> bool:
@@ -235,9 +235,9 @@ def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
     if labels.dtype.kind in "uif" and labels.min() >= least:
         with np.errstate(over="ignore"):
-            found = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
-        if np.isfinite(found).all():
-            return found
+            numbers = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+        if np.isfinite(numbers).all():
+            return numbers
     is_ = f"labels {labels.shape} of {labels.dtype}"
     text = f"{what}: {is_}: give whole numbers from 0 for classes, or finite numbers of float32 for what is learned"
     raise InputError(text, key)
@@ -248,12 +248,12 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
     part.
     """
     if part.file is None:
-        found = plugins.load(plugins.installed(GROUP)[part.name], _NAME, lambda function: function())
+        result = plugins.load(plugins.installed(GROUP)[part.name], _NAME, lambda function: function())
     else:
-        found = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        raise InputError(f"{place}: {part.name} returned {type(found).__name__}: return (train, test)", _FILE)
-    train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in found)
+        result = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise InputError(f"{place}: {part.name} returned {type(result).__name__}: return (train, test)", _FILE)
+    train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in result)
     if train is None:
         raise InputError(f"{place}: {part.name} returned no training samples: return (train, test)", _FILE)
     return train, test
@@ -300,8 +300,8 @@ def _together(samples: Sequence[Any], filling: int) -> Values:
     """Stack samples into one array, or into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
         return _stacked(samples, filling)
-    found = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
-    return _only_or_all(found)
+    arrays = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
+    return _only_or_all(arrays)
 
 
 def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
@@ -363,10 +363,10 @@ def _from_hugging_face(part: DataPart, place: Path) -> tuple[Samples, Samples | 
     """Read data saved by `datasets`; each column is an input of the samples, one column alone the only input."""
     library = need("datasets", "datasets", f"{place}: a data set of Hugging Face", _PATH)
     try:
-        found = library.load_from_disk(str(place))
+        saved = library.load_from_disk(str(place))
     except (OSError, ValueError) as error:
         raise InputError(f"{place}: cannot be read by `datasets`: {error}", _PATH) from None
-    parts = found if isinstance(found, Mapping) else {"train": found}
+    parts = saved if isinstance(saved, Mapping) else {"train": saved}
     test = next((parts[name] for name in ("test", "validation") if name in parts), None)
     if "train" not in parts:
         raise InputError(f"{place} holds {', '.join(parts)}: one has to be named train", _PATH)

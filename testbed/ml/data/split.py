@@ -44,11 +44,11 @@ def split(
         raise InputError(text, _KEY)
     if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
         raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
-    found, remedy = _large_enough(labels, classes, owners, how, seed, groups)
-    for name, share in zip(owners, found, strict=True):
+    shares, remedy = _large_enough(labels, classes, owners, how, seed, groups)
+    for name, share in zip(owners, shares, strict=True):
         if not len(share):
             raise InputError(f"leaves {name} without samples: {remedy}", _KEY)
-    return {name: np.sort(share) for name, share in zip(owners, found, strict=True)}
+    return {name: np.sort(share) for name, share in zip(owners, shares, strict=True)}
 
 
 def _large_enough(
@@ -60,10 +60,10 @@ def _large_enough(
         return _shared(labels, classes, owners, how, seed, groups, 0)
     most = 0
     for draw in range(DRAWS):
-        found, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
-        smallest = min(map(len, found))
+        shares, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
+        smallest = min(map(len, shares))
         if smallest >= least:
-            return found, remedy
+            return shares, remedy
         most = max(most, smallest)
     text = f"{DRAWS:,} draws left a device with fewer than {least} samples, the best of them with {most}"
     raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))

@@ -156,14 +156,14 @@ def _no_parquet(place: Path, error: Exception) -> InputError:
 
 def _kinds(place: Path, names: Sequence[str]) -> tuple[dict[str, Kind], int]:
     """Return the kind of each column (integers, numbers or words) and the number of rows."""
-    found, rows = dict.fromkeys(names, 0), 0
+    kinds, rows = dict.fromkeys(names, 0), 0
     wider: Sequence[Kind] = (np.int64, np.float32, str)
     for block in _blocks(place, names):
-        for name in found:
+        for name in kinds:
             _refuse_empty(place, name, block[name], rows)
-            found[name] = max(found[name], wider.index(_kind(block[name])))
+            kinds[name] = max(kinds[name], wider.index(_kind(block[name])))
         rows += len(block[names[0]])
-    return {name: wider[width] for name, width in found.items()}, rows
+    return {name: wider[width] for name, width in kinds.items()}, rows
 
 
 def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) -> None:
@@ -189,11 +189,11 @@ def _kind(cells: npt.NDArray[Any]) -> Kind:
 
 def _words(place: Path, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
     """Return the distinct words of some columns in alphabetical order."""
-    found: dict[str, set[str]] = {name: set() for name in names}
+    distinct: dict[str, set[str]] = {name: set() for name in names}
     for block in _blocks(place, names) if names else ():
-        for name, words in found.items():
+        for name, words in distinct.items():
             words.update(_texts(block[name]))
-    return {name: np.array(sorted(words)) for name, words in found.items()}
+    return {name: np.array(sorted(words)) for name, words in distinct.items()}
 
 
 def _texts(cells: npt.NDArray[Any]) -> list[str]:

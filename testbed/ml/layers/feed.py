@@ -70,8 +70,8 @@ class Score:
         if not self.samples:
             return {}
         metrics = {name: float(metric.compute()) for name, metric in self._metrics.items()}
-        found = {"accuracy": self.accuracy, "loss": self.loss, "metrics": metrics or None}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {"accuracy": self.accuracy, "loss": self.loss, "metrics": metrics or None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def record_left_out(device: Device, samples: int, of: int) -> None:

@@ -37,8 +37,8 @@ def _described(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, t
     module = model.build(unit, unit + 1, 0)
     frozen = frozen_names(module)
     trained = {name for name, _ in module.named_parameters()} - frozen
-    found = ((name, tensor) for name, tensor in module.state_dict().items() if fixed or name not in frozen)
-    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in found}
+    tensors = ((name, tensor) for name, tensor in module.state_dict().items() if fixed or name not in frozen)
+    return {name: (tuple(tensor.shape), tensor.dtype, name in trained) for name, tensor in tensors}
 
 
 class ShapeShard:
@@ -125,15 +125,15 @@ class ShapeShard:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return tensors with the names, shapes and types of `Shard.state`."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
             for name, (shape, dtype, trained) in self._described(unit).items():
-                found[name] = torch.empty(shape, dtype=dtype, device="meta")
+                tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
                 kept = self._training.kept(shape) if trained and self._updated else {}
                 for kind, (size, type_) in kept.items():
                     running[kind + name] = torch.empty(size, dtype=type_, device="meta")
-        return found | running
+        return tensors | running
 
     def load(self, state: State) -> None:
         """Drop computations under way; note whether the state includes an optimizer's."""

@@ -264,8 +264,8 @@ class Shard:
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the newest weights, the buffers and the optimizer's state, without frozen weights."""
         self.versions.use(self.versions.newest)
-        found = self._module.state_dict().items()
-        state = {name: tensor.detach().clone() for name, tensor in found if name not in self._fixed}
+        tensors = self._module.state_dict().items()
+        state = {name: tensor.detach().clone() for name, tensor in tensors if name not in self._fixed}
         averages = {AVERAGE + name: average.clone() for name, average in self._averages.items()}
         return state | self._with_aliases(self._optimizer.state() | averages)
 

@@ -219,12 +219,12 @@ class Model:
     @cached_property
     def _crossing(self) -> tuple[tuple[Made, ...], ...]:
         """For each cut, the units before the cut whose outputs are read after the cut."""
-        found: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
+        crossing: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
         later: set[int] = set()
         for index in reversed(range(len(self.units))):
             later = {read for read in later if read < index} | {*self.reads(index)}
-            found.append(tuple((read, self.made(read)) for read in sorted(later)))
-        return tuple(reversed(found))
+            crossing.append(tuple((read, self.made(read)) for read in sorted(later)))
+        return tuple(reversed(crossing))
 
     def cut_bytes(self, cut: int) -> int:
         """Return the bytes of one sample that cross the cut before unit ``cut``."""

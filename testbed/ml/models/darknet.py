@@ -82,15 +82,15 @@ def check(path: Path, model: Model) -> Header:
     try:
         with path.open("rb") as file:
             header = _header(path, file)
-        found = path.stat().st_size - header.size
+        actual = path.stat().st_size - header.size
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     wanted = BYTES_PER_VALUE * sum(each.values for each in convolutions(model))
-    if found != wanted:
+    if actual != wanted:
         raise InputError(
-            f"{path}: {'truncated' if found < wanted else 'too long'}: {model.name} for {model.classes} classes has "
-            f"{wanted:,} bytes of weights, {found:,} follow the header of {header.size}: download it again, or use the "
-            "file of this network and its classes"
+            f"{path}: {'truncated' if actual < wanted else 'too long'}: {model.name} for {model.classes} classes has "
+            f"{wanted:,} bytes of weights, {actual:,} follow the header of {header.size}: download it again, or use "
+            "the file of this network and its classes"
         )
     return header
 

@@ -76,19 +76,19 @@ def described(
             return ()
         before = row.pop(0)
         entering = shape(before)
-    found: list[tuple[str, Layer]] = []
+    named: list[tuple[str, Layer]] = []
     for node in row:
         layers = _layers(root, node, shape(node))
         if layers is None or [each for each in node.all_input_nodes if each in tensors] != [before]:
             return ()
-        found += [(str(node.target) if node.op == "call_module" else "", each) for each in layers]
+        named += [(str(node.target) if node.op == "call_module" else "", each) for each in layers]
         before = node
     try:
-        passing = shapes([layer for _, layer in found], entering)
+        passing = shapes([layer for _, layer in named], entering)
     except ValueError:
         return ()
-    counted = sum(layer.parameters(size) for (_, layer), size in zip(found, passing, strict=False))
-    return tuple(found) if counted == weights and math.prod(passing[-1]) == math.prod(shape(before)) else ()
+    counted = sum(layer.parameters(size) for (_, layer), size in zip(named, passing, strict=False))
+    return tuple(named) if counted == weights and math.prod(passing[-1]) == math.prod(shape(before)) else ()
 
 
 def _joins(node: fx.Node) -> bool:

@@ -69,7 +69,7 @@ class Detector:
         scores = _sigmoid(values[:, 4])[:, None] * odds / odds.sum(axis=1, keepdims=True)
         best = scores.max(axis=1)
         edges = (centre_x - wide / 2, centre_y - high / 2, centre_x + wide / 2, centre_y + high / 2)
-        found = [
+        boxes = [
             Box(
                 self.labels[int(scores[(place[0], slice(None), *place[1:])].argmax())],
                 float(best[place]),
@@ -77,7 +77,7 @@ class Detector:
             )
             for place in zip(*np.nonzero(best >= self.threshold), strict=True)
         ]
-        return sorted(found, key=lambda box: -box.score)
+        return sorted(boxes, key=lambda box: -box.score)
 
 
 def _sigmoid(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -51,10 +51,10 @@ class TensorOutput(nn.Module):
         if self._fields:
             names = [each.name for each in self._fields]
             ordered, named = arguments(self.network.forward, dict(zip(names, inputs, strict=True)))
-        found = single(self.network(*ordered, **named))
-        if not isinstance(found, torch.Tensor):
-            raise InputError(f"forward returns {type(found).__name__}: it has to return one tensor")
-        return found
+        output = single(self.network(*ordered, **named))
+        if not isinstance(output, torch.Tensor):
+            raise InputError(f"forward returns {type(output).__name__}: it has to return one tensor")
+        return output
 
 
 def exported(maker: Maker, entering: InputSpec) -> Traced:
@@ -75,11 +75,11 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
             setattr(root, name, value)
         weights = storages(root)
         runs: tuple[dict[str, Measure], ...] = ({}, {})
-        for samples, found in zip(batches, runs, strict=True):
+        for samples, measured_inputs in zip(batches, runs, strict=True):
             for node in graph.nodes:
                 if node.op != "output":
-                    found[node.name] = (
-                        Measure(samples) if node.op == "placeholder" else measured(root, node, found, weights)
+                    measured_inputs[node.name] = (
+                        Measure(samples) if node.op == "placeholder" else measured(root, node, measured_inputs, weights)
                     )
         _check(given, graph, batches[0], inputs)
     except InputError as error:
@@ -146,10 +146,10 @@ class _Flat:
             elif node.op == "get_attr":
                 self._copies[node] = getattr(node.graph.owning_module, str(node.target), None)
             elif node.op == "output":
-                found = fx.map_arg(node.args[0], lambda each: self._copies[each])
+                results = fx.map_arg(node.args[0], lambda each: self._copies[each])
                 if not inner:
-                    self.graph.output(found[-1])
-                return found
+                    self.graph.output(results[-1])
+                return results
             else:
                 self._copies[node] = self._called(node)
                 if isinstance(self._copies[node], fx.Node):
@@ -190,13 +190,13 @@ class _Flat:
 
     def _following_mode(self, target: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return arguments in which training-only flags follow the unit's mode."""
-        found = list(args)
+        changed = list(args)
         for place, argument in enumerate(target._schema.arguments[: len(args)]):
-            if argument.name in ("train", "training", "use_input_stats") and found[place] is True:
-                found[place] = self._mode
-            elif argument.name == "dropout_p" and found[place]:
-                found[place] = self.graph.call_function(by_mode, (self._mode, found[place], 0.0))
-        return tuple(found)
+            if argument.name in ("train", "training", "use_input_stats") and changed[place] is True:
+                changed[place] = self._mode
+            elif argument.name == "dropout_p" and changed[place]:
+                changed[place] = self.graph.call_function(by_mode, (self._mode, changed[place], 0.0))
+        return tuple(changed)
 
     def _in_place(self, node: fx.Node, target: OpOverload, args: Any, kwargs: Any) -> Any:
         """Return a new value for one modified in place, for all later readers."""
@@ -219,11 +219,11 @@ class _Flat:
         """Copy the contents of `with` statements."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
-            found = self._inline(args[1].graph, args[2:], inner=True)
+            results = self._inline(args[1].graph, args[2:], inner=True)
             if args[0]:
-                return found
+                return results
             detach = torch.ops.aten.detach.default
-            return tuple(self.graph.call_function(detach, (each,)) for each in found)
+            return tuple(self.graph.call_function(detach, (each,)) for each in results)
         if name == "wrap_with_autocast" and not args[2]:
             return self._inline(args[4].graph, args[5:], inner=True)
         raise InputError(f"{_line(node)}{name}: cannot be cut into units: leave it out")

@@ -172,11 +172,11 @@ class GraphLayer:
 
     def finish_cost(self, channels: int) -> Cost:
         """Return the cost of the layers after the first for some channels of one sample."""
-        found, shape = Cost(), self.summed if self.sequence else ()
+        total, shape = Cost(), self.summed if self.sequence else ()
         for layer in self.sequence[1:]:
-            found += layer.cost(shape) * (channels / self.output_channels)
+            total += layer.cost(shape) * (channels / self.output_channels)
             shape = layer.output(shape)
-        return found
+        return total
 
     def cost(self, read: int, channels: int) -> Cost:
         """Return the cost of all layers for some channels of one sample."""
@@ -252,7 +252,7 @@ def graph_of(model: Model) -> Graph:
     A unit with several inputs begins with a route, and a unit without layers is one route. A unit of a user's network
     that cannot be described by layers is one layer computed as a whole.
     """
-    found: list[GraphLayer] = []
+    layers: list[GraphLayer] = []
     made = {INPUT: INPUT}
     for index, given in enumerate(model.units):
         unit, names = _looked_into(model, index, given)
@@ -260,11 +260,11 @@ def graph_of(model: Model) -> Graph:
         arriving = unit.input
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
-            arriving = found[sources[0]].output
-        described = [*_described(index, unit, names, sources, len(found), arriving)]
-        found += described
-        made[index] = len(found) - 1 if described else sources[0]
-    return Graph(model.name, tuple(found))
+            arriving = layers[sources[0]].output
+        described = [*_described(index, unit, names, sources, len(layers), arriving)]
+        layers += described
+        made[index] = len(layers) - 1 if described else sources[0]
+    return Graph(model.name, tuple(layers))
 
 
 def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str, ...]]:

@@ -160,13 +160,13 @@ class Layer:
         if not weight:
             return {}
         limit = bound(self.initialisation, weight)
-        found = {"weight": _draw(weight, generator, part, limit)}
+        tensors = {"weight": _draw(weight, generator, part, limit)}
         if self.channel_values:
-            found["bias"] = torch.zeros(len(part.channels))
+            tensors["bias"] = torch.zeros(len(part.channels))
             if self.initialisation == "torch":  # biases of the others are zero
                 biases = torch.empty(weight[0]).uniform_(-limit, limit, generator=generator)
-                found["bias"] = pick(biases, 0, part.channels)
-        return {name: tensor for name, tensor in found.items() if tensor.numel()}
+                tensors["bias"] = pick(biases, 0, part.channels)
+        return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
         """Return the layer's output for some channels, without bias; for the divisions ``weights`` and ``channels``.
@@ -181,10 +181,10 @@ def shapes(layers: Sequence[Layer], shape: Shape) -> list[Shape]:
     """Return the input shape of the first layer, then the output shape of each; raises ValueError for unsuitable
     layers.
     """
-    found = [shape]
+    shapes_so_far = [shape]
     for layer in layers:
-        found.append(layer.output(found[-1]))
-    return found
+        shapes_so_far.append(layer.output(shapes_so_far[-1]))
+    return shapes_so_far
 
 
 def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) -> nn.Sequential:

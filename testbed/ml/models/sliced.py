@@ -33,12 +33,12 @@ def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tenso
     """
     prefixes = tuple(f"{name}." for name in layer.names)
     divisible = layer.splits or layer.by_channel
-    found = {
+    slices = {
         name: part.of(tensor) if divisible else tensor
         for name, tensor in state.items()
         if name.startswith(prefixes) and not name.endswith(_COUNTER)
     }
-    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+    return {name: tensor for name, tensor in slices.items() if tensor.numel()}
 
 
 def cut_copies(held: Iterable[tuple[GraphLayer, Slice]], state: Tensors) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) ->
         held = [*wanted]
         states = {index: model.build(index, index + 1, seed).state_dict() for index in {each.unit for each, _ in held}}
         return cut_copies(held, {name: each for state in states.values() for name, each in state.items()})
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, group in groupby(wanted, key=lambda each: each[0].unit):
         unit, generator = model.units[index], torch.Generator().manual_seed(derive(seed, "weights", index))
         slices = {name: part for whole, part in group for name in whole.names}
@@ -63,8 +63,8 @@ def draw(model: Model, wanted: Iterable[tuple[GraphLayer, Slice]], seed: int) ->
         for number, (layer, shape) in enumerate(zip(unit.layers, entering, strict=True)):
             name = f"{index}.{number}"
             state = layer.draw(shape, generator, slices.get(name, Slice(NONE, NONE, NONE)))
-            found |= {f"{name}.{key}": tensor for key, tensor in state.items() if not key.endswith(_COUNTER)}
-    return found
+            tensors |= {f"{name}.{key}": tensor for key, tensor in state.items() if not key.endswith(_COUNTER)}
+    return tensors
 
 
 class SlicedLayer:

@@ -183,13 +183,13 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
         other = theirs[at] if at < len(theirs) else None
         if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
             with graph.inserting_before(node):
-                found = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
-            if found is not None:
+                replaced = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
+            if replaced is not None:
                 for each in graph.nodes:
                     if each.target is by_mode:
                         for runs in tracer.runs:
                             runs.setdefault(each.name, Measure(each.args[1]))
-                node.args, node.kwargs = found
+                node.args, node.kwargs = replaced
                 continue
         raise InputError(f"{line(node, maker)}: {_UNLIKE}: write this as a module of its own that does so", KEY)
 
@@ -205,17 +205,17 @@ def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
     others, other_structure = pytree.tree_flatten(theirs)
     if structure != other_structure:
         return None
-    found = []
+    arguments = []
     for value, other in zip(values, others, strict=True):
         if repr(value) == repr(other):
-            found.append(value)
+            arguments.append(value)
         elif value is True and other is False:
-            found.append(mode)
+            arguments.append(mode)
         elif isinstance(value, int | float) and isinstance(other, int | float):
-            found.append(mode.graph.call_function(by_mode, (mode, value, other)))
+            arguments.append(mode.graph.call_function(by_mode, (mode, value, other)))
         else:
             return None
-    return pytree.tree_unflatten(found, structure)
+    return pytree.tree_unflatten(arguments, structure)
 
 
 class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -235,12 +235,12 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.name().partition(".")[0] in _PRODUCTS:
             _check_types(args)
         before = self.counter.get_total_flops()
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         flops = self.counter.get_total_flops() - before
-        first = found[0] if isinstance(found, tuple | list) and found else found
+        first = result[0] if isinstance(result, tuple | list) and result else result
         if _has_numbers(first) and not func.is_view:
             self._count(func, args, kwargs, first, flops)
-        return found
+        return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float) -> None:
         read = [each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)]
@@ -281,13 +281,13 @@ def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
     return "pooling" if "pool" in name or "mean" in name else "activation"
 
 
-def single(found: Any) -> Any:
+def single(result: Any) -> Any:
     """Return the result of `forward`, or the `logits` or only value of a mapping; raises `InputError` for other
     results.
     """
-    if not isinstance(found, Mapping):
-        return found
-    made = {name: value for name, value in found.items() if isinstance(value, torch.Tensor | fx.Proxy)}
+    if not isinstance(result, Mapping):
+        return result
+    made = {name: value for name, value in result.items() if isinstance(value, torch.Tensor | fx.Proxy)}
     if "logits" not in made and len(made) != 1:
         raise InputError(f"forward returns {', '.join(made)}: it has to return one tensor, or one named 'logits'")
     return made.get("logits", next(iter(made.values())))
@@ -312,8 +312,8 @@ def measured(
 ) -> Measure:
     """Run one step on the results of earlier steps, by name; ``weights`` are the network's `storages`."""
     if node.op == "get_attr":
-        found = operator.attrgetter(str(node.target))(root)
-        return Measure(found.to(device) if isinstance(found, torch.Tensor) else found)
+        attribute = operator.attrgetter(str(node.target))(root)
+        return Measure(attribute.to(device) if isinstance(attribute, torch.Tensor) else attribute)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
     work = _Work(weights)
     with torch.device(device), work.counter, work:
@@ -333,8 +333,8 @@ class _Value(fx.Proxy):
     """A proxy whose value the tracer knows for both batch sizes."""
 
     def __getattr__(self, k: str) -> Any:
-        found = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
-        if callable(found):
+        value = getattr(self.tracer.values(self.node)[0], k)  # type: ignore[attr-defined]
+        if callable(value):
             return super().__getattr__(k)
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
 
@@ -384,8 +384,8 @@ def recurrent_layer(
     first = [values.new_zeros(ways, samples, size) for size in sizes]
     state: Any = tuple(first) if mode == "LSTM" else first[0]
     run = getattr(torch._VF, mode.lower())
-    found: tuple[torch.Tensor, ...] = run(values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first)
-    return found
+    outputs: tuple[torch.Tensor, ...] = run(values, state, weights, bias, 1, 0.0, False, ways == 2, batch_first)
+    return outputs
 
 
 class _Tracer(fx.Tracer):

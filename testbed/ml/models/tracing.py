@@ -153,12 +153,12 @@ def _steps(maker: Maker, traced: Traced) -> _Steps:
 
 def _depending(traced: Traced, entering: fx.Node) -> set[fx.Node]:
     """Return the nodes whose tensors depend on the samples."""
-    found = {entering}
+    dependent = {entering}
     for node in traced.graph.nodes:
-        called = node.op.startswith("call") and not found.isdisjoint(node.all_input_nodes)
+        called = node.op.startswith("call") and not dependent.isdisjoint(node.all_input_nodes)
         if called and not plain(traced.runs[0][node.name].value):
-            found.add(node)
-    return found
+            dependent.add(node)
+    return dependent
 
 
 def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
@@ -166,13 +166,13 @@ def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> s
 
     Each unit recomputes them from the samples.
     """
-    found: set[fx.Node] = set()
+    masks: set[fx.Node] = set()
     for node in traced.graph.nodes:
         read = [each for each in node.all_input_nodes if each in depends]
         one_input = node.target is entry
-        if one_input or (read and found.union([entering]).issuperset(read) and _is_mask(traced, node, read)):
-            found.add(node)
-    return found
+        if one_input or (read and masks.union([entering]).issuperset(read) and _is_mask(traced, node, read)):
+            masks.add(node)
+    return masks
 
 
 def _is_mask(traced: Traced, node: fx.Node, read: Sequence[fx.Node]) -> bool:
@@ -192,16 +192,16 @@ def _is_float(traced: Traced, node: fx.Node) -> bool:
 
 def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn.Parameter]:
     """Return the parameters used by nodes under all of their names."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for node in nodes:
         path = str(node.target)
         if node.op == "call_module":
-            found |= root.get_submodule(path).named_parameters(path, remove_duplicate=False)
+            parameters |= root.get_submodule(path).named_parameters(path, remove_duplicate=False)
         elif node.op == "get_attr":
             value = operator.attrgetter(path)(root)
             if isinstance(value, nn.Parameter):
-                found[path] = value
-    return found
+                parameters[path] = value
+    return parameters
 
 
 def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
@@ -228,8 +228,8 @@ def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...
         for name, weight in _named_parameters(steps.root, steps.all_of(piece)).items():
             names.setdefault(id(weight), []).append(f"{index}.{name}")
             weights[id(weight)] = weight
-    found = (Tied(tuple(names[key]), weight.numel()) for key, weight in weights.items() if weight.requires_grad)
-    return tuple(each for each in found if len(each.units) > 1)
+    candidates = (Tied(tuple(names[key]), weight.numel()) for key, weight in weights.items() if weight.requires_grad)
+    return tuple(each for each in candidates if len(each.units) > 1)
 
 
 # Cutting

@@ -55,11 +55,11 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     if not path.is_file() or _format(path) == "darknet":
         check(path, model)
         return darknet.read(path, model)
-    found = _matched(path, _load(path), model)
-    for name, tensor in found.items():
+    tensors = _matched(path, _load(path), model)
+    for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise InputError(f"{path}: {name} holds values that are no numbers: whatever left them has diverged")
-    return found
+    return tensors
 
 
 def exported(state: State, model: Model, seed: int) -> dict[str, torch.Tensor]:
@@ -106,19 +106,19 @@ def _unpickled(path: Path) -> object:
         raise InputError(f"{path}: {text} ({reason[:200]})") from None
 
 
-def _unwrapped(path: Path, found: object) -> dict[str, torch.Tensor]:
+def _unwrapped(path: Path, content: object) -> dict[str, torch.Tensor]:
     """Return the `state_dict` in a file of torch, also inside a checkpoint with more content."""
     for key in _NESTED:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not all(isinstance(each, torch.Tensor) for each in content.values()):
         raise InputError(
             f"{path}: holds no `state_dict`: save that of the network, by torch.save(net.state_dict(), ...)"
         )
-    return {str(name): tensor for name, tensor in found.items()}
+    return {str(name): tensor for name, tensor in content.items()}
 
 
-def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
+def _matched(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
     from testbed.ml.models.lora import first_values, is_adapter
 
@@ -127,19 +127,19 @@ def _matched(path: Path, found: State, model: Model) -> dict[str, torch.Tensor]:
     known = set(names.values())
     if model.builder is not None:
         known |= _unvalued(lambda: model.builder.network(0)).keys()
-        if _without_counters(found) == _without_counters(wanted):  # the names of an earlier version
+        if _without_counters(tensors) == _without_counters(wanted):  # the names of an earlier version
             names, known = {name: name for name in wanted}, set(wanted)
-    found = _without_prefixes(found, known)
+    tensors = _without_prefixes(tensors, known)
     other = f"{path}: not the weights of {model.name} as the scenario has it"
     help_ = "use those of this model with its options, for as many classes"
     adapters = {name for name in names.values() if is_adapter(name)}
-    if missing := _without_counters(names.values()) - found.keys() - adapters:
+    if missing := _without_counters(names.values()) - tensors.keys() - adapters:
         raise InputError(f"{other}: there is no {_listed(missing)}; {help_}")
-    if more := _without_counters(found) - known:
+    if more := _without_counters(tensors) - known:
         raise InputError(f"{other}: {_listed(more)} is none of its tensors; {help_}")
     result = {}
     for name, tensor in wanted.items():
-        given = found.get(names[name])
+        given = tensors.get(names[name])
         if given is None and names[name] in adapters:  # the file is of the network without adapters
             given = first_values(names[name], tensor)
         if given is None:
@@ -161,14 +161,14 @@ def _unvalued(make: Any) -> State:
     return module.state_dict()
 
 
-def _without_prefixes(found: State, known: Collection[str]) -> State:
+def _without_prefixes(tensors: State, known: Collection[str]) -> State:
     """Return tensors without the prefixes of wrappers."""
-    while known and found:
-        prefix = next((each for each in _PREFIXES if _all_begin(found, each)), None)
+    while known and tensors:
+        prefix = next((each for each in _PREFIXES if _all_begin(tensors, each)), None)
         if prefix is None or _all_begin(known, prefix):
             break
-        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    return {name if name in known else name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return {name if name in known else name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
 
 
 def _all_begin(names: Collection[str], prefix: str) -> bool:

@@ -104,13 +104,13 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
 
     No other partition improves both the bottleneck and the total of one of them. Empty if all are forbidden.
     """
-    found: list[Cuts] = []
+    partitions: list[Cuts] = []
     limit = math.inf
     while True:
         cost, cuts = least_total(units, stages, _within(total, bottleneck, math.nextafter(limit, -math.inf)))
         if math.isinf(cost):
-            return found
-        found.append(cuts)
+            return partitions
+        partitions.append(cuts)
         limit = bottleneck.of(cuts, max)
 
 

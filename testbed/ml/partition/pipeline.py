@@ -233,8 +233,8 @@ class Chain:
     def least_bottleneck(self) -> Cuts:
         """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
         fitting = self._fitting(self.bottleneck_costs)
-        found = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
-        return self._chosen(found)
+        best = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
+        return self._chosen(best)
 
     def even(self) -> Cuts:
         """Return even cuts; raises `InputError` if they do not fit."""
@@ -243,8 +243,8 @@ class Chain:
         self._check_tied(cuts)
         return cuts
 
-    def _chosen(self, found: tuple[float, Cuts]) -> Cuts:
-        cost, cuts = found
+    def _chosen(self, best: tuple[float, Cuts]) -> Cuts:
+        cost, cuts = best
         if math.isinf(cost):
             self.check(self.fullness[1])
             self._check_tied(cuts)
@@ -395,10 +395,10 @@ class SynchronousPipeline(TrainingPipeline):
         `InputError` if none fits.
         """
         fitting = self._fitting(self.bottleneck_costs)
-        found = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
-        if not found:
+        candidates = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
+        if not candidates:
             self.check(self.fullness[1])
-        return min(found, key=self.step_time)
+        return min(candidates, key=self.step_time)
 
     def timeline(self, cuts: Cuts, steps: int = 1) -> list[Slot]:
         """Return the times of each stage's actions over several consecutive steps, in seconds.

@@ -179,10 +179,10 @@ class LinkProfiler:
         """Measure everything the choice needs while training pauses: all links at once, as in training."""
         if self._runs:
             images, labels = self._training.batch(0)
-            found = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
+            times = await profile(self._supervisor.device, self._problem, images, labels, self._runs)
             self._runs = 0
-            self._partitioner.profiled(found)
-            self._supervisor.device.record("profile", seconds=list(found.execution))
+            self._partitioner.profiled(times)
+            self._supervisor.device.record("profile", seconds=list(times.execution))
         pairs = self._partitioner.unknown(self._recovery.partition)
         self._measure(pairs)
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))

@@ -100,11 +100,11 @@ def place(
     if seeded and step == 0:
         return RestorePlan(lineage.point(0), {})
     having = held_at(held, step)
-    found = needs(old, new, having)
+    sources = needs(old, new, having)
     if step == steps:
         whole = StagePartition((old.coordinator,), (0, old.units))
-        found |= needs(old, whole, having)
-    return RestorePlan(lineage.point(step), found)
+        sources |= needs(old, whole, having)
+    return RestorePlan(lineage.point(step), sources)
 
 
 def resume_point(inventory: StepInventory, units: int) -> int | None:
@@ -246,5 +246,5 @@ class ReplicaStore:
             return  # it has started again since it said what it has, and the coordinator is about to learn that
         for unit in fetch.units:
             state = self.replicas.state(point, [unit])
-            found = FetchedUnit(fetch.configuration, fetch.made, fetch.step, unit, state)
-            self._mailbox.post(fetch.sender, found)
+            answer = FetchedUnit(fetch.configuration, fetch.made, fetch.step, unit, state)
+            self._mailbox.post(fetch.sender, answer)

@@ -321,8 +321,8 @@ class Partitioner(Generic[Known]):
         """Return a partition worth changing to, or None; the default reacts to new devices only."""
         if set(there) == set(old.devices):
             return None
-        found = self.over(there)
-        return None if len(found.devices) <= len(old.devices) else found
+        candidate = self.over(there)
+        return None if len(candidate.devices) <= len(old.devices) else candidate
 
     def unknown(self, partition: StagePartition) -> list[Pair]:
         """Return the neighbour pairs, in both directions, with unmeasured links."""

@@ -108,8 +108,8 @@ async def _run_with_checkpoints(
 
 def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed]]) -> Mailbox:
     how = job.problem.options.transfer
-    found = codecs(job.problem.codes, activation=how.activations, gradient=how.gradients)
-    return Mailbox(device, job.problem.links, kinds, codecs=found)
+    encodings = codecs(job.problem.codes, activation=how.activations, gradient=how.gradients)
+    return Mailbox(device, job.problem.links, kinds, codecs=encodings)
 
 
 async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float) -> Supervisor:
@@ -182,11 +182,11 @@ class ReplicatingMember:
             self._mailbox.post(owner, Fetch(prepare.configuration, prepare.made, prepare.step, units))
         self._report()
 
-    def _take_in(self, found: FetchedUnit) -> None:
+    def _take_in(self, fetched: FetchedUnit) -> None:
         if self._stage is None:
             return
-        self.store.replicas.put(Point(found.made, found.step), found.state, [found.unit])
-        self._awaited.discard(found.unit)
+        self.store.replicas.put(Point(fetched.made, fetched.step), fetched.state, [fetched.unit])
+        self._awaited.discard(fetched.unit)
         self._stage.actions += 1
         self._report()
 
@@ -211,9 +211,9 @@ class ReplicatingMember:
     async def _measure_link(self, measure: Measure) -> None:
         """Measure the link to another device for the coordinator."""
         await self.store.spread()
-        found = await bandwidth(self._mailbox, measure.target)
-        self._watches[measure.target] = LinkWatch(found)
-        finite = None if math.isinf(found.rate) else found.rate
+        link = await bandwidth(self._mailbox, measure.target)
+        self._watches[measure.target] = LinkWatch(link)
+        finite = None if math.isinf(link.rate) else link.rate
         self._mailbox.post(self._job.plan.lead, Measured(measure.configuration, measure.target, finite))
 
     def _acknowledged(self, peer: str, size: float, posted: float) -> None:

@@ -110,8 +110,8 @@ class SynchronousUpdates:
         for index, rest in own:
             await self._sum_tied(batch, index, rest)
         for index, first in others:
-            found = await self._stage.mailbox.take(TiedGradient, (first, batch, index))
-            self._stage.shard.put_gradient(model.tied[index], found.tensor)
+            total = await self._stage.mailbox.take(TiedGradient, (first, batch, index))
+            self._stage.shard.put_gradient(model.tied[index], total.tensor)
 
     def _send_tied(self, device: str, batch: int, index: int, gradient: torch.Tensor) -> None:
         message = TiedGradient(self._stage.position.configuration, batch, index, gradient)

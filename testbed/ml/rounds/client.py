@@ -106,13 +106,13 @@ class Changes:
 
     def __call__(self, start: State, trained: State) -> State:
         """Return the changes the server will add."""
-        found = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
-        for name, change in found.items():
+        changes = dict((send_difference if self._sent is send_weights else self._sent)(start, trained))
+        for name, change in changes.items():
             if change.is_floating_point() and not change.is_meta:
                 wanted = change + self._left.get(name, 0)
-                found[name] = self._by.unpack(self._by.pack(wanted))
-                self._left[name] = wanted - found[name]
-        return found
+                changes[name] = self._by.unpack(self._by.pack(wanted))
+                self._left[name] = wanted - changes[name]
+        return changes
 
 
 def with_server(mailbox: Mailbox, server: str) -> TrainLocal:

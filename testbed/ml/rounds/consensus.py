@@ -69,9 +69,9 @@ class Consensus:
             await before
         states = {device.name: own}
         for name in self._others:
-            found = await self._mailbox.take(Snapshot, (step, name), deadline=deadline)
-            if found is not None:
-                states[name] = found.state
+            snapshot = await self._mailbox.take(Snapshot, (step, name), deadline=deadline)
+            if snapshot is not None:
+                states[name] = snapshot.state
         mean = average(list(states.values()), [1] * len(states))
         scores = {name: await evaluation(self._layers, state, self._tests, step) for name, state in states.items()}
         has_numbers = not any(tensor.is_meta for tensor in mean.values())

@@ -216,8 +216,9 @@ is nothing to wait for, but for the first backward: it waits for the last forwar
 def previous(stage: GraphStage, count: int) -> tuple[GraphStage, ...]:
     """Return the predecessors of a stage in an iteration of ``count`` mini-batches."""
     kind, n = stage
-    found: tuple[GraphStage, ...] = tuple((other, n + shift) for other, shift in PREVIOUS[kind] if n + shift >= 1)
-    return (("forward", count), *found) if stage == ("backward", 1) else found
+    earlier = ((other, n + shift) for other, shift in PREVIOUS[kind])
+    predecessors: tuple[GraphStage, ...] = tuple(each for each in earlier if each[1] >= 1)
+    return (("forward", count), *predecessors) if stage == ("backward", 1) else predecessors
 
 
 def stages(count: int) -> Iterator[GraphStage]:
@@ -243,15 +244,15 @@ def ends(
             last byte has left, when the next one is under way. The paper has no delays.
     """
     delays = delays or {}
-    found: dict[GraphStage, float] = {}
+    end_times: dict[GraphStage, float] = {}
     for stage in stages(count):
         kind, _ = stage
         waits = (
-            found[before] + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
+            end_times[before] + (delays.get(before[0], 0.0) if before[0] != kind else 0.0)
             for before in previous(stage, count)
         )
-        found[stage] = durations[kind] + max(waits, default=0.0)
-    return found
+        end_times[stage] = durations[kind] + max(waits, default=0.0)
+    return end_times
 
 
 def iteration_time(durations: Mapping[Kind, float], count: int, delays: Mapping[Kind, float] | None = None) -> float:

@@ -25,17 +25,17 @@ def _epoch_time(record: RunView) -> float | None:
     if not rounds_of(record):
         return None
     start, end = _window(rounds_of(record)[0])
-    found = []
+    candidates = []
     # Of a run that was kept, details are known by their keys alone.
     for name, portion in record.plan.details.model_dump()["portions"].items():
         updates = [done for _, done in record.spans(name, "compute", "update").tolist() if start <= done <= end]
         if len(updates) > 1:
             period = (updates[-1] - updates[0]) / (len(updates) - 1)
-            found.append((updates[-1], (portion["epoch"] - len(updates)) * period))
-    if not found:
+            candidates.append((updates[-1], (portion["epoch"] - len(updates)) * period))
+    if not candidates:
         return None
-    last = max(update for update, _ in found)
-    return float(max(update + rest for update, rest in found) - start + end - last)
+    last = max(update for update, _ in candidates)
+    return float(max(update + rest for update, rest in candidates) - start + end - last)
 
 
 def _idle(record: RunView, devices: Collection[str]) -> float | None:

@@ -164,18 +164,18 @@ class Participants:
         if isinstance(value, dict):
             if sorted(value) != sorted(names):
                 raise InputError(f"name each of the devices {', '.join(names)}, and no other", key)
-            found = value
+            numbers = value
         else:
             assert isinstance(value, int)
-            found = dict.fromkeys(names, value)
-        for number in found.values():
+            numbers = dict.fromkeys(names, value)
+        for number in numbers.values():
             if not lowest <= number <= highest:
                 raise InputError(f"{number} is outside of what there is: take {lowest} to {highest}", key)
-        return found
+        return numbers
 
 
 def _client(
-    team: Participants, device: DeviceSpec, found: PairProfile, choice: Choice, iteration_time: float
+    team: Participants, device: DeviceSpec, profile: PairProfile, choice: Choice, iteration_time: float
 ) -> ClientPlan:
     count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
     per_epoch = iterations(count, team.batch(device), choice.parallel, drop_last)
@@ -183,7 +183,7 @@ def _client(
         split=choice.split,
         parallel=choice.parallel,
         iteration_time=iteration_time,
-        exchange_time=found.exchange(choice.split),
+        exchange_time=profile.exchange(choice.split),
         iterations=len(team.length.iterations(0, per_epoch)),
         epoch=per_epoch,
     )
@@ -194,9 +194,9 @@ def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
     team.check()
     clients = {}
     for device in team.devices:
-        found, batch = team.profile(device, 0), team.batch(device)
-        alone = found.local_training(batch, batch)
-        clients[device.name] = _client(team, device, found, Choice(found.depth), alone)
+        profile, batch = team.profile(device, 0), team.batch(device)
+        alone = profile.local_training(batch, batch)
+        clients[device.name] = _client(team, device, profile, Choice(profile.depth), alone)
     return plan(method, team, clients, {})
 
 
@@ -204,21 +204,21 @@ Choices = Callable[[PairProfile, int], Sequence[Choice]]
 """Takes the profile of a device and its batch size; returns the split points and mini-batches that it may have."""
 
 
-def every_split(found: PairProfile, batch_size: int) -> Sequence[Choice]:
+def every_split(profile: PairProfile, batch_size: int) -> Sequence[Choice]:
     """Return each split point, with whole batches."""
-    return [Choice(split) for split in range(1, found.depth + 1)]
+    return [Choice(split) for split in range(1, profile.depth + 1)]
 
 
 @lru_cache(maxsize=256)
 def _best(
-    choices: Choices, found: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
+    choices: Choices, profile: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
 ) -> Choice:
     """Return one device's choice, cached because many devices are alike."""
     if parallel is not None:
         among: Sequence[Choice] = [Choice(split, parallel) for split in allowed]
     else:
-        among = [choice for choice in choices(found, batch) if choice.split in allowed]
-    return shortest_epoch(found, samples, batch, among)
+        among = [choice for choice in choices(profile, batch) if choice.split in allowed]
+    return shortest_epoch(profile, samples, batch, among)
 
 
 def split_plan(
@@ -243,10 +243,10 @@ def split_plan(
     portions = {}
     for device in team.devices:
         name, batch = device.name, team.batch(device)
-        found = team.profile(device, concurrent_clients)
+        profile = team.profile(device, concurrent_clients)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
-        choice = _best(choices, found, team.problem.samples[name], batch, tuple(allowed), given.get(name))
-        portions[name] = _client(team, device, found, choice, found.iteration(choice, batch))
+        choice = _best(choices, profile, team.problem.samples[name], batch, tuple(allowed), given.get(name))
+        portions[name] = _client(team, device, profile, choice, profile.iteration(choice, batch))
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 
@@ -280,7 +280,7 @@ def plan(
         pieces.append(Piece(device=server.name, first=first, last=depth, memory=kept, copy_for=copy_for))
     times = [portion.round_time for portion in portions.values()]
     averaging = aggregation_time(problem.model, server, 1 if in_turn else len(times))
-    found: Plan[RoundDetails] = Plan(
+    result: Plan[RoundDetails] = Plan(
         method=method,
         lead=server.name,
         pieces=tuple(pieces),
@@ -288,8 +288,8 @@ def plan(
         details=RoundDetails(portions=dict(portions)),
     )
     for device in problem.devices:
-        costs.check_memory(device, found.memory(device.name))
-    return found
+        costs.check_memory(device, result.memory(device.name))
+    return result
 
 
 def _server_copies(copies: Mapping[str, int], in_turn: bool) -> list[tuple[list[str], int]]:

@@ -130,9 +130,9 @@ class Rounds:
 
     async def present(self, devices: Sequence[str], least: int) -> list[str]:
         """Return the devices known to be present, once there are at least this many."""
-        while len(found := [name for name in devices if name not in self._absent]) < least:
+        while len(present := [name for name in devices if name not in self._absent]) < least:
             await self._mailbox.changed()
-        return found
+        return present
 
     def _choose(self, number: int, present: Sequence[str]) -> list[str]:
         """Return the participants among the present devices, in their order."""

@@ -58,8 +58,8 @@ def check(problem: Problem, plain: bool) -> None:
     reasons["layers that may draw, such as dropout"] = draws(module)
     reasons["a smaller last batch"] = not problem.workload.drop_last
     reasons["weights that are not trained"] = problem.model.frozen
-    if found := [reason for reason, there in reasons.items() if there]:
-        raise InputError(f"'stacked' goes without {' and '.join(found)}: use full", key)
+    if unsupported := [reason for reason, there in reasons.items() if there]:
+        raise InputError(f"'stacked' goes without {' and '.join(unsupported)}: use full", key)
 
 
 class Stack:

@@ -77,8 +77,8 @@ class NeuronAssignment:
     def senders(self, receiver: str) -> tuple[str, ...]:
         """Return the other devices casting to a device."""
         sending = {source for source, target in self.passes if receiver in self.layers[target]}
-        found = {name for layer in sending for name in self.layers[layer]} - {receiver}
-        return tuple(name for name in self.devices if name in found)
+        senders = {name for layer in sending for name in self.layers[layer]} - {receiver}
+        return tuple(name for name in self.devices if name in senders)
 
     def largest_message(self, device: str, values: Sequence[int]) -> int:
         """Return M_pkt of equation (4): the maximum number of values per sample a device sends at once.

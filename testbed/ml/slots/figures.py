@@ -21,8 +21,8 @@ GOOD = 0.8
 
 def _evaluated(field: str, record: RunView) -> float | None:
     """Return a field of the last evaluation; a gathered accuracy may be replaced by ``one`` device's."""
-    found = record.of("evaluate")
-    fields: Mapping[str, Any] = found[-1].fields if found else {}
+    evaluations = record.of("evaluate")
+    fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
     if field == "gathered":
         return fields["accuracy"] if "one" in fields else None
     value: float | None = fields.get(field, fields.get("accuracy") if field == "one" else None)
@@ -45,14 +45,14 @@ def _tests(record: RunView) -> list[Interval]:
 
 def _training_casts(record: RunView) -> list[int]:
     """Return the number of receivers of each cast."""
-    spans, found = _tests(record), list[int]()
+    spans, counts = _tests(record), list[int]()
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
         at = np.fromiter(times, float)
         training = np.ones(len(at), bool)
         for begin, end in spans:
             training &= (at < begin) | (end <= at)
-        found += compress(map(len, peers), training.tolist())
-    return found
+        counts += compress(map(len, peers), training.tolist())
+    return counts
 
 
 def details_of(record: RunView) -> SlotDetails:

@@ -99,8 +99,8 @@ def _climbed(order: Order, value: Callable[[Order], float]) -> Order:
         for a, b in itertools.combinations(range(len(order)), 2):
             swapped = list(order)
             swapped[a], swapped[b] = order[b], order[a]
-            if (found := value(tuple(swapped))) > reached + 1e-12:
-                order, reached, improves = tuple(swapped), found, True
+            if (score := value(tuple(swapped))) > reached + 1e-12:
+                order, reached, improves = tuple(swapped), score, True
     return order
 
 
@@ -126,11 +126,11 @@ def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:
     A link of reception ratio p takes 1/p transmissions on average; distances are those of the cheapest paths away from
     the device (Floyd and Warshall). A pair missing in ``ratios``, or with ratio 0, has no link.
     """
-    found = {
+    distances = {
         (a, b): 0.0 if a == b else 1 / ratios[a, b] if ratios.get((a, b), 0) > 0 else math.inf
         for a in names
         for b in names
     }
     for middle, a, b in itertools.product(names, repeat=3):
-        found[a, b] = min(found[a, b], found[a, middle] + found[middle, b])
-    return min(names, key=lambda name: math.fsum(found[name, other] for other in names))
+        distances[a, b] = min(distances[a, b], distances[a, middle] + distances[middle, b])
+    return min(names, key=lambda name: math.fsum(distances[name, other] for other in names))

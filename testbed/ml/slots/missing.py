@@ -82,12 +82,12 @@ class Arrived:
             return None
         if self.heard is not None:
             return _gaps(self.heard, self.neurons, self.values)
-        found = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
+        mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
                 missing = torch.ones((), dtype=torch.bool) if part.missing is None else part.missing
-                _put(missing, elements(part.neurons, self.values), found)
-        return found
+                _put(missing, elements(part.neurons, self.values), mask)
+        return mask
 
     def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
         """Return the outputs of the whole layer, (samples, values), with zeros for missing values.
@@ -97,11 +97,11 @@ class Arrived:
         if self._in_order():
             room = None if into is None else into.resize_(0)
             return torch.cat([self._sent(part) for part in self.parts], dim=1, out=room)
-        found = self.nothing()
+        outputs = self.nothing()
         for part in self.parts:
             if part.tensor is not None:
-                _put(part.tensor, elements(part.neurons, self.values), found)
-        return found
+                _put(part.tensor, elements(part.neurons, self.values), outputs)
+        return outputs
 
     def nothing(self) -> torch.Tensor:
         """Return zeros for a completely missing layer, (samples, values of all neurons)."""
@@ -137,11 +137,11 @@ def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
 @lru_cache(256)
 def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
     """Return the mask of values in missing parts of a layer, (1, values)."""
-    found = torch.zeros(1, neurons * values, dtype=torch.bool)
+    mask = torch.zeros(1, neurons * values, dtype=torch.bool)
     for part, came in heard:
         if not came:
-            _put(torch.ones((), dtype=torch.bool), elements(part, values), found)
-    return found
+            _put(torch.ones((), dtype=torch.bool), elements(part, values), mask)
+    return mask
 
 
 def share_without(missing: torch.Tensor | None) -> float:

@@ -62,12 +62,12 @@ class Neurons:
         """
 
         def work() -> torch.Tensor:
-            found = self._inferred.get((layer, alike))
-            if found is None:
-                found = shard.infer(entering.together(self._room))
-                if alike is not None and (len(self._inferred) + 1) * found.nbytes <= MOST_KEPT:
-                    self._inferred[layer, alike] = found
-            return found
+            outputs = self._inferred.get((layer, alike))
+            if outputs is None:
+                outputs = shard.infer(entering.together(self._room))
+                if alike is not None and (len(self._inferred) + 1) * outputs.nbytes <= MOST_KEPT:
+                    self._inferred[layer, alike] = outputs
+            return outputs
 
         shard, cost = self.shards[layer], self._costs(layer, entering.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))

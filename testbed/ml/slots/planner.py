@@ -127,17 +127,17 @@ def layers_of(problem: Problem[SlotOptions]) -> tuple[GraphLayer, ...]:
     Raises `InputError` for other kinds of layers.
     """
     graph: Graph = graph_of(problem.model)
-    found: list[GraphLayer] = []
+    layers: list[GraphLayer] = []
     for index, layer in enumerate(graph.layers):
         follows = layer.sources == (index - 1,)
-        if found and follows and layer.by_channel and not layer.parameters:
-            found[-1] = found[-1].with_pool(layer)
+        if layers and follows and layer.by_channel and not layer.parameters:
+            layers[-1] = layers[-1].with_pool(layer)
         elif follows and layer.splits and not any(isinstance(each, Dropout) for each in layer.sequence):
-            found.append(layer)
+            layers.append(layer)
         else:
             text = f"'{layer.name}' of {graph.name} is no convolution, pooling or dense layer behind the one before, "
             raise InputError(text + "or drops values at random: use mlp or cnn", ("model", "name"))
-    return tuple(found)
+    return tuple(layers)
 
 
 def neuron_values(problem: Problem[SlotOptions]) -> tuple[int, ...]:

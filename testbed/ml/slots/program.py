@@ -320,7 +320,7 @@ class SlotProgram:
 
         async def gather() -> None:
             until = segment.end + PATIENCE * segment.slot
-            found = await gathering.finish(segment.trained, now.holders(now.output), until)
-            self._device.record("evaluate", step=segment.trained, one=one["accuracy"], **found)
+            scores = await gathering.finish(segment.trained, now.holders(now.output), until)
+            self._device.record("evaluate", step=segment.trained, one=one["accuracy"], **scores)
 
         self._evaluations.append(self._mailbox.start(gather()))

@@ -65,7 +65,7 @@ class Timetable:
     @cached_property
     def _rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
         """By group and slot of a period: the possible actions, with the layer and the slot of batch 0."""
-        found = []
+        rhythms = []
         for group in self.groups:
             rhythm: list[list[tuple[Literal["forward", "backward"], int, int]]] = [[] for _ in range(self.period)]
             for layer in group:
@@ -73,8 +73,8 @@ class Timetable:
                     rhythm[(self.forward[layer] + part) % self.period].append(("forward", layer, self.forward[layer]))
                     if (first := self.backward[layer]) is not None:
                         rhythm[(first + part) % self.period].append(("backward", layer, first))
-            found.append(tuple(map(tuple, rhythm)))
-        return tuple(found)
+            rhythms.append(tuple(map(tuple, rhythm)))
+        return tuple(rhythms)
 
     def actions(self, group: int, batches: int) -> Iterator[LayerAction | None]:
         """Yield the actions of a group's device slot by slot, until all groups have finished that number of batches."""

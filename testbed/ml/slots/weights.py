@@ -92,8 +92,8 @@ async def leave_weights(
     problem = job.problem
     whole = problem.model.build(0, len(problem.model.units), problem.seed).state_dict()
     others = [name for name in held.devices if name != lead]
-    found = [await mailbox.take(FinalWeights, name, deadline=until) for name in others]
-    for part in (FinalWeights(rows, own), *(each for each in found if each is not None)):
+    received = [await mailbox.take(FinalWeights, name, deadline=until) for name in others]
+    for part in (FinalWeights(rows, own), *(each for each in received if each is not None)):
         for layer, indices in part.neurons.items():
             prefixes = tuple(f"{name}." for name in layers_of(problem)[int(layer) - 1].names)
             for name, tensor in part.state.items():

@@ -58,12 +58,12 @@ class TrainingConfig:
         """Return the additional values of a weight of a shape after its first update: optimizer state and moving
         average.
         """
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.plain:
-            found |= self._measured(shape).kept
+            shapes |= self._measured(shape).kept
         elif self.part.optimizer.momentum:
-            found[MOMENTUM] = (shape, torch.float32)
-        return found | ({AVERAGE: (shape, torch.float32)} if self.part.ema else {})
+            shapes[MOMENTUM] = (shape, torch.float32)
+        return shapes | ({AVERAGE: (shape, torch.float32)} if self.part.ema else {})
 
     @cached_property
     def state_values(self) -> float:
@@ -112,17 +112,17 @@ class TrainingConfig:
         if weight == 0:
             return (outputs * 0.0).sum()  # the mean of no labels would be NaN, and so would its gradients
         if isinstance(self._criterion, torch.nn.CTCLoss):
-            found = temporal_loss(self._criterion, outputs, labels)
+            value = temporal_loss(self._criterion, outputs, labels)
         else:
             outputs = aligned(outputs, labels)
             if self._criterion is None and labels.ndim == 1:
                 counted = (labels != _ignored(None)).sum() if whole is None else whole
                 return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / counted
-            found = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
+            value = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
         if weight is None or weight == whole or getattr(self._criterion, "reduction", "mean") == "sum":
-            return found
+            return value
         assert whole is not None
-        return found * (weight / whole)
+        return value * (weight / whole)
 
     def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
         """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens."""
@@ -158,17 +158,17 @@ class TrainingConfig:
         part = self.part.loss
         if part.plain:
             return None
-        found = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
-        if part.file is not None and not isinstance(found, type):
-            return partial(found, **part.options())
+        factory = named.find(part, self.codes, _LOSS, torch.nn, torch.nn.Module, "Loss")
+        if part.file is not None and not isinstance(factory, type):
+            return partial(factory, **part.options())
         given = part.options().items()
         options = {name: torch.tensor(value) if isinstance(value, tuple) else value for name, value in given}
-        return named.make(found, part, _LOSS, **options)
+        return named.make(factory, part, _LOSS, **options)
 
     def _made(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         part = self.part.optimizer
-        found = named.find(part, self.codes, _OPTIMIZER, torch.optim, torch.optim.Optimizer, without=_WITHOUT)
-        made: torch.optim.Optimizer = named.make(found, part, _OPTIMIZER, parameters, **part.arguments())
+        factory = named.find(part, self.codes, _OPTIMIZER, torch.optim, torch.optim.Optimizer, without=_WITHOUT)
+        made: torch.optim.Optimizer = named.make(factory, part, _OPTIMIZER, parameters, **part.arguments())
         return made
 
     def _measured(self, shape: tuple[int, ...]) -> Measured:
@@ -188,16 +188,16 @@ class TrainingConfig:
 def _ignored(criterion: Any) -> int:
     """Return the label ignored by a loss, by default torch's."""
     options = getattr(criterion, "keywords", {})  # of a function with its options
-    found = options.get("ignore_index", getattr(getattr(criterion, "func", criterion), "ignore_index", -100))
-    return int(found)
+    label = options.get("ignore_index", getattr(getattr(criterion, "func", criterion), "ignore_index", -100))
+    return int(label)
 
 
 def temporal_loss(criterion: torch.nn.CTCLoss, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the loss of outputs, (samples, length, classes), for labels, (samples, most labels), padded below 0."""
     chances = outputs.log_softmax(-1).movedim(1, 0)
     steps = torch.full((len(outputs),), outputs.shape[1], dtype=torch.int64)
-    found: torch.Tensor = criterion(chances, labels.clamp(min=0), steps, (labels >= 0).sum(1))
-    return found
+    value: torch.Tensor = criterion(chances, labels.clamp(min=0), steps, (labels >= 0).sum(1))
+    return value
 
 
 def read_right(blank: int, outputs: torch.Tensor, labels: torch.Tensor) -> int:

@@ -66,15 +66,15 @@ def make(part: MetricPart, codes: Mapping[str, Code], loss: str, classes: int) -
     if part.file is not None:
         return _OfFile(named.find(part, codes, KEY, inspect, object), part.options())
     torchmetrics = need("torchmetrics", "metrics", f"the metric '{part.name}'", KEY)
-    found = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
+    factory = named.find(part, codes, KEY, torchmetrics, torchmetrics.Metric, "Score")
     several = "multilabel" if classes > 1 else "binary"
     task = several if loss.lower().startswith(("bce", "multi-label", "multilabel")) else "multiclass"
     offered = {"task": task, "num_classes": classes, "num_labels": classes}
-    taken = inspect.signature(found).parameters
+    taken = inspect.signature(factory).parameters
     options = {key: value for key, value in offered.items() if key in taken} | part.options()
     if options.get("task") == "multilabel":
         options.pop("num_classes", None)
-    made: Metric = named.make(found, part, KEY, **options)
+    made: Metric = named.make(factory, part, KEY, **options)
     return made
 
 

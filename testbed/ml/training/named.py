@@ -39,8 +39,8 @@ def find(
     if (wanted := _plain(part.name, suffix)) not in known:
         names = ", ".join(sorted(name for name, _ in known.values()))
         raise InputError(f"{module.__name__} has no '{part.name}' that works here: there are {names}", (*key, "name"))
-    found: Callable[..., Any] = known[wanted][1]
-    return found
+    definition: Callable[..., Any] = known[wanted][1]
+    return definition
 
 
 def make(called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **options: Any) -> Any:

@@ -74,8 +74,8 @@ class Sgd:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore momentum; missing momentum starts from zero."""
-        found = {name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)}
-        self.momentum = {name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in found.items()}
+        momentum = {name: tensor for name, tensor in state.items() if name.startswith(MOMENTUM)}
+        self.momentum = {name.removeprefix(MOMENTUM): tensor.clone() for name, tensor in momentum.items()}
 
 
 class TorchOptimizer:
@@ -110,14 +110,14 @@ class TorchOptimizer:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the state of each parameter; numbers become tensors without axes."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, kept in self._state.items():
             for kind, value in kept.items():
                 if isinstance(value, int | float):
                     value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
                 if isinstance(value, torch.Tensor):
-                    found[f"{kind}:{name}"] = value.detach().clone()
-        return found
+                    tensors[f"{kind}:{name}"] = value.detach().clone()
+        return tensors
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore the result of `state`."""

@@ -89,14 +89,14 @@ def _scheduler(
 ) -> Any:
     from torch.optim import lr_scheduler
 
-    found = named.find(part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT)
+    factory = named.find(part, codes, _KEY, lr_scheduler, lr_scheduler.LRScheduler, "LR", _WITHOUT)
     if part.file is not None:
-        return named.make(lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=found)
+        return named.make(lr_scheduler.LambdaLR, part, _KEY, optimizer, lr_lambda=factory)
     options = part.options()
-    wanted = [name for name in _LENGTHS if name in inspect.signature(found).parameters and name not in options]
+    wanted = [name for name in _LENGTHS if name in inspect.signature(factory).parameters and name not in options]
     if wanted and "epochs" not in options:
         if steps is None:
             text = f"{part.title}: write '{wanted[0]}', since how many steps there are is only known with the data"
             raise InputError(text, _KEY)
         options[wanted[0]] = steps
-    return named.make(found, part, _KEY, optimizer, **options)
+    return named.make(factory, part, _KEY, optimizer, **options)
