@@ -76,7 +76,7 @@ class Learning(Workload):
         kind = preparation.described_data(scenario)
         code = preparation.model_code(scenario)
         model = model_of(workload, code, kind.classes, kind.entering)
-        return _posed(given, method, model, {}, codes, code)
+        return _pose_problem(given, method, model, {}, codes, code)
 
     def divide(
         self, scenario: Scenario, method: core.Method, problem: core.Problem
@@ -116,7 +116,7 @@ class Learning(Workload):
         assert isinstance(given.workload, LearningPart)
         entering = InputSpec(known.shape, known.integers, known.fields)
         model = model_of(given.workload, known.model_code, known.classes, entering)
-        return _posed(given, method, model, known.samples, known.codes, known.model_code)
+        return _pose_problem(given, method, model, known.samples, known.codes, known.model_code)
 
     def begin(self, workload: WorkloadPart) -> None:
         """Fix torch's kernels if the scenario asks for them: torch reads the variables at import."""
@@ -155,10 +155,10 @@ class Learning(Workload):
     ) -> Job:
         """Return the job with the device's samples; frozen weights become part of the model."""
         assert isinstance(problem, Problem)
-        return _job(device, problem, plan, data, weights, frozen_part(problem, weights), on_weights)
+        return _make_job(device, problem, plan, data, weights, frozen_part(problem, weights), on_weights)
 
     @contextmanager
-    def _computing(self, problem: Problem) -> Iterator[None]:
+    def _fixed_computation(self, problem: Problem) -> Iterator[None]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -171,7 +171,7 @@ class Learning(Workload):
     def computing(self, problem: core.Problem) -> AbstractContextManager[None]:
         """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
         assert isinstance(problem, Problem)
-        return self._computing(problem)
+        return self._fixed_computation(problem)
 
     def initial_weights(self, prepared: Prepared) -> Mapping[str, Any] | str:
         """Return the file of the initial weights with its digest, or the initialisation of drawn ones."""
@@ -222,7 +222,7 @@ class LearningInputs(Inputs):
         assert isinstance(problem, Problem)
         lead = device == self._prepared.plan.lead
         own = None if self._dataset is None else preparation.share(self._prepared, self._dataset, device)
-        job = _job(device, problem, plan, own, self._weights if lead else None, self._frozen, on_weights)
+        job = _make_job(device, problem, plan, own, self._weights if lead else None, self._frozen, on_weights)
         return replace(job, shared=shared)
 
     def data(self, device: str) -> bytes | None:
@@ -247,7 +247,7 @@ class LearningInputs(Inputs):
         return complete(self._problem, weights, self._weights)
 
 
-def _posed(
+def _pose_problem(
     given: core.Problem,
     method: core.Method,
     model: Model,
@@ -270,7 +270,7 @@ def _posed(
     )
 
 
-def _job(
+def _make_job(
     device: str,
     problem: Problem,
     plan: Plan,

@@ -163,15 +163,15 @@ def load_data(prepared: Prepared) -> Dataset:
 def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagnostic]:
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
-        can = ", ".join(each.name for each in _methods() if "timing_only" in each.supports)
+        can = ", ".join(each.name for each in _learning_methods() if "timing_only" in each.supports)
         text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
         yield Diagnostic(key, text)
     if workload.numerics == "stacked" and "stacked" not in method.supports:
-        can = ", ".join(each.name for each in _methods() if "stacked" in each.supports)
+        can = ", ".join(each.name for each in _learning_methods() if "stacked" in each.supports)
         yield Diagnostic(key, f"'stacked' is for methods such as {can}: use full")
 
 
-def _methods() -> list[Method]:
+def _learning_methods() -> list[Method]:
     return [each for each in methods.METHODS.values() if isinstance(each, Method)]
 
 
@@ -181,7 +181,7 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
         if part.file is not None or models.code_of(part.name) is not None:
             return  # it is made, or refused, with the problem
     except InputError as error:
-        yield _located(error)
+        yield _locate_error(error)
         return
     if part.units is not None:
         yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
@@ -189,12 +189,12 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
         options = models.find(part.name).Options
         options.model_validate(part.options())
     except InputError as error:
-        yield _located(error)
+        yield _locate_error(error)
     except ValidationError as error:
         yield from explain(error, options, key)
 
 
-def _located(error: InputError) -> Diagnostic:
+def _locate_error(error: InputError) -> Diagnostic:
     """Return the problem of a workload, with its key."""
     return Diagnostic(("workload", *error.key), error.text)
 
@@ -205,7 +205,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     try:
         kind = data.describe_part(part_of(scenario).data, data_folder(scenario))
     except InputError as error:
-        yield _located(error)
+        yield _locate_error(error)
         return
     if not kind.classes and part_of(scenario).task == "train":
         yield Diagnostic(
@@ -220,7 +220,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
                 text = "the labels are numbers, and cross-entropy is of classes: name a loss such as mse"
                 yield Diagnostic(("workload", "training", "loss"), text)
         except InputError as error:
-            yield _located(error)
+            yield _locate_error(error)
         return
     there = data.known_samples(part_of(scenario).data)
     if there is not None:
@@ -268,7 +268,7 @@ def divide(scenario: Scenario, method: Method, problem: Problem) -> tuple[Proble
     """
     _check_training(method, problem)
     _check_precision(method, problem)
-    shares = _shares(scenario, method, problem)
+    shares = _divide_samples(scenario, method, problem)
     problem = replace(problem, samples={name: len(share) for name, share in shares.items()})
     _check_last_batch(method, problem)
     _check_normalisation(method, problem)
@@ -394,7 +394,7 @@ def model_code(scenario: Scenario) -> Code | None:
 def training_codes(scenario: Scenario) -> dict[str, Code]:
     """Return the texts of files named by the training, by title. Raises `InputError`."""
     named = [(("training", key, "file"), part) for key, part in part_of(scenario).training.parts()]
-    return {part.title: _code(scenario, part, key) for key, part in named if part.file is not None}
+    return {part.title: _read_code(scenario, part, key) for key, part in named if part.file is not None}
 
 
 def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
@@ -402,16 +402,16 @@ def _option_codes(scenario: Scenario, options: BaseModel) -> dict[str, Code]:
     texts = {}
     for key, part in named_in(options, ("method",)):
         if part.file is not None:
-            texts[part.title] = _code(scenario, part, key)
+            texts[part.title] = _read_code(scenario, part, key)
             usercode.function(texts[part.title], key)
     return texts
 
 
-def _code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
+def _read_code(scenario: Scenario, part: NamedPart, key: Key) -> Code:
     return usercode.read(scenario.source.folder / str(part.file), part.name, key)
 
 
-def _shares(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
+def _divide_samples(scenario: Scenario, method: Method, problem: Problem) -> dict[str, Indices]:
     """Return the owners of training samples; empty if all are at the coordinator. Raises `InputError`.
 
     Labels are read for split data only. `build_problem` omits this step: devices receive their samples.

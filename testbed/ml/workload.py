@@ -314,13 +314,13 @@ class LearningPart(WorkloadPart):
 
     def title(self) -> str:
         """Return the name of the work in reports."""
-        return f"{self._verb} of {self.model.title} on {self.data.title}"
+        return f"{self._progress_verb} of {self.model.title} on {self.data.title}"
 
     def labels(self) -> Iterator[str]:
         """Yield the facts in a report's header."""
-        yield self._verb
+        yield self._progress_verb
         yield f"{self.model.title} on {self.data.title}"
 
     @property
-    def _verb(self) -> str:
+    def _progress_verb(self) -> str:
         return f"{self.method.name} {'training' if self.task == 'train' else 'inference'}"

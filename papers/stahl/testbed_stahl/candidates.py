@@ -43,7 +43,7 @@ def divided_plan(
         if scheme in ("lop", "fuse1"):
             layers.append(LayerPlan(scheme=scheme, outputs=divide(layer.output_channels, shares)))
         elif scheme in ("lip", "fuse2"):
-            layers.append(LayerPlan(scheme=scheme, inputs=_inputs(graph, index, shares)))
+            layers.append(LayerPlan(scheme=scheme, inputs=_split_input(graph, index, shares)))
         else:
             layers.append(LayerPlan(scheme=scheme, owner=source if scheme == "whole" else None))
     return DistributedPlan(
@@ -56,7 +56,7 @@ def divided_plan(
     )
 
 
-def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
+def _split_input(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range, ...]:
     layer = graph.layers[index]
     if not graph.follows(index) or not graph.layers[index - 1].splits:
         return divide(layer.input_channels, shares)
@@ -68,7 +68,7 @@ def _inputs(graph: Graph, index: int, shares: Sequence[Fraction]) -> tuple[Range
 
 def single_plan(name: str, graph: Graph, devices: Sequence[str], source: int) -> DistributedPlan:
     """Build the plan in which the source computes everything: equation (6)."""
-    return _owned(name, devices, source, [source] * len(graph.layers))
+    return _owned_layers(name, devices, source, [source] * len(graph.layers))
 
 
 def sequential_plan(
@@ -87,10 +87,10 @@ def sequential_plan(
     )
     _, cuts = best(len(graph.layers), len(order), costs, max)
     owners = [owner for owner, (first, last) in zip(order, pairwise(cuts), strict=True) for _ in range(first, last)]
-    return _owned(name, devices, source, owners)
+    return _owned_layers(name, devices, source, owners)
 
 
-def _owned(name: str, devices: Sequence[str], source: int, owners: Sequence[int]) -> DistributedPlan:
+def _owned_layers(name: str, devices: Sequence[str], source: int, owners: Sequence[int]) -> DistributedPlan:
     layers = tuple(LayerPlan(scheme="whole", owner=owner) for owner in owners)
     return DistributedPlan(scheme=name, devices=tuple(devices), source=source, layers=layers)
 
@@ -139,22 +139,22 @@ def candidate(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSetting
     early = early_layers(graph) if settings.options.early is None else settings.options.early
     check_early(graph, early)
     candidates: list[Candidate] = []
-    for tiling in _tilings(graph, devices, settings, early):
-        candidates.append(_bounded(graph, devices, settings, early, tiling))
+    for tiling in _candidate_tilings(graph, devices, settings, early):
+        candidates.append(_bound_by_memory(graph, devices, settings, early, tiling))
         if not candidates[-1].excess(devices):
             return candidates[-1]
     return min(candidates, key=lambda option: option.shortfall(devices))
 
 
-def _bounded(
+def _bound_by_memory(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int, tiling: Tiling | None
 ) -> Candidate:
     """Shrink the shares of devices without enough memory while other devices can take over."""
     names = [device.name for device in devices]
     caps: dict[int, Fraction] = {}
     while True:
-        shares = _shares(devices, settings, caps)
-        schemes = _schemes(graph, shares, early, settings)
+        shares = _divide_shares(devices, settings, caps)
+        schemes = _candidate_schemes(graph, shares, early, settings)
         plan = divided_plan(settings.options.scheme, graph, names, settings.source, shares, schemes, tiling)
         bounded = Candidate.of(dataflow(graph, plan, settings))
         excess = bounded.excess(devices)
@@ -168,7 +168,7 @@ def _bounded(
             return bounded
 
 
-def _shares(
+def _divide_shares(
     devices: Sequence[DeviceSpec], settings: PlanSettings, caps: Mapping[int, Fraction]
 ) -> tuple[Fraction, ...]:
     """Divide the remaining share among the devices without a memory bound, in proportion to their speed."""
@@ -179,7 +179,7 @@ def _shares(
     return tuple(shares[index] for index in range(len(devices)))
 
 
-def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings) -> Schemes:
+def _candidate_schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: PlanSettings) -> Schemes:
     options, workers = settings.options, WorkerTotals.of(shares, settings.source)
     if options.scheme == "lop" or options.scheme == "lip":
         return everywhere(graph, options.scheme, early)
@@ -188,7 +188,7 @@ def _schemes(graph: Graph, shares: Sequence[Fraction], early: int, settings: Pla
     return least_communication(graph, workers, options.reuse, early, lip=options.scheme == "optimal")
 
 
-def _tilings(
+def _candidate_tilings(
     graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings, early: int
 ) -> Iterator[Tiling | None]:
     """Yield the requested grid, or the fastest grid followed by finer ones, whose tiles need less memory."""

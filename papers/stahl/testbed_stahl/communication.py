@@ -98,13 +98,13 @@ def _of_values(flow: Dataflow) -> Iterator[Transfer]:
             pieces = flow.pieces(value, maker)
             merges = value != INPUT and (value == flow.tiled - 1 or flow.tasks[value][maker].work == "sums")
             for receiver, part in flow.receivers(value, maker, home):
-                yield Transfer(maker, receiver, value, _cut(pieces, part), forwarded=merges)
+                yield Transfer(maker, receiver, value, _cut_part(pieces, part), forwarded=merges)
             if flow.way == "source" and maker != source:
                 for receiver, part in flow.forwarded(value, maker, home):
-                    yield Transfer(source, receiver, value, _cut(pieces, part), forwarded=True)
+                    yield Transfer(source, receiver, value, _cut_part(pieces, part), forwarded=True)
 
 
-def _cut(pieces: Pieces, part: Range) -> tuple[int, ...]:
+def _cut_part(pieces: Pieces, part: Range) -> tuple[int, ...]:
     """Return the size of each piece of a part."""
     if part.first <= pieces[0].first and pieces[-1].last <= part.last:
         return tuple(piece.size for piece in pieces)
@@ -191,18 +191,18 @@ def phases(flow: Dataflow, devices: Sequence[DeviceSpec], links: Mapping[Pair, L
     for transfer in transfers(flow):
         moved.setdefault(transfer.value, []).append(transfer)
     rows = costs(flow)
-    work = {index: _seconds(rows[index : index + 1], devices) for index in range(flow.tiled, len(rows))}
+    work = {index: _last_finish(rows[index : index + 1], devices) for index in range(flow.tiled, len(rows))}
     # All tiled layers count as one, between the image and their map; or as two, the second of the tiles that wait.
-    work[INPUT] = _seconds(rows[: flow.tiled], devices)
+    work[INPUT] = _last_finish(rows[: flow.tiled], devices)
     if flow.overlaps:
         work[INPUT], work[flow.tiled - 2] = _in_turns(flow, devices)
     return tuple(
-        _phase(work.get(value, 0.0), moved.get(value, ()), flow, devices, links)
+        _make_phase(work.get(value, 0.0), moved.get(value, ()), flow, devices, links)
         for value in range(INPUT, len(flow.graph.layers))
     )
 
 
-def _seconds(rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]) -> float:
+def _last_finish(rows: Sequence[Sequence[Cost]], devices: Sequence[DeviceSpec]) -> float:
     """Return the seconds until the last device has finished its part of these layers."""
     loads = (sum((row[device] for row in rows), Cost()) for device in range(len(devices)))
     return max(spec.seconds(load) for load, spec in zip(loads, devices, strict=True))
@@ -220,13 +220,13 @@ def _in_turns(flow: Dataflow, devices: Sequence[DeviceSpec]) -> tuple[float, flo
     return ends[0], max(0.0, ends[1] - ends[0])
 
 
-def _leg(transfer: Transfer, source: int) -> str:
+def _leg_of(transfer: Transfer, source: int) -> str:
     if transfer.forwarded:
         return "forwarding"
     return "own" if transfer.sender == source else "gathering"
 
 
-def _phase(
+def _make_phase(
     compute: float,
     moved: Sequence[Transfer],
     flow: Dataflow,
@@ -239,7 +239,7 @@ def _phase(
         sender, receiver = transfer.sender, transfer.receiver
         link = links[devices[sender].name, devices[receiver].name]
         size = 8 * transfer.wire_bytes(flow.settings.samples)
-        leg = _leg(transfer, flow.plan.source)
+        leg = _leg_of(transfer, flow.plan.source)
         delays[leg] = max(delays[leg], link.delay)
         for way in (busy["all"], busy[leg]):
             way["link", sender, receiver] += size / link.rate if link.rate else 0.0

@@ -80,7 +80,7 @@ def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: H
         everything = Range(0, layer.inputs)
         return tuple(LayerTask("outputs", everything, made) if made.size else IDLE for made in decided.outputs)
     if decided.scheme in ("lip", "fuse2"):
-        merging = _merging(graph, plan, way, index)
+        merging = _merged_ranges(graph, plan, way, index)
         each = layer.inputs // layer.input_channels
         return tuple(
             LayerTask("sums", scaled(taken, each), made) for taken, made in zip(decided.inputs, merging, strict=True)
@@ -88,7 +88,7 @@ def tasks_of(graph: Graph, plan: DistributedPlan, way: Way, index: int, homes: H
     if way == "direct" and (local := _without_exchange(layer, len(plan.devices), homes)):
         return local
     tasks = [IDLE] * len(plan.devices)
-    tasks[plan.source if decided.owner is None else decided.owner] = _whole(layer)
+    tasks[plan.source if decided.owner is None else decided.owner] = _whole_task(layer)
     return tuple(tasks)
 
 
@@ -97,7 +97,7 @@ def _without_exchange(layer: GraphLayer, devices: int, homes: Homes) -> tuple[La
     if layer.joins:
         return (IDLE,) * devices
     if layer.division == "moves":
-        return (_whole(layer),) * devices
+        return (_whole_task(layer),) * devices
     homes_before = homes.get(layer.sources[0], ())
     if not layer.by_channel or len(layer.sources) > 1 or not any(home.size for home in homes_before):
         return ()
@@ -108,11 +108,11 @@ def _without_exchange(layer: GraphLayer, devices: int, homes: Homes) -> tuple[La
     )
 
 
-def _whole(layer: GraphLayer) -> LayerTask:
+def _whole_task(layer: GraphLayer) -> LayerTask:
     return LayerTask("whole", Range(0, layer.inputs), Range(0, layer.output[0]))
 
 
-def _merging(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
+def _merged_ranges(graph: Graph, plan: DistributedPlan, way: Way, index: int) -> tuple[Range, ...]:
     """Return the range of output channels merged by each device."""
     channels, decided = graph.layers[index].output[0], plan.layers[index]
     if way == "direct" and graph.readers[index]:
@@ -184,15 +184,15 @@ class Dataflow:
 
     def origins(self, index: int, taken: Range) -> tuple[Origin, ...]:
         """Return the origins of a range of a layer's input, in element order."""
-        if (index, taken) not in self._origins:
-            self._origins[index, taken] = tuple(self._traced(index, taken))
-        return self._origins[index, taken]
+        if (index, taken) not in self._origin_cache:
+            self._origin_cache[index, taken] = tuple(self._trace_origins(index, taken))
+        return self._origin_cache[index, taken]
 
     @cached_property
-    def _origins(self) -> dict[tuple[int, Range], tuple[Origin, ...]]:
+    def _origin_cache(self) -> dict[tuple[int, Range], tuple[Origin, ...]]:
         return {}
 
-    def _traced(self, index: int, taken: Range) -> Iterator[Origin]:
+    def _trace_origins(self, index: int, taken: Range) -> Iterator[Origin]:
         at = 0
         for source in self.graph.layers[index].sources:
             there = Range(at, at + self.graph.outputs_of(source))
@@ -251,7 +251,7 @@ class Dataflow:
 
     def forwarded(self, value: int, origin: int, made: Range) -> Iterator[tuple[int, Range]]:
         """Yield the receivers the source forwards a part of ``origin`` to, if all traffic passes through the source."""
-        for receiver, pieces in self._needed(value, origin):
+        for receiver, pieces in self._missing_parts(value, origin):
             if self.way == "source" and receiver == self.plan.source != origin:
                 continue
             for piece in pieces:
@@ -276,10 +276,10 @@ class Dataflow:
 
     def _for_source(self, value: int, maker: int) -> Range:
         """Return the elements of another device's part collected by the source, for itself and for others."""
-        needed = [piece for _, pieces in self._needed(value, maker) for piece in pieces]
+        needed = [piece for _, pieces in self._missing_parts(value, maker) for piece in pieces]
         return hull([*self.wants[value][self.plan.source], *needed])
 
-    def _needed(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
+    def _missing_parts(self, value: int, maker: int) -> Iterator[tuple[int, Pieces]]:
         """Yield each device and its missing elements of a value, in ring order after ``maker`` to spread the load over
         links.
         """
@@ -292,7 +292,7 @@ class Dataflow:
 def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dataflow:
     """Determine the tasks of every device and the elements each needs from others."""
     way: Way = "row" if all(layer.scheme == "whole" for layer in plan.layers) else settings.options.exchange
-    tasks, homes = _assigned(graph, plan, way)
+    tasks, homes = _assign_tasks(graph, plan, way)
     draft = Dataflow(graph, plan, settings, way, (), {}, {}, {})
     needs = _Needs(homes, len(plan.devices))
     needs.add(draft.result(), plan.source, len(graph.layers))
@@ -300,13 +300,15 @@ def dataflow(graph: Graph, plan: DistributedPlan, settings: PlanSettings) -> Dat
         if way == "direct" and graph.layers[index].division == "moves":
             # Only devices that need the moved pixels move them.
             tasks[index] = needs.without_unread(index, tasks[index])
-            homes[index] = _made(graph.layers[index], tasks[index])
+            homes[index] = _made_pieces(graph.layers[index], tasks[index])
         for device, task in enumerate(tasks[index]):
             needs.add(draft.origins(index, task.takes), device, index)
-    return replace(draft, tasks=tuple(tasks), homes=homes, wants=_frozen(needs.wants), last=_frozen(needs.last))
+    return replace(
+        draft, tasks=tuple(tasks), homes=homes, wants=_freeze_pieces(needs.wants), last=_freeze_pieces(needs.last)
+    )
 
 
-def _assigned(
+def _assign_tasks(
     graph: Graph, plan: DistributedPlan, way: Way
 ) -> tuple[list[tuple[LayerTask, ...]], dict[int, tuple[Range, ...]]]:
     """Return the tasks by layer and device, and the elements of each value produced by each device."""
@@ -317,7 +319,7 @@ def _assigned(
         homes = {INPUT: _at_source(plan, graph.layers[0].inputs)}
     for index in range(plan.tiled, len(graph.layers)):
         tasks.append(tasks_of(graph, plan, way, index, homes))
-        homes[index] = _made(graph.layers[index], tasks[index])
+        homes[index] = _made_pieces(graph.layers[index], tasks[index])
     return tasks, homes
 
 
@@ -339,7 +341,7 @@ class _Needs:
         return tuple(task if self.wants[index][device] else IDLE for device, task in enumerate(tasks))
 
 
-def _frozen(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
+def _freeze_pieces(rows: Mapping[int, Sequence[T]]) -> dict[int, tuple[T, ...]]:
     return {value: tuple(row) for value, row in rows.items()}
 
 
@@ -347,7 +349,7 @@ def _at_source(plan: DistributedPlan, elements: int) -> tuple[Range, ...]:
     return tuple(Range(0, elements if device == plan.source else 0) for device in range(len(plan.devices)))
 
 
-def _made(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
+def _made_pieces(layer: GraphLayer, tasks: Sequence[LayerTask]) -> tuple[Range, ...]:
     each = layer.pixels
     return tuple(scaled(task.makes, each) for task in tasks)
 

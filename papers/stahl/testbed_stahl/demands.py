@@ -61,11 +61,11 @@ def costs(flow: Dataflow) -> list[list[Cost]]:
         for row, cost in zip(rows, tiles.costs(layers[: flow.tiled], made, samples), strict=False):
             row[tile.device] += cost
     for index in range(flow.tiled, len(layers)):
-        rows[index] = [forward_of(_one(flow, index, device), samples) for device in flow.devices]
+        rows[index] = [forward_of(_layer_cost(flow, index, device), samples) for device in flow.devices]
     return rows
 
 
-def _one(flow: Dataflow, index: int, device: int) -> Cost:
+def _layer_cost(flow: Dataflow, index: int, device: int) -> Cost:
     """Return the cost of a device's part of a layer for one sample."""
     layer, tasks = flow.graph.layers[index], flow.tasks[index]
     task = tasks[device]
@@ -105,7 +105,7 @@ def activations(flow: Dataflow, device: int) -> int:
     During a layer, the partial sums under construction are held too.
     """
     held = _Held(len(flow.graph.layers))
-    begins = _begins(flow, device)
+    begins = _first_arrivals(flow, device)
     for value in flow.homes:
         _hold_value(held, flow, device, value, begins[value])
     for index in range(flow.tiled, len(flow.tasks)):
@@ -156,13 +156,13 @@ def _hold_sums(held: _Held, flow: Dataflow, device: int, index: int, begins: Map
     if task.work == "sums" and made:
         mine = task.takes.size > 0
         others = sum(each.takes.size > 0 for each in flow.tasks[index]) - mine
-        held.hold(_earliest(flow, device, index, begins), index, others * made)
+        held.hold(_earliest_layer(flow, device, index, begins), index, others * made)
         held.hold(index, index, mine * made)
     elif by_chunks(layer, task) and _in_pieces(flow, device, index):
         held.hold(index, index, made)
 
 
-def _begins(flow: Dataflow, device: int) -> dict[int, int]:
+def _first_arrivals(flow: Dataflow, device: int) -> dict[int, int]:
     """Return, by value, the first layer at which a part from another device can arrive.
 
     Other devices proceed independently of this device unless they need one of its outputs.
@@ -176,17 +176,17 @@ def _begins(flow: Dataflow, device: int) -> dict[int, int]:
             messages = sum(len(flow.pieces(value, merger)) for merger in flow.devices)
             first_layers[value] = value + (messages == 1 and _has_sent_all(flow, device, value))
         else:
-            first_layers[value] = _earliest(flow, device, value, first_layers)
+            first_layers[value] = _earliest_layer(flow, device, value, first_layers)
     return first_layers
 
 
-def _earliest(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
+def _earliest_layer(flow: Dataflow, device: int, index: int, begins: Mapping[int, int]) -> int:
     """Return the earliest own layer during which another device can finish a part of the given layer."""
     taken = {task.takes: None for other, task in enumerate(flow.tasks[index]) if other != device and task.takes.size}
-    return min((_waits(flow, device, index, takes, begins) for takes in taken), default=index)
+    return min((_needed_progress(flow, device, index, takes, begins) for takes in taken), default=index)
 
 
-def _waits(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
+def _needed_progress(flow: Dataflow, device: int, index: int, takes: Range, begins: Mapping[int, int]) -> int:
     """Return the progress of a device required before all inputs of this part exist."""
     progress = []
     for value, part, _ in flow.origins(index, takes):
@@ -228,7 +228,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
     if flow.settings.options.stealing:
         return _while_stealing(flow, device)
     own = [number for number, tile in enumerate(tiles) if tile.device == device]
-    within = max((_within(flow, number) for number in own), default=0)
+    within = max((_tile_peak(flow, number) for number in own), default=0)
     taken = sum(sum(map(flow.values, each)) for (_, borrower), each in flow.overlaps.items() if borrower in own)
     if device != flow.plan.source:
         return within + taken + sum(layers[0].input[0] * tiles[number].regions[0].pixels for number in own)
@@ -240,7 +240,7 @@ def _while_tiling(flow: Dataflow, device: int) -> int:
 def _while_stealing(flow: Dataflow, device: int) -> int:
     """Return the peak for tile stealing: any one tile at a time on a worker; the source keeps all reused data."""
     layers, everything = flow.graph.layers[: flow.tiled], range(len(flow.plan.tiles))
-    within = max(_within(flow, number) for number in everything)
+    within = max(_tile_peak(flow, number) for number in everything)
     taken = [
         sum(sum(map(flow.values, each)) for pair, each in flow.overlaps.items() if pair[1] == number)
         for number in everything
@@ -251,13 +251,13 @@ def _while_stealing(flow: Dataflow, device: int) -> int:
     return within + inputs + max(taken)
 
 
-def _within(flow: Dataflow, number: int) -> int:
+def _tile_peak(flow: Dataflow, number: int) -> int:
     """Return the peak of intermediate values within a tile, apart from the data reused from other tiles.
 
     Counted are the input and output of one layer; the computed part and the assembled map where a tile merges reused
     data; and lent regions, both in parts and in one message.
     """
-    layers, lent = flow.graph.layers, sum(sum(map(flow.values, each)) for each in _lent(flow, number))
+    layers, lent = flow.graph.layers, sum(sum(map(flow.values, each)) for each in _lent_elements(flow, number))
     most = before = 0
     for layer, made, whole in zip(layers, flow.computed[number], flow.plan.tiles[number].regions[1:], strict=False):
         parts, after = layer.output[0] * made.pixels, layer.output[0] * whole.pixels
@@ -266,5 +266,5 @@ def _within(flow: Dataflow, number: int) -> int:
     return most + 2 * lent
 
 
-def _lent(flow: Dataflow, number: int) -> Iterator[tuple[Overlap, ...]]:
+def _lent_elements(flow: Dataflow, number: int) -> Iterator[tuple[Overlap, ...]]:
     return (each for (lender, _), each in flow.overlaps.items() if lender == number)

@@ -44,7 +44,7 @@ class InferenceMember:
         self._requests: dict[int, RequestWork] = {}
         speeds = [problem.device(name).speed for name in flow.plan.devices]
         self._tiles = TileWork(
-            self._context, speeds, lambda request, value: self._request(request).spread(flow.tiled - 1, value)
+            self._context, speeds, lambda request, value: self._request_work(request).spread(flow.tiled - 1, value)
         )
         self._reported = -1
 
@@ -76,26 +76,28 @@ class InferenceMember:
 
         # One operation for each value, as `costs.copy` has it for a stage without momentum.
         await context.compute(load, Cost(parameters(flow, context.index)), Span("load"))
-        self._report()
-        self._handle(Activation, lambda message: self._begin(message.batch, self._image(message.tensor)))
-        self._handle(OutputPiece, self._take_values)
-        self._handle(PartialSums, self._take_sums)
+        self._report_memory()
+        self._register_handler(
+            Activation, lambda message: self._begin_request(message.batch, self._input_image(message.tensor))
+        )
+        self._register_handler(OutputPiece, self._take_values)
+        self._register_handler(PartialSums, self._take_sums)
         tiles = self._tiles
-        self._handle(TileInput, self._take_tile)
-        self._handle(
+        self._register_handler(TileInput, self._take_tile)
+        self._register_handler(
             TileOverlap, lambda lent: tiles.take_overlap(lent.request, lent.lender, lent.borrower, lent.tensor)
         )
-        self._handle(TileOutput, lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender))
+        self._register_handler(TileOutput, lambda made: tiles.place(made.request, made.tile, made.tensor, made.sender))
 
-    def _begin(self, number: int, images: torch.Tensor) -> None:
+    def _begin_request(self, number: int, images: torch.Tensor) -> None:
         """Start a request on the source by distributing its images."""
-        request = self._request(number)
+        request = self._request_work(number)
         if self._flow.plan.tiles:
             self._tiles.begin(number, images)
         else:
             request.spread(INPUT, images.flatten(1))
 
-    def _image(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _input_image(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the image of a request, or a tensor without values in timing-only runs."""
         return tensor if self._computes else tensor.to("meta")
 
@@ -106,7 +108,7 @@ class InferenceMember:
         finally:
             self._context.cancel()
 
-    def _handle(self, kind: type[K], handler: Callable[[K], None]) -> None:
+    def _register_handler(self, kind: type[K], handler: Callable[[K], None]) -> None:
         def handle(message: K) -> None:
             self._context.actions += 1
             handler(message)
@@ -114,30 +116,30 @@ class InferenceMember:
         self._mailbox.on(kind, handle)
 
     def _take_tile(self, message: TileInput) -> None:
-        self._request(message.request)
+        self._request_work(message.request)
         self._tiles.take_input(message.request, message.tile, message.tensor)
 
     def _take_values(self, message: OutputPiece) -> None:
         maker = self._flow.plan.devices.index(message.sender)
-        self._request(message.request).take_values(message.value, message.first, message.tensor, maker)
+        self._request_work(message.request).take_values(message.value, message.first, message.tensor, maker)
 
     def _take_sums(self, message: PartialSums) -> None:
         channels, sender = Range(message.first, message.last), self._flow.plan.devices.index(message.sender)
-        self._request(message.request).store.put_sums(message.layer, channels, sender, message.tensor)
+        self._request_work(message.request).store.put_sums(message.layer, channels, sender, message.tensor)
 
-    def _request(self, number: int) -> RequestWork:
+    def _request_work(self, number: int) -> RequestWork:
         """Return the state of a request, created by the first message about the request."""
         if number not in self._requests:
             self._requests[number] = RequestWork(self._context, number)
-            self._context.start(self._answer(self._requests[number]))
+            self._context.start(self._answer_request(self._requests[number]))
         return self._requests[number]
 
-    async def _answer(self, work: RequestWork) -> None:
+    async def _answer_request(self, work: RequestWork) -> None:
         await work.run()
         del self._requests[work.number]
-        self._report()
+        self._report_memory()
 
-    def _report(self) -> None:
+    def _report_memory(self) -> None:
         ledger = self._context.ledger
         if ledger.peak > self._reported:
             self._reported = ledger.peak

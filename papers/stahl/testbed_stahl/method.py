@@ -42,23 +42,23 @@ DistributedJob = Job[DistributedOptions, DistributedDetails]
 TILE_KINDS = (TileInput.kind, TileOverlap.kind, TileOutput.kind)
 
 
-def _fullest(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
+def _fullest_device(metrics: Metrics) -> tuple[str, Mapping[str, Any]]:
     """Return the device with the highest reported memory use."""
     held = {name: row for name, row in metrics["devices"].items() if "weights" in row}
     return max(held.items(), key=lambda item: float(item[1]["weights"] + item[1]["activations"]))
 
 
-def _memory(metrics: Metrics) -> str:
-    _, row = _fullest(metrics)
+def _peak_memory(metrics: Metrics) -> str:
+    _, row = _fullest_device(metrics)
     return size(row["weights"] + row["activations"])
 
 
-def _parts(metrics: Metrics) -> str:
-    name, row = _fullest(metrics)
+def _part_bytes(metrics: Metrics) -> str:
+    name, row = _fullest_device(metrics)
     return f"at most, on {name}: {size(row['weights'])} weights, {size(row['activations'])} activations"
 
 
-def _known(metrics: Metrics) -> bool:
+def _has_plan_metrics(metrics: Metrics) -> bool:
     return "requests" in metrics and any("weights" in row for row in metrics["devices"].values())
 
 
@@ -67,7 +67,7 @@ def _tile_bytes(record: RunView) -> int | None:
     return sum(about) if about else None
 
 
-def _stolen(record: RunView) -> int | None:
+def _stolen_tiles(record: RunView) -> int | None:
     given = [event.fields for event in record.of("tile")]
     return sum(fields["owner"] != fields["by"] for fields in given) if given else None
 
@@ -77,12 +77,17 @@ DECLARED = MetricsSpec(
         EventType("tile", "the source has a device compute a tile", ("batch",), ("request", "tile", "owner", "by")),
     ),
     figures=(
-        Metric("tiles_stolen", "number", "computed by other devices than the plan says, since they were idle", _stolen),
+        Metric(
+            "tiles_stolen",
+            "number",
+            "computed by other devices than the plan says, since they were idle",
+            _stolen_tiles,
+        ),
         Metric(
             "tile_bytes", "bytes", "sent about tiles: of the image, what tiles reuse, what they become", _tile_bytes
         ),
     ),
-    rows=(Row("Memory", _memory, _parts, when=_known),),
+    rows=(Row("Memory", _peak_memory, _part_bytes, when=_has_plan_metrics),),
 )
 
 
@@ -134,7 +139,7 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda piece: piece.memory)
             recovery = CheckpointRecovery(
                 supervisor,
-                partial(_configure, job, supervisor),
+                partial(_configuration_for, job, supervisor),
                 partial(over, problem),
                 len(problem.model.units),
                 job.weights,
@@ -144,15 +149,17 @@ class Distributed(Method[DistributedOptions, DistributedDetails]):
             await run_with_recovery(serving, recovery, supervisor)
 
 
-def _configure(job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None) -> ConfigureMember:
+def _configuration_for(
+    job: DistributedJob, supervisor: Supervisor, part: Piece, state: State | None
+) -> ConfigureMember:
     """Return the message for a member, with its slices of a state; None draws the weights from the seed."""
     there = {piece.device for piece in supervisor.layout}
     planned = there == {piece.device for piece in job.plan.pieces}
     decided = job.plan.details.distributed if planned else distributed(job.problem, there)
-    given = {} if state is None else _slices(job.problem, decided, part.device, state)
+    given = {} if state is None else _slices_of(job.problem, decided, part.device, state)
     configuration = supervisor.mailbox.configuration
     return ConfigureMember(configuration, decided.model_dump(mode="json"), state is not None, given)
 
 
-def _slices(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
+def _slices_of(problem: Problem[DistributedOptions], decided: DistributedPlan, device: str, state: State) -> State:
     return cut_copies(layers_stored(flow_of(problem, decided), decided.devices.index(device)), state)

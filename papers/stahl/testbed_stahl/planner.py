@@ -83,7 +83,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
             "by method.early",
             ("method", about[0]),
         )
-    described = figures(spread).model_copy(update=_savings(problem, spread))
+    described = figures(spread).model_copy(update=_reuse_savings(problem, spread))
     return Plan(
         method=method,
         lead=source,
@@ -126,7 +126,7 @@ def formula(flow: Dataflow, reuse: Reuse) -> float:
     return float(total(graph, [part.scheme for part in plan.layers], WorkerTotals.of(shares, plan.source), reuse))
 
 
-def _savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
+def _reuse_savings(problem: Problem[DistributedOptions], flow: Dataflow) -> dict[str, float]:
     """Return the savings of tile reuse over the same grid without reuse."""
     tiling = flow.plan.tiling
     if tiling is None or not flow.overlaps:
@@ -150,7 +150,7 @@ def _of_tiles(flow: Dataflow) -> int:
 
 def distributed(problem: Problem[DistributedOptions], there: Collection[str]) -> DistributedPlan:
     """Return the distributed plan over the present devices; raises `InputError` if their memory is insufficient."""
-    devices = _among(problem, there)
+    devices = _present_devices(problem, there)
     return fitting_plan(graph_of(problem.model), devices, settings_of(problem, devices))
 
 
@@ -188,7 +188,7 @@ def flow_of(problem: Problem[DistributedOptions], decided: DistributedPlan) -> D
 def alternatives(problem: Problem[DistributedOptions]) -> tuple[Alternative, ...]:
     """Return every scheme over the same devices, except schemes requiring a missing link."""
     candidates = compare(graph_of(problem.model), problem.devices, settings_of(problem, problem.devices))
-    return tuple(_alternative(problem, each) for each in candidates if _linked(problem, each.flow))
+    return tuple(_describe_alternative(problem, each) for each in candidates if _has_links(problem, each.flow))
 
 
 def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings) -> list[Candidate]:
@@ -206,12 +206,12 @@ def compare(graph: Graph, devices: Sequence[DeviceSpec], settings: PlanSettings)
     return candidates
 
 
-def _linked(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
+def _has_links(problem: Problem[DistributedOptions], flow: Dataflow) -> bool:
     names = flow.plan.devices
     return all((names[transfer.sender], names[transfer.receiver]) in problem.links for transfer in transfers(flow))
 
 
-def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> Alternative:
+def _describe_alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> Alternative:
     flow, plan = candidate.flow, candidate.flow.plan
     names, layers, schemes = plan.devices, flow.graph.layers, tuple(part.scheme for part in plan.layers)
     pairs = [f"{one}+{other}" for one, other in pairs_of(schemes)]
@@ -243,11 +243,11 @@ def _alternative(problem: Problem[DistributedOptions], candidate: Candidate) -> 
 
 def _step_time(problem: Problem[DistributedOptions], spread: Dataflow) -> float:
     """Predict the seconds between two results; with one concurrent request, its latency."""
-    devices = _among(problem, spread.plan.devices)
+    devices = _present_devices(problem, spread.plan.devices)
     return interval(phases(spread, devices, problem.links), spread.settings.options.in_flight)
 
 
-def _among(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
+def _present_devices(problem: Problem[DistributedOptions], there: Collection[str]) -> list[DeviceSpec]:
     return [device for device in problem.devices if device.name in there]
 
 

@@ -130,14 +130,14 @@ class Store:
         """Store elements of a value starting at ``first``, (samples, elements)."""
         part = Range(first, first + tensor.shape[1])
         self._pieces.setdefault(value, []).append((part, self._ledger.hold(tensor)))
-        self._wake()
+        self._wake_waiters()
 
     def put_sums(self, layer: int, made: Range, device: int, tensor: torch.Tensor) -> None:
         """Store a device's partial sums for some output channels of a layer, (samples, elements)."""
         self._sums.setdefault((layer, made), {})[device] = self._ledger.hold(tensor)
-        self._wake()
+        self._wake_waiters()
 
-    def _wake(self) -> None:
+    def _wake_waiters(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -216,11 +216,11 @@ class RequestWork:
             elif task.work == "sums":
                 await self._by_inputs(index, task)
             elif task.work != "none":
-                await self._undivided(index, task)
+                await self._compute_whole(index, task)
             for value in self._member.done_after[index]:
                 self.store.forget(value)
         if self._member.index == self._flow.plan.source:
-            result = _joined(await self.store.all_of(self._flow.result()))
+            result = _join_blocks(await self.store.all_of(self._flow.result()))
             shaped = result.reshape(-1, *self._layers[-1].output)
             self._member.post(None, Output(self._member.configuration, "infer", self.number, shaped))
         self.store.clear()
@@ -236,8 +236,8 @@ class RequestWork:
         used: set[Range] = set()
         blocks = await self._new_blocks(index, task, used)
         while sum(taken.size for taken in used) < task.takes.size:
-            work = partial(self._added, index, blocks, task.makes, total)
-            added = await self._compute(index, work, self._product_cost(index, blocks, task.makes.size))
+            work = partial(self._add_products, index, blocks, task.makes, total)
+            added = await self._compute_layer(index, work, self._product_cost(index, blocks, task.makes.size))
             if total is None:
                 self._member.ledger.hold(added)
             total = added
@@ -246,11 +246,11 @@ class RequestWork:
             before = None
             if total is not None:
                 before = total[:, (chunk.first - task.makes.first) * each : (chunk.last - task.makes.first) * each]
-            work = partial(self._finished, index, blocks, chunk, before)
+            work = partial(self._finish_channels, index, blocks, chunk, before)
             cost = self._product_cost(index, blocks, chunk.size)
             cost += forward_of(self._layers[index].finish_cost(chunk.size), len(blocks[0][1]))
-            made = await self._compute(index, work, cost)
-            self._made(index, chunk.first * each, made)
+            made = await self._compute_layer(index, work, cost)
+            self._publish(index, chunk.first * each, made)
         if total is not None:
             self._member.ledger.drop(total)
 
@@ -278,8 +278,8 @@ class RequestWork:
             # An addition for each value that is merged.
             cost = Cost(sum(each.numel() for each in sums[1:]))
             cost += forward_of(self._layers[index].finish_cost(chunk.size), len(sums[0]))
-            made = await self._compute(index, partial(self._merged, index, sums, chunk), cost)
-            self._made(index, chunk.first * self._layers[index].pixels, made)
+            made = await self._compute_layer(index, partial(self._merge_sums, index, sums, chunk), cost)
+            self._publish(index, chunk.first * self._layers[index].pixels, made)
 
     async def _send_sums(self, index: int, task: LayerTask) -> None:
         tasks, own = self._flow.tasks[index], self._member.index
@@ -287,8 +287,8 @@ class RequestWork:
         for step in range(1, len(tasks) + 1):
             merger = (own + step) % len(tasks)
             for chunk in self._flow.chunks(index, tasks[merger].makes):
-                work = partial(self._added, index, blocks, chunk, None)
-                added = await self._compute(index, work, self._product_cost(index, blocks, chunk.size))
+                work = partial(self._add_products, index, blocks, chunk, None)
+                added = await self._compute_layer(index, work, self._product_cost(index, blocks, chunk.size))
                 if merger == own:
                     self.store.put_sums(index, chunk, own, added)
                 else:
@@ -299,34 +299,38 @@ class RequestWork:
         read = sum(taken.size for taken, _ in blocks)
         return forward_of(self._layers[index].product_cost(read, channels), len(blocks[0][1]))
 
-    def _added(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
+    def _add_products(
+        self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return the accumulated sums of some output channels after adding parts of the input."""
         layer, sliced = self._layers[index], self._member.layers[index]
         each, total = layer.inputs // layer.input_channels, before
         for taken, inputs in blocks:
             sums = sliced.sums(inputs, range(taken.first // each, taken.last // each), as_range(made))
-            total = sums if total is None else _plus(total, sums)
+            total = sums if total is None else _add_tensors(total, sums)
         assert total is not None
         return total
 
-    def _finished(self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None) -> torch.Tensor:
-        return self._member.layers[index].finish(self._added(index, blocks, made, before), as_range(made))
+    def _finish_channels(
+        self, index: int, blocks: Sequence[Block], made: Range, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._member.layers[index].finish(self._add_products(index, blocks, made, before), as_range(made))
 
-    def _merged(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
+    def _merge_sums(self, index: int, sums: Sequence[torch.Tensor], made: Range) -> torch.Tensor:
         total = sums[0]
         for each in sums[1:]:
-            total = _plus(total, each)
+            total = _add_tensors(total, each)
         return self._member.layers[index].finish(total, as_range(made))
 
-    async def _undivided(self, index: int, task: LayerTask) -> None:
+    async def _compute_whole(self, index: int, task: LayerTask) -> None:
         """Compute a whole layer, or pool some channels."""
         layer = self._layers[index]
         blocks = await self.store.all_of(self._flow.origins(index, task.takes))
         cost = forward_of(layer.cost(task.takes.size, task.makes.size), len(blocks[0][1]))
-        made = await self._compute(index, lambda: self._member.layers[index].run(_joined(blocks)), cost)
-        self._made(index, task.makes.first * layer.pixels, made)
+        made = await self._compute_layer(index, lambda: self._member.layers[index].run(_join_blocks(blocks)), cost)
+        self._publish(index, task.makes.first * layer.pixels, made)
 
-    async def _compute(self, index: int, work: Callable[[], torch.Tensor], cost: Cost) -> torch.Tensor:
+    async def _compute_layer(self, index: int, work: Callable[[], torch.Tensor], cost: Cost) -> torch.Tensor:
         return await self._member.compute(work, cost, Span(SPAN, self.number, index))
 
     # The exchange.
@@ -336,9 +340,9 @@ class RequestWork:
         part = Range(first, first + tensor.shape[1])
         if self._collects:
             self._send_on(value, part, tensor, maker)
-        self._keep(value, part, tensor)
+        self._keep_part(value, part, tensor)
 
-    def _made(self, value: int, first: int, tensor: torch.Tensor) -> None:
+    def _publish(self, value: int, first: int, tensor: torch.Tensor) -> None:
         """Send this device's part of a value to its receivers and keep a local copy."""
         part = Range(first, first + tensor.shape[1])
         self._member.ledger.drop(self._member.ledger.hold(tensor))
@@ -346,8 +350,8 @@ class RequestWork:
             self._send_on(value, part, tensor, self._member.index)
         else:
             for receiver, wanted in self._flow.receivers(value, self._member.index, part):
-                self._send(value, receiver, wanted, part, tensor)
-        self._keep(value, part, tensor)
+                self._send_part(value, receiver, wanted, part, tensor)
+        self._keep_part(value, part, tensor)
 
     def _send_on(self, value: int, part: Range, tensor: torch.Tensor, maker: int) -> None:
         """Forward another device's part to its receivers, all parts of a value in layer order."""
@@ -359,22 +363,22 @@ class RequestWork:
                 return
         for origin, each, made in self._collected.pop(value):
             for receiver, wanted in self._flow.forwarded(value, origin, each):
-                self._send(value, receiver, wanted, each, made)
+                self._send_part(value, receiver, wanted, each, made)
 
-    def _send(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
+    def _send_part(self, value: int, receiver: int, wanted: Range, part: Range, tensor: torch.Tensor) -> None:
         sent = tensor[:, wanted.first - part.first : wanted.last - part.first].contiguous()
         self._member.post(receiver, OutputPiece(self._member.configuration, self.number, value, wanted.first, sent))
 
-    def _keep(self, value: int, part: Range, tensor: torch.Tensor) -> None:
+    def _keep_part(self, value: int, part: Range, tensor: torch.Tensor) -> None:
         if self._flow.last[value][self._member.index] >= 0:
             self.store.put(value, part.first, tensor)
 
     def spread(self, value: int, tensor: torch.Tensor) -> None:
         """Start with a complete value, (samples, elements), on the source: the images, or the map of all tiles."""
-        self._made(value, 0, tensor)
+        self._publish(value, 0, tensor)
 
 
-def _joined(blocks: Sequence[Block]) -> torch.Tensor:
+def _join_blocks(blocks: Sequence[Block]) -> torch.Tensor:
     """Concatenate blocks of an input, (samples, elements)."""
     tensors = [values for _, values in blocks]
     if len(tensors) == 1:
@@ -384,6 +388,6 @@ def _joined(blocks: Sequence[Block]) -> torch.Tensor:
     return torch.cat(tensors, dim=1)
 
 
-def _plus(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+def _add_tensors(total: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """Add two tensors; for tensors without values either is the sum."""
     return more if more.is_meta else total + more

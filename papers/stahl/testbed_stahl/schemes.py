@@ -123,7 +123,7 @@ def least_communication(
         for after_lop in (False, True):
             held = after_lop and graph.follows(index)
             options = []
-            for way in _ways(graph, index, lip):
+            for way in _possible_schemes(graph, index, lip):
                 cost, rest = best[index + len(way)][way[-1] == "lop"]
                 for offset, scheme in enumerate(way):
                     cost += elements(graph.layers[index + offset], scheme, workers, held and offset == 0, reuse)
@@ -132,7 +132,7 @@ def least_communication(
     return (*everywhere(graph, "lop", first)[:first], *best[first][False][1])
 
 
-def _ways(graph: Graph, index: int, lip: bool) -> list[Schemes]:
+def _possible_schemes(graph: Graph, index: int, lip: bool) -> list[Schemes]:
     """Return the possible schemes for a layer alone or fused with the next one."""
     if not graph.layers[index].splits:
         return [("whole",)]

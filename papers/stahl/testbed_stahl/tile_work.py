@@ -32,8 +32,8 @@ def compute_tile(
     borrower as (samples, elements). The ledger counts the result and all intermediate values, excluding ``inputs`` and
     ``taken``.
     """
-    borrowed = _unpacked(flow, number, inputs, taken)
-    lent: dict[int, list[torch.Tensor]] = {borrower: [] for borrower in _borrowers(flow, number)}
+    borrowed = _unpack_overlaps(flow, number, inputs, taken)
+    lent: dict[int, list[torch.Tensor]] = {borrower: [] for borrower in _borrowers_of(flow, number)}
     values = inputs
     for index, (layer, made) in enumerate(zip(layers, flow.computed[number], strict=True)):
         parts = borrowed.get(index, [])
@@ -41,19 +41,21 @@ def compute_tile(
             parts = [(made, ledger.hold(layer.tile(values, padding(layer.layer, made)))), *parts]
         if values is not inputs:
             ledger.drop(values)
-        _lend(flow, number, index, parts, lent, ledger)
-        values = parts[0][1] if len(parts) == 1 and made.pixels else _joined(flow, number, index, inputs, parts, ledger)
+        _lend_regions(flow, number, index, parts, lent, ledger)
+        values = (
+            parts[0][1] if len(parts) == 1 and made.pixels else _join_region(flow, number, index, inputs, parts, ledger)
+        )
         if made.pixels and values is not parts[0][1]:
             ledger.drop(parts[0][1])
     ledger.drop(values)
     return values, {borrower: _in_one_piece(pieces, ledger) for borrower, pieces in lent.items()}
 
 
-def _borrowers(flow: Dataflow, number: int) -> list[int]:
+def _borrowers_of(flow: Dataflow, number: int) -> list[int]:
     return [borrower for lender, borrower in flow.overlaps if lender == number]
 
 
-def _lend(
+def _lend_regions(
     flow: Dataflow,
     number: int,
     index: int,
@@ -65,7 +67,7 @@ def _lend(
     for borrower, pieces in lent.items():
         for each in flow.overlaps[number, borrower]:
             if each.layer == index:
-                pieces.append(ledger.hold(_cut(parts[0], each.region).flatten(1)))
+                pieces.append(ledger.hold(_cut_region(parts[0], each.region).flatten(1)))
 
 
 def _in_one_piece(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
@@ -75,7 +77,7 @@ def _in_one_piece(pieces: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tenso
     return whole
 
 
-def _unpacked(
+def _unpack_overlaps(
     flow: Dataflow, number: int, inputs: torch.Tensor, taken: Mapping[int, torch.Tensor]
 ) -> dict[int, list[Part]]:
     """Return the regions reused from other tiles, by source layer."""
@@ -88,13 +90,13 @@ def _unpacked(
     return by_layer
 
 
-def _cut(part: Part, region: Region) -> torch.Tensor:
+def _cut_region(part: Part, region: Region) -> torch.Tensor:
     around, values = part
     rows = slice(region.top - around.top, region.bottom - around.top)
     return values[:, :, rows, region.left - around.left : region.right - around.left]
 
 
-def _joined(
+def _join_region(
     flow: Dataflow, number: int, index: int, like: torch.Tensor, parts: Sequence[Part], ledger: Ledger
 ) -> torch.Tensor:
     """Assemble a tile's input region of a layer's output; empty if the region is empty."""
@@ -102,7 +104,7 @@ def _joined(
     size = (whole.bottom - whole.top, whole.right - whole.left)
     joined = ledger.hold(like.new_empty(len(like), flow.graph.layers[index].output[0], *size))
     for region, values in parts:
-        _cut((whole, joined), region).copy_(values)
+        _cut_region((whole, joined), region).copy_(values)
     return joined
 
 
@@ -131,14 +133,14 @@ class TileQueue:
         self._work = [max(1, each) for each in work]
         self._lenders = [[one for one, other in lending if other == number] for number in range(len(tiles))]
         self._pace = [*pace]
-        self._order = sorted(range(len(self._tiles)), key=self._rank)
+        self._order = sorted(range(len(self._tiles)), key=self._tile_rank)
         self._waiting: list[Item] = []
         self._hands: dict[int, tuple[Item, float]] = {}
         """What each device has, and since when."""
         self._done: dict[int, set[int]] = {}
         """Tiles, by request."""
 
-    def _rank(self, number: int) -> tuple[bool, int]:
+    def _tile_rank(self, number: int) -> tuple[bool, int]:
         tile = self._tiles[number]
         return is_late(tile.row, tile.column), -self._work[number]
 
@@ -153,21 +155,21 @@ class TileQueue:
             return None
         ready = [each for each in self._waiting if self._done[each[0]].issuperset(self._lenders[each[1]])]
         own = [each for each in ready if self._tiles[each[1]].device == device]
-        item = own[0] if own else self._stolen(device, ready, now)
+        item = own[0] if own else self._steal_tile(device, ready, now)
         if item is not None:
             self._waiting.remove(item)
             self._hands[device] = item, now
         return item
 
-    def _stolen(self, device: int, ready: Sequence[Item], now: float) -> Item | None:
+    def _steal_tile(self, device: int, ready: Sequence[Item], now: float) -> Item | None:
         last = {self._tiles[number].device: (request, number) for request, number in ready}
         if not last:
             return None
-        victim = max(last, key=lambda each: self._backlog(each, now))
-        sooner = self._work[last[victim][1]] * self._pace[device] < self._backlog(victim, now)
+        victim = max(last, key=lambda each: self._backlog_seconds(each, now))
+        sooner = self._work[last[victim][1]] * self._pace[device] < self._backlog_seconds(victim, now)
         return last[victim] if sooner else None
 
-    def _backlog(self, device: int, now: float) -> float:
+    def _backlog_seconds(self, device: int, now: float) -> float:
         """Return the seconds a device needs for its current and waiting tiles."""
         pace, left = self._pace[device], 0.0
         if device in self._hands:
@@ -235,9 +237,9 @@ class TileWork:
             self._hand_out(self._queue)
             return
         for number, tile in enumerate(self._flow.plan.tiles):
-            self._give(request, number, tile.device)
+            self._assign_tile(request, number, tile.device)
 
-    def _give(self, request: int, number: int, device: int) -> None:
+    def _assign_tile(self, request: int, number: int, device: int) -> None:
         """Assign a tile to a device."""
         region = self._flow.plan.tiles[number].regions[0]
         part = self._images[request][:, :, region.top : region.bottom, region.left : region.right]
@@ -257,7 +259,7 @@ class TileWork:
                     self._member.ledger.drop(tensor)
                     message = TileOverlap(self._member.configuration, request, lender, number, tensor)
                     self._member.post(device, message)
-            self._give(request, number, device)
+            self._assign_tile(request, number, device)
             names, owner = self._flow.plan.devices, self._flow.plan.tiles[number].device
             self._member.device.record("tile", request=request, tile=number, owner=names[owner], by=names[device])
 
@@ -276,7 +278,7 @@ class TileWork:
         self._taken.setdefault((request, borrower), {})[lender] = self._member.ledger.hold(tensor)
         self._begin_if_complete(request, borrower)
 
-    def _lend(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
+    def _lend_regions(self, request: int, lender: int, borrower: int, tensor: torch.Tensor) -> None:
         """Provide another tile with an overlap, through the source if all tile traffic passes there."""
         to, source = self._flow.plan.tiles[borrower].device, self._flow.plan.source
         if self._queue is not None or (self._flow.way == "source" and to != self._member.index):
@@ -289,9 +291,9 @@ class TileWork:
     def _begin_if_complete(self, request: int, number: int) -> None:
         lenders = sum(borrower == number for _, borrower in self._flow.overlaps)
         if (request, number) in self._inputs and len(self._taken.get((request, number), ())) == lenders:
-            self._member.start(self._compute(request, number))
+            self._member.start(self._compute_tile(request, number))
 
-    async def _compute(self, request: int, number: int) -> None:
+    async def _compute_tile(self, request: int, number: int) -> None:
         flow, ledger = self._flow, self._member.ledger
         inputs, taken = self._inputs.pop((request, number)), self._taken.pop((request, number), {})
         layers = [self._member.layers[index] for index in range(flow.tiled)]
@@ -303,7 +305,7 @@ class TileWork:
             ledger.drop(tensor)
         for borrower, tensor in lent.items():
             ledger.drop(tensor)
-            self._lend(request, number, borrower, tensor)
+            self._lend_regions(request, number, borrower, tensor)
         if self._is_source:
             self.place(request, number, outputs, flow.plan.devices[flow.plan.source])
         else:

@@ -54,12 +54,12 @@ def computed(tiling: Tiling, number: int) -> tuple[Region, ...]:
     tile = tiling.tiles[number]
     if not is_late(tile.row, tile.column):
         return tile.regions[1:]
-    sides = _neighbours(tiling, tile)
+    sides = _neighbour_tiles(tiling, tile)
     regions = []
     for level, region in enumerate(tile.regions[1:-1], 1):
-        above, below = (None if each is None else _rows(each.regions[level]) for each in sides[:2])
-        left, right = (None if each is None else _columns(each.regions[level]) for each in sides[2:])
-        regions.append(Region(*between(_rows(region), above, below), *between(_columns(region), left, right)))
+        above, below = (None if each is None else _row_range(each.regions[level]) for each in sides[:2])
+        left, right = (None if each is None else _column_range(each.regions[level]) for each in sides[2:])
+        regions.append(Region(*between(_row_range(region), above, below), *between(_column_range(region), left, right)))
     return (*regions, tile.regions[-1])
 
 
@@ -72,7 +72,7 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
     for number, tile in enumerate(tiling.tiles):
         if not is_late(tile.row, tile.column):
             continue
-        for side, neighbour in enumerate(_neighbours(tiling, tile)):
+        for side, neighbour in enumerate(_neighbour_tiles(tiling, tile)):
             if neighbour is None:
                 continue
             lender = tiling.tiles.index(neighbour)
@@ -88,7 +88,7 @@ def overlaps(tiling: Tiling) -> tuple[Overlap, ...]:
     return tuple(shared)
 
 
-def _neighbours(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
+def _neighbour_tiles(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
     def at(row: int, column: int) -> Tile | None:
         inside = 0 <= row < tiling.rows and 0 <= column < tiling.columns
         return tiling.tiles[row * tiling.columns + column] if inside else None
@@ -97,11 +97,11 @@ def _neighbours(tiling: Tiling, tile: Tile) -> tuple[Tile | None, ...]:
     return at(row - 1, column), at(row + 1, column), at(row, column - 1), at(row, column + 1)
 
 
-def _rows(region: Region) -> Range:
+def _row_range(region: Region) -> Range:
     return Range(region.top, region.bottom)
 
 
-def _columns(region: Region) -> Range:
+def _column_range(region: Region) -> Range:
     return Range(region.left, region.right)
 
 
@@ -114,15 +114,15 @@ def early_layers(graph: Graph) -> int:
     """
     best, total, cut = 0, 0, 0
     for index in range(len(graph.layers)):
-        if not _tiles(graph, index):
+        if not _is_tileable(graph, index):
             break
         layer = graph.layers[index]
         if layer.weights == 0:
-            if cut == index and _closes(graph, index + 1):
+            if cut == index and _closes_stack(graph, index + 1):
                 cut = index + 1
             continue
         total += layer.inputs + layer.outputs - layer.weights
-        if total > best and _closes(graph, index + 1):
+        if total > best and _closes_stack(graph, index + 1):
             best, cut = total, index + 1
     return cut
 
@@ -142,10 +142,10 @@ def check_early(graph: Graph, count: int) -> None:
 
 def _can_be(graph: Graph, count: int) -> bool:
     """Whether the first ``count`` layers can be tiled."""
-    return count == 0 or (all(_tiles(graph, index) for index in range(count)) and _closes(graph, count))
+    return count == 0 or (all(_is_tileable(graph, index) for index in range(count)) and _closes_stack(graph, count))
 
 
-def _tiles(graph: Graph, index: int) -> bool:
+def _is_tileable(graph: Graph, index: int) -> bool:
     """Whether a layer works on neighbouring pixels of the previous layer's output only.
 
     A padding as large as the kernel is excluded, since a border tile might see no pixel of the map.
@@ -155,7 +155,7 @@ def _tiles(graph: Graph, index: int) -> bool:
     return near and layer.sources == (index - 1,)
 
 
-def _closes(graph: Graph, count: int) -> bool:
+def _closes_stack(graph: Graph, count: int) -> bool:
     """Whether no later layer reads a value inside the first ``count`` layers, or the image."""
     inside = range(INPUT, count - 1)
     return all(source not in inside for layer in graph.layers[count:] for source in layer.sources)
@@ -165,11 +165,11 @@ def needed(layer: GraphLayer, out: Range, size: int) -> Range:
     """Return the range of ``size`` input pixels along one axis needed for output pixels ``out``."""
     if not out.size:
         return NOTHING
-    seen = _seen(layer, out.first, out.last)
+    seen = _padded_range(layer, out.first, out.last)
     return Range(max(0, seen.first), min(size, seen.last))
 
 
-def _seen(layer: GraphLayer, first: int, last: int) -> Range:
+def _padded_range(layer: GraphLayer, first: int, last: int) -> Range:
     """Return the padded input range along one axis read for a range of output pixels."""
     window = layer.window
     assert window is not None
@@ -184,7 +184,7 @@ def padding(layer: GraphLayer, out: Region) -> tuple[int, int, int, int]:
     _, height, width = layer.input
 
     def beyond(first: int, last: int, size: int) -> tuple[int, int]:
-        seen = _seen(layer, first, last)
+        seen = _padded_range(layer, first, last)
         return max(0, -seen.first), max(0, seen.last - size)
 
     return (*beyond(out.left, out.right, width), *beyond(out.top, out.bottom, height))
@@ -210,22 +210,22 @@ class _Grid:
     """Whether neighbours' data are reused."""
 
     @cached_property
-    def _down(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
+    def _row_lines(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
         """For each row, the ranges of its independent tiles and of its waiting tiles."""
-        return self._lines(self.rows, 1)
+        return self._axis_lines(self.rows, 1)
 
     @cached_property
-    def _across(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        return self._lines(self.columns, 2)
+    def _column_lines(self) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        return self._axis_lines(self.columns, 2)
 
-    def _lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
-        whole = [_traced(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
+    def _axis_lines(self, count: int, axis: int) -> list[tuple[_AxisTiles, _AxisTiles]]:
+        whole = [_trace_axis(self.layers, out, axis) for out in evenly(self.layers[-1].output[axis], count)]
         ranges = []
         for index, each in enumerate(whole):
             early = _AxisTiles(each, each[1:])
             before = whole[index - 1] if index else None
             after = whole[index + 1] if index + 1 < count else None
-            late = _between(self.layers, each[-1], axis, before, after) if self.reuse else early
+            late = _trace_between(self.layers, each[-1], axis, before, after) if self.reuse else early
             ranges.append((early, late))
         return ranges
 
@@ -234,9 +234,9 @@ class _Grid:
         """Multiplications of each tile, row by row."""
         per_pixel = [layer.multiplications // (layer.output[1] * layer.output[2]) for layer in self.layers]
         products = []
-        for row, highs in enumerate(self._down):
+        for row, highs in enumerate(self._row_lines):
             per_column = [[each * high.size for each, high in zip(per_pixel, of.computed, strict=True)] for of in highs]
-            for column, wides in enumerate(self._across):
+            for column, wides in enumerate(self._column_lines):
                 late = is_late(row, column)
                 wide = wides[late].computed
                 products.append(sum(each * part.size for each, part in zip(per_column[late], wide, strict=True)))
@@ -251,7 +251,7 @@ class _Grid:
         loads = [0] * len(speeds)
         owners = [source] * len(self.work)
         order = range(len(owners))
-        for index in sorted(order, key=lambda index: (self.reuse and self._late(index), -self.work[index])):
+        for index in sorted(order, key=lambda index: (self.reuse and self._is_late_tile(index), -self.work[index])):
             more = self.work[index]
             ends = [(load + more) / speed for load, speed in zip(loads, speeds, strict=True)]
             soonest = min(ends)
@@ -260,7 +260,7 @@ class _Grid:
             owners[index] = device
         return owners, max(load / speed for load, speed in zip(loads, speeds, strict=True))
 
-    def _late(self, index: int) -> bool:
+    def _is_late_tile(self, index: int) -> bool:
         return is_late(*divmod(index, self.columns))
 
     def tiling(self, owners: Sequence[int]) -> Tiling:
@@ -277,8 +277,8 @@ class _Grid:
                     regions=tuple(
                         Region(*high, *wide)
                         for high, wide in zip(
-                            self._down[row][is_late(row, column)].needed,
-                            self._across[column][is_late(row, column)].needed,
+                            self._row_lines[row][is_late(row, column)].needed,
+                            self._column_lines[column][is_late(row, column)].needed,
                             strict=True,
                         )
                     ),
@@ -334,7 +334,7 @@ def _grid_sizes(layers: Sequence[GraphLayer], devices: int) -> list[tuple[int, i
     return sorted(sizes)
 
 
-def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
+def _trace_axis(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
     """Return the range needed along one axis of every layer's input, followed by ``out``."""
     ranges = [out]
     for layer in reversed(layers):
@@ -342,7 +342,7 @@ def _traced(layers: Sequence[GraphLayer], out: Range, axis: int) -> list[Range]:
     return ranges[::-1]
 
 
-def _between(
+def _trace_between(
     layers: Sequence[GraphLayer], out: Range, axis: int, before: list[Range] | None, after: list[Range] | None
 ) -> _AxisTiles:
     """Return the ranges needed and computed along one axis with data from the neighbours."""

@@ -64,7 +64,7 @@ class IntervalTrigger:
 
 
 @lru_cache(maxsize=4)
-def _order(samples: int, seed: int, epoch: int) -> Indices:
+def _epoch_order(samples: int, seed: int, epoch: int) -> Indices:
     order = np.random.default_rng(derive(seed, "batches", epoch)).permutation(samples)
     order.flags.writeable = False
     return order
@@ -73,7 +73,7 @@ def _order(samples: int, seed: int, epoch: int) -> Indices:
 def batch(samples: int, batch_size: int, seed: int | None, step: int, drop_last: bool = True) -> Indices:
     """Return the sample indices of a training step counted from 0, (samples,); without a seed in stored order."""
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size, drop_last))
-    order = np.arange(samples) if seed is None else _order(samples, seed, epoch)
+    order = np.arange(samples) if seed is None else _epoch_order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
 
 

@@ -98,7 +98,7 @@ def _all_of(source: DataSource, *folders: Path) -> list[Path]:
     return paths
 
 
-def _split(samples: Samples) -> tuple[Samples, Samples]:
+def _split_parts(samples: Samples) -> tuple[Samples, Samples]:
     images, labels = samples
     train, test = holdout(labels.astype(np.int64), TEST_SHARE)
     return (images[train], labels[train]), (images[test], labels[test])
@@ -112,7 +112,7 @@ def _read_mnist(source: DataSource, folder: Path) -> tuple[str, Samples, Samples
     train_images, train_labels, *tests = (files.find(folder, name) for name in source.files)
     there = [path for path in tests if path is not None]
     if train_images is None and train_labels is None and len(there) == 2:
-        return f"{source.name}-t10k", *_split(pair(*there))
+        return f"{source.name}-t10k", *_split_parts(pair(*there))
     paths = _all_of(source, folder)
     return source.name, pair(*paths[:2]), pair(*paths[2:])
 
@@ -153,7 +153,7 @@ def _read_digits(source: DataSource, folder: Path) -> tuple[str, Samples, Sample
     images = np.round(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)[:, None]
     if source.name == LARGE_DIGITS:
         images = np.pad(images.repeat(3, axis=2).repeat(3, axis=3), ((0, 0), (0, 0), (2, 2), (2, 2)))
-    return source.name, *_split((images, table[:, -1].copy()))
+    return source.name, *_split_parts((images, table[:, -1].copy()))
 
 
 def _read_pictures(source: DataSource, place: Path) -> tuple[str, Samples, Samples]:
@@ -171,7 +171,7 @@ def _idx_remotes(bases: tuple[str, ...], md5s: tuple[str, str, str, str]) -> tup
     return tuple(Remote(f"{name}.gz", bases, md5) for name, md5 in zip(_IDX, md5s, strict=True))
 
 
-def _emnist(name: str, split: str, summary: str, classes: int) -> DataSource:
+def _emnist_source(name: str, split: str, summary: str, classes: int) -> DataSource:
     parts = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
     names = tuple(f"emnist-{split}-{part}-ubyte" for part in parts)
     archive = Remote(
@@ -230,9 +230,11 @@ DATASETS: dict[str, DataSource] = {
             ),
             _read_mnist,
         ),
-        _emnist("emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47),
-        _emnist("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
-        _emnist("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
+        _emnist_source(
+            "emnist", "balanced", "131,600 letters and digits of 28x28, equally many of each of 47 classes", 47
+        ),
+        _emnist_source("emnist-letters", "letters", "145,600 letters of 28x28, large and small as one class", 26),
+        _emnist_source("emnist-digits", "digits", "280,000 handwritten digits of 28x28", 10),
         DataSource(
             "cifar10",
             "60,000 colour photographs of 32x32",
@@ -326,7 +328,7 @@ def describe_part(part: DataPart, place: Path) -> DataSource:
 def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
     """Return the labels of a scenario's training samples, (samples,); raises `InputError` like `load`."""
     if is_own(part):
-        return _limited(own.load(part, folder, TEST_SHARE), part).train_labels
+        return _limit_samples(own.load(part, folder, TEST_SHARE), part).train_labels
     source = describe(part.name)
     if source.read is None:
         return synthetic.train_labels(part.name, part.train)
@@ -337,7 +339,7 @@ def train_labels(part: DataPart, folder: Path) -> npt.NDArray[np.int64]:
 
 def train_groups(part: DataPart, folder: Path) -> npt.NDArray[np.int64] | None:
     """Return the group of each training sample by the split column, (samples,), or None; raises `InputError`."""
-    return _limited(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
+    return _limit_samples(own.load(part, folder, TEST_SHARE), part).groups if is_own(part) else None
 
 
 def known_samples(part: DataPart) -> int | None:
@@ -387,18 +389,18 @@ def load(part: DataPart, folder: Path | None = None, blank: bool = False) -> Dat
     Raises `InputError` for an unknown name, missing or damaged files, and too few samples.
     """
     if is_own(part):
-        dataset = _limited(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
+        dataset = _limit_samples(own.load(part, folder or Path(part.path or part.file or ""), TEST_SHARE), part)
         return dataset.blank() if blank else dataset
     source = describe(part.name)
     if source.read is None:
         return synthetic.make(part.name, part.train, part.test, blank)
-    name, train, test = source.read(source, _place(source, part, folder))
-    chosen = (*_take(name, "train", train, part.train), *_take(name, "test", test, part.test))
+    name, train, test = source.read(source, _data_location(source, part, folder))
+    chosen = (*_take_first(name, "train", train, part.train), *_take_first(name, "test", test, part.test))
     dataset = Dataset(name, source.classes, *chosen)
     return dataset.blank() if blank else dataset
 
 
-def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
+def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> Path:
     """Return the file or folder to read; raises `InputError` for a missing folder."""
     if not source.files:
         return folder or Path((part.path if source.from_path else None) or "")
@@ -412,7 +414,7 @@ def _place(source: DataSource, part: DataPart, folder: Path | None) -> Path:
     return folder
 
 
-def _limited(dataset: Dataset, part: DataPart) -> Dataset:
+def _limit_samples(dataset: Dataset, part: DataPart) -> Dataset:
     """Return a set reduced to the samples a scenario uses."""
     _check_limit(part.name, "train", len(dataset.train_labels), part.train)
     _check_limit(part.name, "test", len(dataset.test_labels), part.test)
@@ -426,7 +428,7 @@ def _limited(dataset: Dataset, part: DataPart) -> Dataset:
     )
 
 
-def _take(
+def _take_first(
     name: str, part: str, samples: Samples, limit: int | None
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Return the first ``limit`` samples as floats; only these are widened to four bytes a pixel."""

@@ -49,14 +49,14 @@ class Dataset:
         With ``values`` only these values of each sample, (samples, values), which is faster than selecting them later.
         """
         if self.drawing is not None:
-            return _with(values, self.drawing(_scaled(self.train_images[indices]), indices, epoch))
+            return _select_values(values, self.drawing(_scale_bytes(self.train_images[indices]), indices, epoch))
         samples = len(self.train_labels)
         copy = epoch % max(1, len(self.train_images) // max(1, samples))
-        return _scaled(_with(values, self.train_images)[indices + copy * samples])
+        return _scale_bytes(_select_values(values, self.train_images)[indices + copy * samples])
 
     def tests(self, indices: Sequence[int]) -> Images:
         """Return test samples, (samples, ...)."""
-        return _scaled(self.test_images[indices])
+        return _scale_bytes(self.test_images[indices])
 
     @property
     def integers(self) -> bool:
@@ -72,14 +72,14 @@ class Dataset:
 
     def blank(self) -> Dataset:
         """Return the same number of black samples with the same labels, for shapes only. The samples take no memory."""
-        return replace(self, train_images=_blank(self.train_images), test_images=_blank(self.test_images))
+        return replace(self, train_images=_blank_images(self.train_images), test_images=_blank_images(self.test_images))
 
     def part(self, train: npt.NDArray[np.int64], tests: bool) -> Dataset:
         """Return a set of the training samples with these indices, (samples,), and all or no test samples."""
         test = slice(None) if tests else slice(0)
         return replace(
             self,
-            train_images=_chosen(self.train_images, train),
+            train_images=_select_images(self.train_images, train),
             train_labels=self.train_labels[train],
             test_images=self.test_images[test],
             test_labels=self.test_labels[test],
@@ -97,7 +97,7 @@ class Dataset:
     def noisy(self, deviation: float, seed: int) -> Dataset:
         """Return a copy with Gaussian noise of a standard deviation on the training samples, as float32."""
         noise = np.random.default_rng(seed).normal(0, deviation, self.train_images.shape)
-        return replace(self, train_images=(_scaled(self.train_images) + noise).astype(np.float32))
+        return replace(self, train_images=(_scale_bytes(self.train_images) + noise).astype(np.float32))
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -105,20 +105,20 @@ class Dataset:
         return self.train_images.shape[1:]
 
 
-def _with(values: slice | None, images: Images) -> Images:
+def _select_values(values: slice | None, images: Images) -> Images:
     """Return the selected values of each image; None returns the images unchanged. Memory is shared."""
     return images if values is None else images.reshape(len(images), -1)[:, values]
 
 
-def _scaled(images: Images) -> Images:
+def _scale_bytes(images: Images) -> Images:
     return images.astype(np.float32) / np.float32(255) if images.dtype.kind == "u" else images
 
 
-def _blank(images: Images) -> Images:
+def _blank_images(images: Images) -> Images:
     return np.broadcast_to(np.zeros((1, *images.shape[1:]), images.dtype), images.shape)
 
 
-def _chosen(images: Images, indices: npt.NDArray[np.int64]) -> Images:
+def _select_images(images: Images, indices: npt.NDArray[np.int64]) -> Images:
     """Return the selected images; a selection of blank images takes no memory either."""
     return images[: len(indices)] if len(images) and images.strides[0] == 0 else images[indices]
 

@@ -42,12 +42,12 @@ def fetch(
     for remote in source.remotes:
         wanted = remote.members or (remote.name,)
         if any(find(folder, member.removesuffix(".gz")) is None for member in wanted):
-            _get(remote, folder, [*bases, *remote.bases], progress)
+            _download_file(remote, folder, [*bases, *remote.bases], progress)
     paths = [find(folder, file) for file in source.files]
     return [path for path in paths if path is not None]
 
 
-def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
+def _download_file(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadProgress) -> None:
     """Download one file from the first working address, and unpack archives."""
     failures = []
     with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as unfinished:
@@ -55,8 +55,8 @@ def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadP
         for base in bases:
             address = f"{base.rstrip('/')}/{remote.name}"
             try:
-                _download(address, download, remote, progress)
-                _keep(remote, download, folder)
+                _write_download(address, download, remote, progress)
+                _keep_download(remote, download, folder)
             except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
                 failures.append(f"{address}: {error}")
             else:
@@ -64,7 +64,7 @@ def _get(remote: Remote, folder: Path, bases: Sequence[str], progress: DownloadP
     raise HostError(f"{remote.name} could not be downloaded into {folder}: " + "; ".join(failures))
 
 
-def _download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
+def _write_download(address: str, file: Path, remote: Remote, progress: DownloadProgress) -> None:
     """Write the content of an address to a file; raises ValueError for a wrong checksum."""
     digest, done = hashlib.md5(usedforsecurity=False), 0
     with requests.get(address, stream=True, timeout=_TIMEOUT, headers={"Accept-Encoding": "identity"}) as response:
@@ -83,13 +83,13 @@ def _download(address: str, file: Path, remote: Remote, progress: DownloadProgre
         raise ValueError(f"the MD5 hash is {digest.hexdigest()}, not the published {remote.md5}")
 
 
-def _keep(remote: Remote, download: Path, folder: Path) -> None:
+def _keep_download(remote: Remote, download: Path, folder: Path) -> None:
     """Rename a verified download, or extract the wanted members."""
     if not remote.members:
         download.replace(folder / remote.name)
         return
     missing = set(remote.members)
-    for name, content in _members(download, zipped=remote.name.endswith(".zip")):
+    for name, content in _archive_members(download, zipped=remote.name.endswith(".zip")):
         if name in missing:
             unpacked = folder / f".{name}.partial"
             with unpacked.open("wb") as file:
@@ -100,7 +100,7 @@ def _keep(remote: Remote, download: Path, folder: Path) -> None:
         raise OSError(f"the archive lacks {', '.join(sorted(missing))}")
 
 
-def _members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
+def _archive_members(archive: Path, zipped: bool) -> Iterator[tuple[str, IO[bytes]]]:
     """Yield the files of an archive, opened, by name without folder, so none is written outside the target."""
     if zipped:
         with zipfile.ZipFile(archive) as opened:

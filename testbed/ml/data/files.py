@@ -29,7 +29,7 @@ def find(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     try:
         raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -43,8 +43,8 @@ def _content(path: Path) -> bytes:
 
 def read_idx(path: Path, axes: int) -> Bytes:
     """Read an IDX file of unsigned bytes with this number of axes; raises `InputError` for other files."""
-    content = _content(path)
-    shape = _sizes(path, content, axes)
+    content = _read_content(path)
+    shape = _declared_sizes(path, content, axes)
     actual, announced = len(content) - 4 - 4 * axes, math.prod(shape)
     if actual != announced:
         sizes = "x".join(map(str, shape))
@@ -57,7 +57,7 @@ def check_images(path: Path, pixels: tuple[int, ...]) -> None:
     """Raise `InputError` if the header of an IDX image file declares other sizes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            _check_pixels(path, _sizes(path, file.read(16), 3), pixels)
+            _check_pixels(path, _declared_sizes(path, file.read(16), 3), pixels)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
@@ -68,7 +68,7 @@ def _check_pixels(path: Path, shape: tuple[int, ...], pixels: tuple[int, ...]) -
         raise InputError(f"{path}: has images of {actual} pixels, not of {wanted}")
 
 
-def _sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
+def _declared_sizes(path: Path, content: bytes, axes: int) -> tuple[int, ...]:
     """Return the sizes declared by the header of an IDX file."""
     header = 4 + 4 * axes
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
@@ -100,7 +100,7 @@ def read_cifar(paths: Sequence[Path], classes: int = 10) -> tuple[Bytes, Bytes]:
     """Read records of a label byte and 3x32x32 pixels from several files, one after the other; raises `InputError`."""
     images, labels = [], []
     for path in paths:
-        content = _content(path)
+        content = _read_content(path)
         if not content or len(content) % _CIFAR_RECORD:
             raise InputError(f"{path}: truncated: {len(content)} bytes are no whole records of {_CIFAR_RECORD}")
         records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)

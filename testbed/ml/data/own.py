@@ -64,7 +64,7 @@ def load(part: DataPart, place: Path, test_share: float) -> Dataset:
         changed = _time_of_change(part, place)
     group = part.split.column if isinstance(part.split, SplitPart) else None
     kept = part.model_copy(update={"train": None, "test": None, "split": "lead"})
-    return _load(kept.model_dump_json(), place, changed, test_share, group)
+    return _load_cached(kept.model_dump_json(), place, changed, test_share, group)
 
 
 def is_packaged(part: DataPart) -> bool:
@@ -81,22 +81,22 @@ def _time_of_change(part: DataPart, place: Path) -> int:
 
 
 @lru_cache(maxsize=2)
-def _load(text: str, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
+def _load_cached(text: str, place: Path, changed: int, test_share: float, group: str | None) -> Dataset:
     part = DataPart.model_validate_json(text)
     key = _PATH if part.file is None else _FILE
-    read, read_test, groups = _read(part, place, group)
+    read, read_test, groups = _read_parts(part, place, group)
     if group is not None and groups is None:
-        read, groups = _without(read, group)
-        read_test = None if read_test is None else _without(read_test, group)[0]
-    train, fields = _checked(read, f"{place}: the training samples", key)
+        read, groups = _drop_column(read, group)
+        read_test = None if read_test is None else _drop_column(read_test, group)[0]
+    train, fields = _check_part(read, f"{place}: the training samples", key)
     if read_test is None:
         train, test, groups = _hold_out(train, groups, test_share)
     else:
-        test, others = _checked(read_test, f"{place}: the test samples", key)
+        test, others = _check_part(read_test, f"{place}: the test samples", key)
         if fields != others:
             shown = [", ".join(f"{each.name} {each.shape} {each.kind}" for each in of) for of in (fields, others)]
             raise InputError(f"{place}: training samples have {shown[0]}, test samples {shown[1]}", key)
-    train, test = _alike(train, test, place, key)
+    train, test = _match_types(train, test, place, key)
     classes = _classes_of(train[1], test[1], place, key)
     return Dataset(part.name, classes, *train, *test, groups, fields)
 
@@ -111,7 +111,7 @@ def _hold_out(train: Arrays, groups: Groups, share: float) -> tuple[Arrays, Arra
     return train, test, None if groups is None else groups[kept]
 
 
-def _alike(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, Arrays]:
+def _match_types(train: Arrays, test: Arrays, place: Path, key: Key) -> tuple[Arrays, Arrays]:
     """Return both parts with samples of one type; raises `InputError` for differing shapes or label types."""
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"training samples are of {train[0].shape[1:]}, test samples of {test[0].shape[1:]}"
@@ -135,7 +135,7 @@ def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, ke
     return classes
 
 
-def _read(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
+def _read_parts(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
     """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
     if part.size is not None and not place.is_dir():
         raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
@@ -158,7 +158,7 @@ def _refuse_columns(part: DataPart) -> None:
         raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
 
 
-def _without(samples: Samples, group: str) -> tuple[Samples, Groups]:
+def _drop_column(samples: Samples, group: str) -> tuple[Samples, Groups]:
     """Return samples without the split column, and that column."""
     values, labels = samples
     if not isinstance(values, Mapping) or group not in values:
@@ -167,7 +167,7 @@ def _without(samples: Samples, group: str) -> tuple[Samples, Groups]:
     return (_only_or_all(inputs), labels), tables.numbered(values[group])
 
 
-def _checked(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
+def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     """Return validated samples and labels, (samples, ...) both, of float32 or int64, and the fields."""
     values, labels = samples
     if isinstance(values, Mapping):
@@ -175,14 +175,14 @@ def _checked(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
             raise InputError(f"{what}: have no inputs: give one array at least", key)
         for name, each in values.items():
             _check_count(each, labels, f"{what}: input '{name}'", key)
-        arrays = {name: _numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
+        arrays = {name: _convert_numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
         rows, fields = pack(arrays)
-        return (rows, _labels(labels, what, key)), fields
+        return (rows, _convert_labels(labels, what, key)), fields
     _check_count(values, labels, what, key)
     if values.ndim < 2:
         _refuse_type(values, what, key)
-    numbers = _numbers(values, what, key)
-    return (numbers.astype(np.float32) if numbers.dtype == bool else numbers, _labels(labels, what, key)), ()
+    numbers = _convert_numbers(values, what, key)
+    return (numbers.astype(np.float32) if numbers.dtype == bool else numbers, _convert_labels(labels, what, key)), ()
 
 
 def _check_count(values: npt.NDArray[Any], labels: npt.NDArray[Any], what: str, key: Key) -> None:
@@ -196,7 +196,7 @@ def _refuse_type(values: npt.NDArray[Any], what: str, key: Key) -> NoReturn:
     raise InputError(f"{what}: {is_}: give numbers of (samples, ...), such as (samples, 3, 32, 32)", key)
 
 
-def _numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     """Return values of float32, int64 or bool, bytes scaled to [0, 1]."""
     if values.dtype.kind not in "uifb":
         _refuse_type(values, what, key)
@@ -230,7 +230,7 @@ def _is_finite(values: npt.NDArray[Any]) -> bool:
     return all(np.isfinite(values[begin : begin + step]).all() for begin in range(0, len(values), step))
 
 
-def _labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
+def _convert_labels(labels: npt.NDArray[Any], what: str, key: Key) -> npt.NDArray[Any]:
     """Return labels of float32 or int64."""
     least = -np.inf if labels.dtype.kind == "f" else 0 if labels.ndim == 1 else IGNORED
     if labels.dtype.kind in "uif" and labels.min() >= least:
@@ -253,13 +253,13 @@ def _from_function(part: DataPart, place: Path) -> tuple[Samples, Samples | None
         result = usercode.call(usercode.read(place, part.name, _FILE), _FILE)
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise InputError(f"{place}: {part.name} returned {type(result).__name__}: return (train, test)", _FILE)
-    train, test = (None if each is None else _pair(each, f"{place}: {part.name}") for each in result)
+    train, test = (None if each is None else _read_pair(each, f"{place}: {part.name}") for each in result)
     if train is None:
         raise InputError(f"{place}: {part.name} returned no training samples: return (train, test)", _FILE)
     return train, test
 
 
-def _pair(part: Any, where: str) -> Samples:
+def _read_pair(part: Any, where: str) -> Samples:
     """Return one part of a set as arrays, from a pair of arrays or from an indexable sequence of pairs.
 
     Samples may consist of several inputs, as a mapping or a tuple. The samples of a data set may also be mappings
@@ -267,25 +267,25 @@ def _pair(part: Any, where: str) -> Samples:
     """
     try:
         if isinstance(part, tuple) and len(part) == 2:
-            return _inputs(part[0], _array(part[1]))
-        pairs = [_sample(part[number]) for number in range(len(part))]
-        return _together([sample for sample, _ in pairs], 0), _stacked([label for _, label in pairs], IGNORED)
+            return _read_inputs(part[0], _to_array(part[1]))
+        pairs = [_read_sample(part[number]) for number in range(len(part))]
+        return _stack_inputs([sample for sample, _ in pairs], 0), _stack_samples([label for _, label in pairs], IGNORED)
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         text = "samples and labels have to be arrays, each sample of one shape, or a data set of pairs of such"
         raise InputError(f"{where}: {text}: {error}", _FILE) from None
 
 
-def _inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
+def _read_inputs(samples: Any, labels: npt.NDArray[Any]) -> Samples:
     """Return samples as one array, or as one array for each of several inputs."""
     several = isinstance(samples, tuple) and len(samples) != len(labels)
     if several and all(len(each) == len(labels) for each in samples):
         samples = {str(place): each for place, each in enumerate(samples)}
     if isinstance(samples, Mapping):
-        return {name: _array(each) for name, each in samples.items()}, labels
-    return _array(samples), labels
+        return {name: _to_array(each) for name, each in samples.items()}, labels
+    return _to_array(samples), labels
 
 
-def _sample(item: Any) -> tuple[Any, Any]:
+def _read_sample(item: Any) -> tuple[Any, Any]:
     """Return a sample (a mapping for several inputs) and its label."""
     if isinstance(item, Mapping):
         label = next((name for name in ("labels", "label") if name in item), None)
@@ -296,11 +296,11 @@ def _sample(item: Any) -> tuple[Any, Any]:
     return dict(zip(map(str, range(len(sample))), sample, strict=True)) if isinstance(sample, tuple) else sample, label
 
 
-def _together(samples: Sequence[Any], filling: int) -> Values:
+def _stack_inputs(samples: Sequence[Any], filling: int) -> Values:
     """Stack samples into one array, or into one array for each of several inputs."""
     if not isinstance(samples[0], Mapping):
-        return _stacked(samples, filling)
-    arrays = {name: _stacked([each[name] for each in samples], filling) for name in samples[0]}
+        return _stack_samples(samples, filling)
+    arrays = {name: _stack_samples([each[name] for each in samples], filling) for name in samples[0]}
     return _only_or_all(arrays)
 
 
@@ -309,9 +309,9 @@ def _only_or_all(inputs: dict[str, npt.NDArray[Any]]) -> Values:
     return inputs if len(inputs) > 1 else next(iter(inputs.values()))
 
 
-def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
+def _stack_samples(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
     """Stack samples, (samples, ...), padding shorter ones to the longest."""
-    arrays = [_array(each) for each in values]
+    arrays = [_to_array(each) for each in values]
     longest = max((len(each) for each in arrays if each.ndim), default=0)
     return np.stack(
         [
@@ -323,7 +323,7 @@ def _stacked(values: Sequence[Any], filling: int) -> npt.NDArray[Any]:
     )
 
 
-def _array(values: Any) -> npt.NDArray[Any]:
+def _to_array(values: Any) -> npt.NDArray[Any]:
     """Convert a value to an array; Pillow images become channels first, as in torch."""
     if hasattr(values, "detach"):
         values = values.detach()
@@ -334,7 +334,7 @@ def _array(values: Any) -> npt.NDArray[Any]:
 
 
 def _from_arrays(place: Path) -> tuple[Samples, Samples | None]:
-    arrays = _arrays(place)
+    arrays = _read_arrays(place)
     for train, test in _NAMES:
         if all(name in arrays for name in train):
             return (arrays[train[0]], arrays[train[1]]), _test_part(place, arrays, test)
@@ -384,8 +384,8 @@ def _of_columns(part: DataPart, rows: Any, place: Path) -> Samples:
             key = "label" if name == label else "columns"
             raise InputError(f"{place} has no column {name}: there are {', '.join(names)}", ("data", key))
     try:
-        inputs = {name: _stacked(rows[name], 0) for name in chosen}
-        labels = _stacked(rows[label], IGNORED)
+        inputs = {name: _stack_samples(rows[name], 0) for name in chosen}
+        labels = _stack_samples(rows[label], IGNORED)
     except (TypeError, ValueError) as error:
         raise InputError(f"{place}: samples have to be numbers: name their `columns`: {error}", _PATH) from None
     return _only_or_all(inputs), labels
@@ -398,7 +398,7 @@ def _from_npz(place: Path) -> dict[str, npt.NDArray[Any]]:
         return {name: file[name] for name in file.files}
 
 
-def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
+def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
     try:
         if place.is_dir():  # arrays that may be larger than memory
             return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in place.glob("*.npy")}
@@ -422,27 +422,27 @@ def _arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
 def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | None]:
     """Read images from one folder per class, optionally below ``train`` and ``test``."""
     if (place / "train").is_dir() and (place / "test").is_dir():
-        classes = _classes(place / "train")
-        if unlike := set(_classes(place / "test")) - set(classes):
+        classes = _class_folders(place / "train")
+        if unlike := set(_class_folders(place / "test")) - set(classes):
             raise InputError(f"{place / 'test'}: there are no training images of {', '.join(sorted(unlike))}", _PATH)
-        return _pictures(place / "train", classes, size), _pictures(place / "test", classes, size)
-    return _pictures(place, _classes(place), size), None
+        return _read_pictures(place / "train", classes, size), _read_pictures(place / "test", classes, size)
+    return _read_pictures(place, _class_folders(place), size), None
 
 
-def _classes(folder: Path) -> list[str]:
+def _class_folders(folder: Path) -> list[str]:
     names = sorted(each.name for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not names:
         raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
-    if empty := [name for name in names if not _files(folder / name)]:
+    if empty := [name for name in names if not _picture_files(folder / name)]:
         raise InputError(f"{folder}: there are no images of {', '.join(empty)}: add some or remove the folder", _PATH)
     return names
 
 
-def _files(folder: Path) -> list[Path]:
+def _picture_files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in _PICTURES]
 
 
-def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
+def _read_pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
     shape: tuple[int, int, int] | None = None
     if size is not None:
         height, width = (int(each) for each in size.split("x"))
@@ -466,5 +466,5 @@ def _pictures(folder: Path, classes: list[str], size: str | None) -> Samples:
 def _labelled_files(folder: Path, classes: list[str]) -> Iterator[tuple[Path, int]]:
     for label, name in enumerate(classes):
         if (folder / name).is_dir():
-            for file in _files(folder / name):
+            for file in _picture_files(folder / name):
                 yield file, label

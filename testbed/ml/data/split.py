@@ -57,10 +57,10 @@ def _large_enough(
     """Return the first draw with `min_samples` for each device, and a remedy for devices without samples."""
     least = how.min_samples if isinstance(how, SplitPart) else None
     if not least:
-        return _shared(labels, classes, owners, how, seed, groups, 0)
+        return _draw_shares(labels, classes, owners, how, seed, groups, 0)
     most = 0
     for draw in range(DRAWS):
-        shares, remedy = _shared(labels, classes, owners, how, seed, groups, draw)
+        shares, remedy = _draw_shares(labels, classes, owners, how, seed, groups, draw)
         smallest = min(map(len, shares))
         if smallest >= least:
             return shares, remedy
@@ -69,28 +69,28 @@ def _large_enough(
     raise InputError(f"{text}: use a smaller value, fewer devices or more samples", (*_KEY, "min_samples"))
 
 
-def _shared(
+def _draw_shares(
     labels: Indices, classes: int, owners: Sequence[str], how: Split, seed: int, groups: Indices | None, draw: int
 ) -> tuple[list[Indices], str]:
     """Return the shares of a draw, counted from 0, and a remedy for devices without samples."""
     larger = "use a larger value, fewer devices or another seed, or write min_samples"
     if not isinstance(how, SplitPart):
-        return _iid(labels, len(owners), seed), ""
+        return _split_iid(labels, len(owners), seed), ""
     if how.sizes is not None:
-        return _sizes(labels, owners, how.sizes, seed), ""
+        return _split_by_sizes(labels, owners, how.sizes, seed), ""
     if how.dirichlet is not None:
-        return _dirichlet(labels, len(owners), how.dirichlet, _generator(seed, "dirichlet", draw)), larger
+        return _split_dirichlet(labels, len(owners), how.dirichlet, _seeded_generator(seed, "dirichlet", draw)), larger
     if how.noise is not None:  # what differs is the samples themselves
-        return _iid(labels, len(owners), seed), ""
+        return _split_iid(labels, len(owners), seed), ""
     if how.quantity is not None:
-        return _quantity(labels, len(owners), how.quantity, _generator(seed, "quantity", draw)), larger
+        return _split_by_quantity(labels, len(owners), how.quantity, _seeded_generator(seed, "quantity", draw)), larger
     if how.shards is not None:
-        return _shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
+        return _split_by_shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
     if groups is None:
         raise InputError(
             "is for tables, and samples with an input of that name: these data have no columns", (*_KEY, "column")
         )
-    return _column(groups, len(owners)), "the column has too few values: use fewer devices"
+    return _split_by_column(groups, len(owners)), "the column has too few values: use fewer devices"
 
 
 def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, dict[int, int]]:
@@ -99,28 +99,30 @@ def class_counts(labels: Indices, shares: Mapping[str, Indices]) -> dict[str, di
     return {name: dict(zip(of.tolist(), counts.tolist(), strict=True)) for name, (of, counts) in counted.items()}
 
 
-def _generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
+def _seeded_generator(seed: int, kind: str, draw: int = 0) -> np.random.Generator:
     """Return the random generator of a draw, seeded by the scenario's seed and the number of the draw."""
     return np.random.default_rng(derive(seed, "split", kind, *([draw] if draw else [])))
 
 
-def _iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
+def _split_iid(labels: Indices, devices: int, seed: int) -> list[Indices]:
     """Distribute samples at random; the sizes of shares differ by at most one."""
-    return np.array_split(_generator(seed, "iid").permutation(len(labels)), devices)
+    return np.array_split(_seeded_generator(seed, "iid").permutation(len(labels)), devices)
 
 
-def _sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
+def _split_by_sizes(labels: Indices, owners: Sequence[str], sizes: Sequence[int], seed: int) -> list[Indices]:
     """Distribute samples at random in the given sizes."""
     key = (*_KEY, "sizes")
     if len(sizes) != len(owners):
         raise InputError(f"names {len(sizes)} sizes, but {len(owners)} devices own data: {', '.join(owners)}", key)
     if sum(sizes) > len(labels):
         raise InputError(f"add up to {sum(sizes)} samples, but there are {len(labels)}: use smaller ones", key)
-    order = _generator(seed, "sizes").permutation(len(labels))
+    order = _seeded_generator(seed, "sizes").permutation(len(labels))
     return np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
 
 
-def _dirichlet(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
+def _split_dirichlet(
+    labels: Indices, devices: int, concentration: float, generator: np.random.Generator
+) -> list[Indices]:
     """Distribute each class in proportions drawn from a Dirichlet distribution (Hsu et al., 2019)."""
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in np.unique(labels):
@@ -131,13 +133,15 @@ def _dirichlet(labels: Indices, devices: int, concentration: float, generator: n
     return [np.concatenate(share) for share in shares]
 
 
-def _quantity(labels: Indices, devices: int, concentration: float, generator: np.random.Generator) -> list[Indices]:
+def _split_by_quantity(
+    labels: Indices, devices: int, concentration: float, generator: np.random.Generator
+) -> list[Indices]:
     """Distribute samples at random in sizes drawn from a Dirichlet distribution ("quantity skew", Li et al., 2022)."""
     edges = np.cumsum(generator.dirichlet([concentration] * devices))[:-1] * len(labels)
     return np.split(generator.permutation(len(labels)), edges.astype(int))
 
 
-def _column(groups: Indices, devices: int) -> list[Indices]:
+def _split_by_column(groups: Indices, devices: int) -> list[Indices]:
     """Keep samples with one column value together; the largest group goes to the device with fewest samples so far."""
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     values, counts = np.unique(groups, return_counts=True)
@@ -147,15 +151,15 @@ def _column(groups: Indices, devices: int) -> list[Indices]:
     return [np.concatenate([*share, np.empty(0, np.int64)]) for share in shares]
 
 
-def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
+def _split_by_shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -> list[Indices]:
     """Assign ``count`` classes to each device, all classes about equally often; owners share a class evenly.
 
     The "quantity-based label imbalance" of Li et al. (Federated learning on non-IID data silos, 2022).
     """
     if each > classes:
         raise InputError(f"there are {classes} classes, not {each}: use fewer", (*_KEY, "shards"))
-    generator = _generator(seed, "shards")
-    hands = _deal(classes, devices, each, generator)
+    generator = _seeded_generator(seed, "shards")
+    hands = _deal_classes(classes, devices, each, generator)
     shares: list[list[Indices]] = [[] for _ in range(devices)]
     for label in range(classes):
         holders = [share for share, hand in zip(shares, hands, strict=True) if label in hand]
@@ -166,7 +170,7 @@ def _shards(labels: Indices, classes: int, devices: int, each: int, seed: int) -
     return [np.concatenate(share) for share in shares]
 
 
-def _deal(classes: int, devices: int, each: int, generator: np.random.Generator) -> list[list[int]]:
+def _deal_classes(classes: int, devices: int, each: int, generator: np.random.Generator) -> list[list[int]]:
     """Deal different classes to each device from decks of all classes."""
     deck: list[int] = []
     hands: list[list[int]] = [[] for _ in range(devices)]
@@ -187,7 +191,7 @@ def holdout(labels: Indices, fraction: float) -> tuple[Indices, Indices]:
 
     The result is deterministic.
     """
-    generator = _generator(0, "holdout")
+    generator = _seeded_generator(0, "holdout")
     aside = np.concatenate(
         [
             generator.permutation(members)[: round(fraction * len(members))]

@@ -34,10 +34,10 @@ def parse(name: str) -> tuple[tuple[int, int, int], int]:
 
 def train_labels(name: str, train: int | None) -> npt.NDArray[np.int64]:
     """Return the labels of the set's training samples, (samples,), without making the samples."""
-    return _labels(train or TRAIN, parse(name)[1])
+    return _class_labels(train or TRAIN, parse(name)[1])
 
 
-def _labels(count: int, classes: int) -> npt.NDArray[np.int64]:
+def _class_labels(count: int, classes: int) -> npt.NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) % classes
 
 
@@ -52,7 +52,7 @@ def make(name: str, train: int | None, test: int | None, blank: bool = False) ->
 
     def draw(part: str, count: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         noise = np.random.default_rng(derive(0, "synthetic", part, *shape, classes))
-        labels = _labels(count, classes)
+        labels = _class_labels(count, classes)
         if blank:
             return np.broadcast_to(np.zeros((1, *shape), np.float32), (count, *shape)), labels
         images = prototypes[labels]

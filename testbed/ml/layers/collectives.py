@@ -57,29 +57,30 @@ class Group:
         """Return on each member the named tensors the root passes for this member; other members pass None."""
         operation = next(self._operations)
         if states is None:
-            return await self._take(operation, root)
+            return await self._take_part(operation, root)
         for member, state in zip(self.members, states, strict=True):
-            self._send(operation, member, state)
+            self._send_part(operation, member, state)
         return states[self.rank]
 
     async def gather(self, tensor: torch.Tensor, root: str) -> list[torch.Tensor] | None:
         """Return on the root the tensors of all members, of any shapes, in member order; None elsewhere."""
         operation = next(self._operations)
         if self.device.name != root:
-            self._send(operation, root, {"": tensor})
+            self._send_part(operation, root, {"": tensor})
             return None
-        return await self._collect(operation, tensor)
+        return await self._collect_parts(operation, tensor)
 
     async def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return on every member the tensors of all members, of any shapes, in member order."""
         operation = next(self._operations)
         for member in self.members:
-            self._send(operation, member, {"": tensor})
-        return await self._collect(operation, tensor)
+            self._send_part(operation, member, {"": tensor})
+        return await self._collect_parts(operation, tensor)
 
-    async def _collect(self, operation: int, own: torch.Tensor) -> list[torch.Tensor]:
+    async def _collect_parts(self, operation: int, own: torch.Tensor) -> list[torch.Tensor]:
         return [
-            own if member == self.device.name else (await self._take(operation, member))[""] for member in self.members
+            own if member == self.device.name else (await self._take_part(operation, member))[""]
+            for member in self.members
         ]
 
     async def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -95,18 +96,18 @@ class Group:
             # First each part becomes a sum on its way round, then each sum goes round once more.
             summing = step < size - 1
             sent = self.rank - step if summing else self.rank + size - step
-            self._send(operation, following, {"": parts[sent % size]}, step)
-            taken, come = (sent - 1) % size, (await self._take(operation, before, step))[""]
+            self._send_part(operation, following, {"": parts[sent % size]}, step)
+            taken, come = (sent - 1) % size, (await self._take_part(operation, before, step))[""]
             if summing:
                 span = Span("all-reduce", self._number, operation)
                 come = await self.device.compute(partial(torch.add, come, parts[taken]), Cost(come.numel()), span)
             parts[taken] = come
         return torch.cat(list(parts)).reshape(tensor.shape)
 
-    def _send(self, operation: int, member: str, state: State, step: int = 0) -> None:
+    def _send_part(self, operation: int, member: str, state: State, step: int = 0) -> None:
         if member != self.device.name:
             configuration = self._mailbox.configuration
             self._mailbox.post(member, Contribution(configuration, self._number, operation, step, state))
 
-    async def _take(self, operation: int, member: str, step: int = 0) -> State:
+    async def _take_part(self, operation: int, member: str, step: int = 0) -> State:
         return (await self._mailbox.take(Contribution, (self._number, operation, step, member))).tensors

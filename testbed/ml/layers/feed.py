@@ -113,13 +113,13 @@ class Training:
     def images(self, step: int, values: slice | None = None) -> torch.Tensor:
         """Return the samples of a step, (samples, ...); with ``values`` only these values, (samples, values)."""
         epoch = step // self._per_epoch
-        return torch.from_numpy(self._dataset.batch(self._chosen(step), epoch, values))
+        return torch.from_numpy(self._dataset.batch(self._chosen_samples(step), epoch, values))
 
     def labels(self, step: int) -> torch.Tensor:
         """Return the labels of a step, (samples,)."""
-        return torch.from_numpy(self._dataset.train_labels[self._chosen(step)])
+        return torch.from_numpy(self._dataset.train_labels[self._chosen_samples(step)])
 
-    def _chosen(self, step: int) -> npt.NDArray[np.int64]:
+    def _chosen_samples(self, step: int) -> npt.NDArray[np.int64]:
         return batch(self._samples, self._size, self._seed, step, self._drop_last)
 
 

@@ -115,7 +115,7 @@ class LayerShard:
         self._steps.clear()
 
     @property
-    def _layer(self) -> SlicedLayer:
+    def _current_layer(self) -> SlicedLayer:
         """The slice with the current weights, tracked by autograd."""
         if self._sliced is None:
             self._noted: dict[str, torch.Tensor] = {
@@ -133,16 +133,16 @@ class LayerShard:
         all channels the shard has weights for.
         """
         if not self._dense or columns is not None:
-            inputs, whole = inputs.detach().requires_grad_(), self._layer
+            inputs, whole = inputs.detach().requires_grad_(), self._current_layer
             outputs = whole.finish(whole.sums(inputs, columns))
             self._steps[key] = _Recorded(inputs, outputs, self._noted)
             return outputs.detach()
-        weight, bias = self._weights()
+        weight, bias = self._weight_tensors()
         outputs = dense_forward(inputs, weight, bias, self._rectified)
         self._steps[key] = _Dense(DenseStep(inputs, weight, outputs, self._rectified), *self._names)
         return outputs
 
-    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weight_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         weight, bias = self._names
         return self._tensors[weight], self._tensors[bias]
 
@@ -166,7 +166,7 @@ class LayerShard:
     def infer(self, inputs: torch.Tensor, columns: Channels | None = None) -> torch.Tensor:
         """Return the outputs, (samples, elements), like `forward`, in evaluation mode and without keeping state."""
         if self._dense and columns is None:
-            return dense_forward(inputs, *self._weights(), self._rectified)
+            return dense_forward(inputs, *self._weight_tensors(), self._rectified)
         layer = SlicedLayer(self.layer, self.part, self._tensors)
         with torch.no_grad():
             return layer.finish(layer.sums(inputs, columns))

@@ -30,7 +30,7 @@ def shard(problem: Problem, first: int, last: int, device: str) -> Shard | Shape
 
 
 @lru_cache(maxsize=1024)
-def _described(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+def _describe_tensors(model: Model, unit: int, fixed: bool) -> dict[str, tuple[Shape, torch.dtype, bool]]:
     """Return shape, type and trainability of every tensor of a unit; ``fixed`` includes frozen tensors."""
     from testbed.ml.models.modules import frozen_names
 
@@ -92,18 +92,18 @@ class ShapeShard:
 
     def norms(self, without: Collection[str] = ()) -> torch.Tensor:
         """Return norms with the shape of `Shard.norms`."""
-        described = [self._described(unit) for unit in range(self.first, self.last)]
+        described = [self._describe_tensors(unit) for unit in range(self.first, self.last)]
         trained = {name for unit in described for name, (_, _, is_trained) in unit.items() if is_trained}
         for tied in self._model.tied:
             trained.difference_update([name for name in tied.names if name in trained][1:])
         return torch.zeros(len(trained.difference(without)))
 
-    def _described(self, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
-        return _described(self._model, unit, self._training.frozen_travels)
+    def _describe_tensors(self, unit: int) -> dict[str, tuple[Shape, torch.dtype, bool]]:
+        return _describe_tensors(self._model, unit, self._training.frozen_travels)
 
     def gradient(self, tied: Tied) -> torch.Tensor:
         """Return a gradient with the shape of `Shard.gradient`."""
-        shape, dtype, _ = self._described(tied.units[0])[tied.names[0]]
+        shape, dtype, _ = self._describe_tensors(tied.units[0])[tied.names[0]]
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def put_gradient(self, tied: Tied, gradient: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class ShapeShard:
         tensors: dict[str, torch.Tensor] = {}
         running: dict[str, torch.Tensor] = {}
         for unit in range(self.first, self.last):
-            for name, (shape, dtype, trained) in self._described(unit).items():
+            for name, (shape, dtype, trained) in self._describe_tensors(unit).items():
                 tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
                 kept = self._training.kept(shape) if trained and self._updated else {}
                 for kind, (size, type_) in kept.items():

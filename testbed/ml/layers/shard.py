@@ -102,7 +102,7 @@ class Shard:
         selects the weights in asynchronous training; None selects the newest. ``rows`` is None for a whole batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
-        outputs = self._train(key, inputs, version, rows)
+        outputs = self._forward_training(key, inputs, version, rows)
         self._kept[key] = (inputs, outputs)
         return outputs.detach()
 
@@ -112,14 +112,14 @@ class Shard:
         The repetition draws the same random numbers and leaves the running statistics unchanged.
         """
         with torch.no_grad():
-            outputs = self._run(key, inputs, rows)
-        self._postponed[key] = partial(self._again, key, inputs, rows)
+            outputs = self._run_units(key, inputs, rows)
+        self._postponed[key] = partial(self._repeat_forward, key, inputs, rows)
         return outputs
 
-    def _again(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> None:
+    def _repeat_forward(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> None:
         inputs = inputs.detach().requires_grad_(self.first > 0)
         with self._statistics.set_aside(key):
-            outputs = self._run(key, inputs, rows)
+            outputs = self._run_units(key, inputs, rows)
         self._statistics.drop(key)
         self._kept[key] = (inputs, outputs)
 
@@ -139,7 +139,7 @@ class Shard:
         the parts sum to the mean loss, and their gradients to its gradient, for any split of the batch.
         """
         inputs = inputs.detach().requires_grad_(self.first > 0)
-        outputs = self._train(key, inputs, version, rows)
+        outputs = self._forward_training(key, inputs, version, rows)
         loss = self._training.loss(outputs, labels, whole)
         self._kept[key] = (inputs, loss)
         return float(loss.detach())
@@ -200,9 +200,9 @@ class Shard:
 
         ``norms`` are those of the gradients of the whole model, (tensors,), for clipping; None: this is all of it.
         """
-        self._step(step, self.versions.latest, _taken(self.versions.latest), norms)
+        self._step_optimizer(step, self.versions.latest, _take_gradients(self.versions.latest), norms)
 
-    def _step(
+    def _step_optimizer(
         self,
         step: int,
         parameters: Mapping[str, torch.nn.Parameter],
@@ -226,10 +226,10 @@ class Shard:
         ``key`` is the key of the batch whose backward was just done, the training step first. If ``aggregate`` exceeds
         one, that many versions are averaged in the new one. Versions before ``oldest_needed`` are freed.
         """
-        gradients = _taken(self.versions[version])
+        gradients = _take_gradients(self.versions[version])
         # What is to be averaged has to be there, the newest so far among it.
         needed = min(oldest_needed, self.versions.newest) if aggregate > 1 else oldest_needed
-        self._step(key[0], self.versions.begin_next(needed), gradients)
+        self._step_optimizer(key[0], self.versions.begin_next(needed), gradients)
         self._statistics.apply(key)
         if aggregate > 1:
             self.versions.aggregate(aggregate)
@@ -242,13 +242,13 @@ class Shard:
             self.versions.put({name: torch.nn.Parameter(average) for name, average in self._averages.items()})
         self._module.eval()
         with torch.no_grad():
-            outputs = self._seeded(inputs.detach(), "evaluation")
+            outputs = self._seed_units(inputs.detach(), "evaluation")
         self._module.train()
         self.versions.use(self.versions.newest)
         assert isinstance(outputs, torch.Tensor)
         return outputs.float()
 
-    def _narrow(self) -> AbstractContextManager[object]:
+    def _narrow_context(self) -> AbstractContextManager[object]:
         """Context computing in 16 bits by torch's autocast, or in float32 if the device does."""
         kinds = {"f16": torch.float16, "bf16": torch.bfloat16}
         kind = kinds.get(self._precision)
@@ -303,22 +303,22 @@ class Shard:
         for parameter in self._module.parameters():
             parameter.grad = None
 
-    def _train(self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None) -> torch.Tensor:
+    def _forward_training(self, key: Key, inputs: torch.Tensor, version: int | None, rows: Rows | None) -> torch.Tensor:
         if version is None:
-            return self._run(key, inputs, rows)
+            return self._run_units(key, inputs, rows)
         self.versions.use(version)
         with self._statistics.set_aside(key):
-            return self._run(key, inputs, rows)
+            return self._run_units(key, inputs, rows)
 
-    def _run(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+    def _run_units(self, key: Key, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """Run the units in order; if any draws random numbers, seed each by its unit and this batch.
 
         The draws are therefore independent of the cuts, of the number of micro-batches, and of other devices in the
         process.
         """
-        return self._seeded(inputs, repr((key[0], 0) if rows else key), rows).float()
+        return self._seed_units(inputs, repr((key[0], 0) if rows else key), rows).float()
 
-    def _seeded(self, inputs: torch.Tensor, key: str, rows: Rows | None = None) -> torch.Tensor:
+    def _seed_units(self, inputs: torch.Tensor, key: str, rows: Rows | None = None) -> torch.Tensor:
         begin, samples = rows or (0, len(inputs))
 
         def seeded(name: str) -> None:
@@ -326,10 +326,10 @@ class Shard:
             torch.default_generator.manual_seed(derive(self._seed, "draws", name, key))
 
         if self._draws:
-            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow():
+            with torch.random.fork_rng(devices=[]), self._of_batch(begin, len(inputs), samples), self._narrow_context():
                 outputs = self._module(inputs, seeded)
         else:
-            with self._narrow():
+            with self._narrow_context():
                 outputs = self._module(inputs)
         assert isinstance(outputs, torch.Tensor)
         return outputs
@@ -350,7 +350,7 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
     return {name: first[weight] for name, weight in every if unit_of(name) != unit_of(first[weight])}
 
 
-def _taken(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+def _take_gradients(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return the gradients of parameters and clear them."""
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
     for parameter in parameters.values():

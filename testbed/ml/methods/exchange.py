@@ -49,13 +49,13 @@ class Exchange(Method[ExchangeOptions]):
         if options.cast:
             if options.peer is not None:
                 raise InputError("a cast is for all neighbours; leave the peer out", ("method", "peer"))
-            if not _neighbours(problem, source):
+            if not _linked_neighbours(problem, source):
                 raise InputError(f"nobody hears a cast of '{source}', for it has no links", ("network",))
-            ends = [source, *_neighbours(problem, source)]
+            ends = [source, *_linked_neighbours(problem, source)]
         else:
             if options.everyone:
                 raise InputError("it goes with casts; write cast: true as well", ("method", "everyone"))
-            peer = self._peer(problem)
+            peer = self._peer_name(problem)
             if (source, peer) not in problem.links or (peer, source) not in problem.links:
                 raise InputError(f"there is no link between '{source}' and '{peer}'", ("method", "peer"))
             ends = [source, peer]
@@ -67,23 +67,23 @@ class Exchange(Method[ExchangeOptions]):
         """Send or cast on the coordinator, cast on the others if all devices do, and receive messages everywhere."""
         options = job.problem.options
         if options.cast and (options.everyone or device.name == job.plan.lead):
-            await self._cast(device, job)
+            await self._cast_messages(device, job)
         elif device.name == job.plan.lead:
-            await self._send(device, job)
+            await self._send_messages(device, job)
         if device.name != job.plan.lead:
             while True:
                 await device.receive()
 
-    async def _send(self, device: Device, job: Job[ExchangeOptions]) -> None:
-        peer = self._peer(job.problem)
-        for request, message in _messages(job):
+    async def _send_messages(self, device: Device, job: Job[ExchangeOptions]) -> None:
+        peer = self._peer_name(job.problem)
+        for request, message in _message_sizes(job):
             began = device.now()
             await device.send(peer, message)
             device.record("request", request=request, latency=device.now() - began)
 
-    async def _cast(self, device: Device, job: Job[ExchangeOptions]) -> None:
-        neighbours = _neighbours(job.problem, device.name)
-        for request, message in _messages(job):
+    async def _cast_messages(self, device: Device, job: Job[ExchangeOptions]) -> None:
+        neighbours = _linked_neighbours(job.problem, device.name)
+        for request, message in _message_sizes(job):
             began = device.now()
             await device.cast(neighbours, message)
             if device.name == job.plan.lead:
@@ -92,7 +92,7 @@ class Exchange(Method[ExchangeOptions]):
             links = job.problem.links.values()
             await device.sleep(LISTENING_SECONDS + max(link.delay + 4 * link.jitter for link in links))
 
-    def _peer(self, problem: Problem[ExchangeOptions]) -> str:
+    def _peer_name(self, problem: Problem[ExchangeOptions]) -> str:
         names = [device.name for device in problem.devices]
         if len(names) < 2:
             raise InputError("an exchange needs two of them", ("devices",))
@@ -102,7 +102,7 @@ class Exchange(Method[ExchangeOptions]):
         return peer
 
 
-def _neighbours(problem: Problem, name: str) -> list[str]:
+def _linked_neighbours(problem: Problem, name: str) -> list[str]:
     return [
         device.name
         for device in problem.devices
@@ -110,7 +110,7 @@ def _neighbours(problem: Problem, name: str) -> list[str]:
     ]
 
 
-def _messages(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
+def _message_sizes(job: Job[ExchangeOptions]) -> list[tuple[int, Message]]:
     payload = torch.zeros(int(job.problem.options.payload) // BYTES_PER_VALUE)
     requests = range(job.problem.workload.requests or DEFAULT_REQUESTS)
     return [(request, Message("payload", {"request": request}, {"payload": payload})) for request in requests]

@@ -75,7 +75,7 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         memory.
         """
         options = problem.options
-        chain, cuts = _cut(problem, all_devices(problem))
+        chain, cuts = _choose_cuts(problem, all_devices(problem))
         latency, bottleneck = chain.latency(cuts) + sum(chain.way_back), chain.bottleneck(cuts)
         return Plan(
             method=self.name,
@@ -96,12 +96,12 @@ class Sequential(Method[SequentialOptions, SequentialDetails]):
         from testbed.ml.pipeline.program import run_inference
 
         def stages(there: Collection[str]) -> tuple[Piece, ...]:
-            return stage_pieces(*_cut(job.problem, devices_among(job.problem, there)))
+            return stage_pieces(*_choose_cuts(job.problem, devices_among(job.problem, there)))
 
         await run_inference(device, job, stages, job.problem.options.in_flight)
 
 
-def _cut(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
+def _choose_cuts(problem: Problem[SequentialOptions], devices: Sequence[DeviceSpec]) -> tuple[InferenceChain, Cuts]:
     shares, size = problem.options.shares, problem.workload.batch_size
     chain = InferenceChain(problem.model, tuple(devices), problem.links, size, shares=shares)
     cut = {"even": chain.even, "latency": chain.least_latency, "bottleneck": chain.least_bottleneck}

@@ -65,16 +65,16 @@ class Single(Method[SingleOptions]):
         stopping = Stopping(problem.training)
         device.expose(lambda: stopping.result(result_of(shard.state())))
         if problem.workload.task == "train":
-            await _train(device, problem, job.dataset, shard, stopping)
+            await _train_model(device, problem, job.dataset, shard, stopping)
         else:
-            await _infer(device, problem, job.dataset, shard)
+            await _answer_requests(device, problem, job.dataset, shard)
 
     def spans(self, plan: Plan, device: str) -> frozenset[str]:
         """Return the spans of the one device; the others have none."""
         return frozenset({"forward", "backward", "update", "evaluate"} if device == plan.lead else ())
 
 
-async def _train(
+async def _train_model(
     device: Device, problem: Problem[SingleOptions], dataset: Dataset, shard: Shard | ShapeShard, stopping: Stopping
 ) -> None:
     units = problem.model.units
@@ -96,7 +96,9 @@ async def _train(
         if done == training.steps or due(done, device.now()):
             score = Score(problem.training)
             for index in range(len(requests)):
-                score.add(await _answer(device, problem, shard, requests, index, "evaluate"), requests.labels(index))
+                score.add(
+                    await _answer_request(device, problem, shard, requests, index, "evaluate"), requests.labels(index)
+                )
             device.record("evaluate", step=done, **score.fields())
             due.made(device.now())
             stopping.judge(done, score.fields(), lambda: result_of(shard.state()))
@@ -104,18 +106,18 @@ async def _train(
                 break
 
 
-async def _infer(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
+async def _answer_requests(device: Device, problem: Problem, dataset: Dataset, shard: Shard | ShapeShard) -> None:
     requests = Requests(dataset, problem.workload.batch_size, problem.workload.requests)
     answers = Answers(device, problem, requests)
     for index in range(len(requests)):
         asked = device.now()
-        output = await _answer(device, problem, shard, requests, index, "forward")
+        output = await _answer_request(device, problem, shard, requests, index, "forward")
         device.record("request", request=index, latency=device.now() - asked)
         answers.add(index, output)
     answers.finish()
 
 
-async def _answer(
+async def _answer_request(
     device: Device, problem: Problem, shard: Shard | ShapeShard, requests: Requests, index: int, span: str
 ) -> torch.Tensor:
     images = requests.images(index)

@@ -46,7 +46,7 @@ class Unit:
     all their values along one axis."""
 
     @cached_property
-    def _entering(self) -> list[tuple[Layer, Shape]]:
+    def _layer_inputs(self) -> list[tuple[Layer, Shape]]:
         """Each layer with its input shape."""
         return list(zip(self.layers, shapes(self.layers, self.input)[:-1], strict=True))
 
@@ -58,17 +58,17 @@ class Unit:
     @cached_property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(layer.parameters(shape) for layer, shape in self._entering)
+        return sum(layer.parameters(shape) for layer, shape in self._layer_inputs)
 
     @cached_property
     def frozen(self) -> int:
         """Number of frozen values."""
-        return sum(layer.frozen(shape) for layer, shape in self._entering)
+        return sum(layer.frozen(shape) for layer, shape in self._layer_inputs)
 
     @cached_property
     def weights(self) -> int:
         """Elements of weight matrices and kernels: the parameters without biases and normalisation parameters."""
-        return sum(layer.weights(shape) for layer, shape in self._entering)
+        return sum(layer.weights(shape) for layer, shape in self._layer_inputs)
 
     @property
     def multiplications(self) -> int:
@@ -78,17 +78,17 @@ class Unit:
     @cached_property
     def forward_flops(self) -> float:
         """FLOPs of forward for one sample."""
-        return float(sum(layer.flops(shape) for layer, shape in self._entering))
+        return float(sum(layer.flops(shape) for layer, shape in self._layer_inputs))
 
     @cached_property
     def cost(self) -> Cost:
         """Cost of the forward of one sample; `forward_of` and `backward_of` derive the costs of a batch."""
-        return sum((layer.cost(shape) for layer, shape in self._entering), Cost())
+        return sum((layer.cost(shape) for layer, shape in self._layer_inputs), Cost())
 
     @property
     def least_samples(self) -> int:
         """Minimum batch size in training; two if a layer normalises over samples alone."""
-        return max((layer.least_samples(shape) for layer, shape in self._entering), default=1)
+        return max((layer.least_samples(shape) for layer, shape in self._layer_inputs), default=1)
 
     @property
     def weight_bytes(self) -> int:
@@ -109,7 +109,7 @@ class Unit:
     def activation_bytes(self) -> int:
         """Bytes of all layer outputs for one sample, kept for backward. Joining several inputs makes a copy."""
         copied = math.prod(self.input) if self.joins and len(self.reads) > 1 else 0
-        return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._entering))
+        return BYTES_PER_VALUE * (copied + sum(layer.activations(shape) for layer, shape in self._layer_inputs))
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,10 @@ class Model:
 
         Before the first unit that is the model's input, after the last its output.
         """
-        return self._crossing[cut]
+        return self._crossings[cut]
 
     @cached_property
-    def _crossing(self) -> tuple[tuple[Made, ...], ...]:
+    def _crossings(self) -> tuple[tuple[Made, ...], ...]:
         """For each cut, the units before the cut whose outputs are read after the cut."""
         crossing: list[tuple[Made, ...]] = [((len(self.units) - 1, self.output),)]
         later: set[int] = set()
@@ -232,9 +232,9 @@ class Model:
 
     def weight_bytes(self, units: range) -> int:
         """Return the bytes of the trained values of consecutive units."""
-        return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated(units)
+        return self._sums[0][units.stop] - self._sums[0][units.start] - BYTES_PER_VALUE * self._repeated_values(units)
 
-    def _repeated(self, units: range) -> int:
+    def _repeated_values(self, units: range) -> int:
         """Return the values counted several times in consecutive units because the units share them."""
         counts = ((tied.values, sum(unit in units for unit in tied.units)) for tied in self.tied)
         return sum(values * (count - 1) for values, count in counts if count)
@@ -258,7 +258,7 @@ class Model:
     @property
     def parameters(self) -> int:
         """Number of trained values."""
-        return sum(unit.parameters for unit in self.units) - self._repeated(range(len(self.units)))
+        return sum(unit.parameters for unit in self.units) - self._repeated_values(range(len(self.units)))
 
     @property
     def frozen(self) -> int:

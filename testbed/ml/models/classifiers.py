@@ -28,7 +28,7 @@ Width = Annotated[int, Field(ge=1, le=100_000)]
 Units = list[tuple[str, list[Layer]]]
 
 
-def _convolution(
+def _conv_layers(
     channels: int, kernel: int = 3, stride: int = 1, groups: int = 1, batch_norm: bool = True
 ) -> list[Layer]:
     # A bias before the normalisation would be subtracted by it at once.
@@ -85,7 +85,7 @@ class BatchNormOptions(ConfigModel):
 def vgg5(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     """Create VGG5 as in PipeLearn's Table II."""
     units: Units = [
-        (f"conv{index}", [*_convolution(channels, batch_norm=options.batch_norm), ReLU(), last])
+        (f"conv{index}", [*_conv_layers(channels, batch_norm=options.batch_norm), ReLU(), last])
         for index, (channels, last) in enumerate(((32, MaxPool2d()), (64, MaxPool2d()), (64, Flatten())), 1)
     ]
     units += [("fc1", [Linear(128), ReLU()]), ("fc2", [Linear(classes)])]
@@ -105,14 +105,14 @@ def resnet18(options: BatchNormOptions, shape: Shape, classes: int) -> Model:
     203.6 s of the paper's Table IV.
     """
     norm = options.batch_norm
-    units: Units = [("stem", [*_convolution(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)])]
+    units: Units = [("stem", [*_conv_layers(64, 7, 2, batch_norm=norm), ReLU(), MaxPool2d(3, 2, 1)])]
     entering = 64
     for group, (channels, first) in enumerate(RESNET_GROUPS, 1):
         for block, stride in ((1, first), (2, 1)):
-            path = [*_convolution(channels, 3, stride, batch_norm=norm), ReLU()]
-            path += _convolution(channels, batch_norm=norm)
+            path = [*_conv_layers(channels, 3, stride, batch_norm=norm), ReLU()]
+            path += _conv_layers(channels, batch_norm=norm)
             same = stride == 1 and entering == channels
-            shortcut = [] if same else _convolution(channels, 1, stride, batch_norm=norm)
+            shortcut = [] if same else _conv_layers(channels, 1, stride, batch_norm=norm)
             units.append((f"block{group}-{block}", [Residual(tuple(path), tuple(shortcut)), ReLU()]))
             entering = channels
     units[-1][1].append(GlobalAveragePool2d())
@@ -145,7 +145,7 @@ def alexnet(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
         ("conv4", [Conv2d(256, padding=1), ReLU()]),
         ("conv5", [Conv2d(256, padding=1), ReLU()]),
         ("pool5", [MaxPool2d(3, 2)]),
-        *_classifier(options, classes, 6),
+        *_classifier_layers(options, classes, 6),
     ]
     return chain("alexnet", shape, classes, units)
 
@@ -156,10 +156,10 @@ def vgg16(options: ImagenetOptions, shape: Shape, classes: int) -> Model:
     for block, (channels, count) in enumerate(((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)), 1):
         units += [(f"conv{block}-{index}", [Conv2d(channels, padding=1), ReLU()]) for index in range(1, count + 1)]
         units.append((f"pool{block}", [MaxPool2d()]))
-    return chain("vgg16", shape, classes, units + _classifier(options, classes, 14))
+    return chain("vgg16", shape, classes, units + _classifier_layers(options, classes, 14))
 
 
-def _classifier(options: ImagenetOptions, classes: int, number: int) -> Units:
+def _classifier_layers(options: ImagenetOptions, classes: int, number: int) -> Units:
     first, second = options.hidden
     return [
         (f"fc{number}", [Flatten(), Linear(first), ReLU()]),
@@ -196,32 +196,32 @@ def mobilenetv2(options: MobileNetV2Options, shape: Shape, classes: int) -> Mode
     if len(shape) != 3:
         raise ValueError(f"MobileNetV2 needs (channels, height, width), not {shape}")
     small = options.stem == "small" if options.stem else min(shape[1:]) < SMALL
-    entering = _scaled(32, options.width)
-    units: Units = [("stem", [*_convolution(entering, 3, 1 if small else 2), ReLU(6.0)])]
+    entering = _scale_channels(32, options.width)
+    units: Units = [("stem", [*_conv_layers(entering, 3, 1 if small else 2), ReLU(6.0)])]
     for group, (expansion, channels, blocks, stride) in enumerate(MOBILENET_GROUPS, 1):
-        leaving = _scaled(channels, options.width)
+        leaving = _scale_channels(channels, options.width)
         first = 1 if small and group == 2 else stride
         for block in range(blocks):
-            bottleneck = _bottleneck(entering, leaving, first if block == 0 else 1, expansion)
+            bottleneck = _bottleneck_block(entering, leaving, first if block == 0 else 1, expansion)
             units.append((f"block{group}-{block + 1}", bottleneck))
             entering = leaving
-    head = _convolution(_scaled(1280, max(1.0, options.width)), 1)
+    head = _conv_layers(_scale_channels(1280, max(1.0, options.width)), 1)
     units.append(("head", [*head, ReLU(6.0), GlobalAveragePool2d()]))
     dropped: list[Layer] = [Dropout(options.dropout)] if options.dropout else []
     units.append(("output", [*dropped, Linear(classes)]))
     return chain("mobilenetv2", shape, classes, units)
 
 
-def _scaled(channels: int, width: float) -> int:
+def _scale_channels(channels: int, width: float) -> int:
     """Return the product rounded to a multiple of 8, at least 8 and at least nine tenths of the product."""
     exact = channels * width
     rounded = max(8, int(exact + 4) // 8 * 8)
     return rounded + 8 if rounded < 0.9 * exact else rounded
 
 
-def _bottleneck(entering: int, leaving: int, stride: int, expansion: int) -> list[Layer]:
+def _bottleneck_block(entering: int, leaving: int, stride: int, expansion: int) -> list[Layer]:
     """Expand, filter each channel, project without activation; with a shortcut if the shape is unchanged."""
     hidden = entering * expansion
-    layers: list[Layer] = [*_convolution(hidden, 1), ReLU(6.0)] if expansion > 1 else []
-    layers += [*_convolution(hidden, 3, stride, groups=hidden), ReLU(6.0), *_convolution(leaving, 1)]
+    layers: list[Layer] = [*_conv_layers(hidden, 1), ReLU(6.0)] if expansion > 1 else []
+    layers += [*_conv_layers(hidden, 3, stride, groups=hidden), ReLU(6.0), *_conv_layers(leaving, 1)]
     return [Residual(tuple(layers))] if stride == 1 and entering == leaving else layers

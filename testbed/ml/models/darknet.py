@@ -81,7 +81,7 @@ def check(path: Path, model: Model) -> Header:
     """Return the header of a file with exactly this model's size; raises `InputError` for other files."""
     try:
         with path.open("rb") as file:
-            header = _header(path, file)
+            header = _read_header(path, file)
         actual = path.stat().st_size - header.size
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
@@ -102,13 +102,13 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     with path.open("rb") as file:
         file.seek(size)
         for each in convolutions(model):
-            kernel, bias = _folded(path, file, each)
+            kernel, bias = _fold_normalisation(path, file, each)
             state[f"{each.name}.weight"] = torch.from_numpy(kernel)
             state[f"{each.name}.bias"] = torch.from_numpy(bias)
     return state
 
 
-def _header(path: Path, file: IO[bytes]) -> Header:
+def _read_header(path: Path, file: IO[bytes]) -> Header:
     raw = file.read(_VERSION.size)
     version = _VERSION.unpack(raw) if len(raw) == _VERSION.size else (_MOST, 0, 0)
     major, minor, revision = version
@@ -124,22 +124,22 @@ def _header(path: Path, file: IO[bytes]) -> Header:
     return Header((major, minor, revision), count.unpack(raw)[0], _VERSION.size + count.size)
 
 
-def _folded(path: Path, file: IO[bytes], each: Convolution) -> tuple[FileValues, FileValues]:
+def _fold_normalisation(path: Path, file: IO[bytes], each: Convolution) -> tuple[FileValues, FileValues]:
     """Read one convolution; return its kernels and biases without normalisation."""
     channels = each.kernel[0]
-    bias = _read(path, file, each, channels)
+    bias = _read_values(path, file, each, channels)
     if not each.normalised:
-        return _read(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel), bias
-    scale, mean, variance = (_read(path, file, each, channels) for _ in range(3))
+        return _read_values(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel), bias
+    scale, mean, variance = (_read_values(path, file, each, channels) for _ in range(3))
     if (variance < 0).any():
         raise InputError(f"{path}: damaged: a variance of layer {each.name} is negative; download it again")
-    kernel = _read(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel)
+    kernel = _read_values(path, file, each, int(np.prod(each.kernel))).reshape(each.kernel)
     factor = scale.astype(np.float64) / (np.sqrt(variance.astype(np.float64)) + EPSILON)
     folded = (kernel * factor[:, None, None, None]).astype(np.float32)
     return folded, (bias - factor * mean).astype(np.float32)
 
 
-def _read(path: Path, file: IO[bytes], each: Convolution, count: int) -> FileValues:
+def _read_values(path: Path, file: IO[bytes], each: Convolution, count: int) -> FileValues:
     values = np.frombuffer(file.read(BYTES_PER_VALUE * count), "<f4").astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError(f"{path}: damaged: layer {each.name} holds values that are no numbers; download it again")

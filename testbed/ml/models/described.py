@@ -36,7 +36,7 @@ _ACTIVATIONS = ("Sigmoid", "Tanh", "GELU", "SiLU", "ELU", "Hardswish", "Hardsigm
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _dropout(p: float = 0.5, training: object = True, inplace: bool = False) -> nn.Module:
+def _describe_dropout(p: float = 0.5, training: object = True, inplace: bool = False) -> nn.Module:
     """Return the dropout layer of a module, or None if inactive; raises TypeError for one active in evaluation too."""
     if training is False:
         return nn.Identity()
@@ -52,7 +52,7 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
     "leaky_relu": nn.LeakyReLU,
     "max_pool2d": nn.MaxPool2d,
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
-    "dropout": _dropout,
+    "dropout": _describe_dropout,
 }
 """The modules that do what functions of torch do, made of what those are given beside the values."""
 
@@ -72,13 +72,13 @@ def described(
     tensors, before, row = {*read, *nodes}, read[0], list(nodes)
     entering = shape(before)
     if len(read) > 1:
-        if not _joins(row[0]):
+        if not _joins_channels(row[0]):
             return ()
         before = row.pop(0)
         entering = shape(before)
     named: list[tuple[str, Layer]] = []
     for node in row:
-        layers = _layers(root, node, shape(node))
+        layers = _describe_node(root, node, shape(node))
         if layers is None or [each for each in node.all_input_nodes if each in tensors] != [before]:
             return ()
         named += [(str(node.target) if node.op == "call_module" else "", each) for each in layers]
@@ -91,13 +91,13 @@ def described(
     return tuple(named) if counted == weights and math.prod(passing[-1]) == math.prod(shape(before)) else ()
 
 
-def _joins(node: fx.Node) -> bool:
+def _joins_channels(node: fx.Node) -> bool:
     """Return whether a node concatenates a unit's inputs along the channels."""
     along = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     return node.target in (torch.cat, torch.concat) and along in (1,)
 
 
-def _layers(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, ...] | None:
+def _describe_node(root: nn.Module, node: fx.Node, made: Shape) -> tuple[Layer, ...] | None:
     """Return the layers of a node, empty for an identity; None for an unknown operation. ``made`` is its output."""
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
@@ -124,49 +124,49 @@ def _of_module(module: Any) -> tuple[Layer, ...] | None:
     return _KINDS[kind](module) if kind in _KINDS else None
 
 
-def _convolution(module: nn.Conv2d) -> tuple[Layer, ...] | None:
+def _describe_convolution(module: nn.Conv2d) -> tuple[Layer, ...] | None:
     of = (module.kernel_size, module.stride, module.padding, module.dilation)
-    kernel, stride, padding, dilation = map(_square, of)
+    kernel, stride, padding, dilation = map(_square_size, of)
     if kernel is None or stride is None or padding is None or dilation != 1 or module.padding_mode != "zeros":
         return None
     return (Conv2d(module.out_channels, kernel, stride, padding, module.groups, module.bias is not None),)
 
 
-def _normalisation(module: nn.BatchNorm2d) -> tuple[Layer, ...] | None:
+def _describe_normalisation(module: nn.BatchNorm2d) -> tuple[Layer, ...] | None:
     usual = (module.eps, module.momentum) == (1e-5, 0.1) and module.affine and module.track_running_stats
     return (BatchNorm2d(),) if usual else None
 
 
-def _pool(module: nn.MaxPool2d) -> tuple[Layer, ...] | None:
-    kernel, stride, padding = map(_square, (module.kernel_size, module.stride, module.padding))
+def _describe_pool(module: nn.MaxPool2d) -> tuple[Layer, ...] | None:
+    kernel, stride, padding = map(_square_size, (module.kernel_size, module.stride, module.padding))
     if kernel is None or stride is None or padding is None or module.dilation != 1:
         return None
     return None if module.ceil_mode or module.return_indices else (MaxPool2d(kernel, stride, padding),)
 
 
-def _clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
+def _describe_clamp(module: nn.Hardtanh) -> tuple[Layer, ...] | None:
     return (ReLU(float(module.max_val)),) if module.min_val == 0 else None
 
 
 _KINDS: dict[type[nn.Module], Callable[[Any], tuple[Layer, ...] | None]] = {
     nn.Identity: lambda module: (),
-    nn.Conv2d: _convolution,
+    nn.Conv2d: _describe_convolution,
     nn.Linear: lambda module: (Linear(module.out_features, module.bias is not None),),
-    nn.BatchNorm2d: _normalisation,
+    nn.BatchNorm2d: _describe_normalisation,
     nn.ReLU: lambda module: (ReLU(),),
-    nn.ReLU6: _clamp,
-    nn.Hardtanh: _clamp,
+    nn.ReLU6: _describe_clamp,
+    nn.Hardtanh: _describe_clamp,
     nn.LeakyReLU: lambda module: (LeakyReLU(module.negative_slope),),
     nn.Dropout: lambda module: (Dropout(module.p),),
     nn.Flatten: lambda module: (Flatten(),) if (module.start_dim, module.end_dim) == (1, -1) else None,
-    nn.MaxPool2d: _pool,
+    nn.MaxPool2d: _describe_pool,
     nn.AdaptiveAvgPool2d: lambda module: (
         (GlobalAveragePool2d(),) if module.output_size in (1, (1, 1), [1, 1]) else None
     ),
 }
 
 
-def _square(size: Any) -> int | None:
+def _square_size(size: Any) -> int | None:
     """Return the size common to both axes; None if they differ."""
     sizes = {*size} if isinstance(size, tuple | list) else {size}
     return sizes.pop() if len(sizes) == 1 and all(isinstance(each, int) for each in sizes) else None

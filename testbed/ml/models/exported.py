@@ -70,7 +70,7 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
         with torch.random.fork_rng(devices=[]):
             dynamic = (({0: torch.export.Dim("samples", min=2)},) * len(inputs),)
             program = torch.export.export(given, inputs, dynamic_shapes=dynamic, strict=False)
-        graph, constants = _Flat(program, [*parts]).graph, _constants(program)
+        graph, constants = _Flat(program, [*parts]).graph, _find_constants(program)
         for name, value in constants.items():
             setattr(root, name, value)
         weights = storages(root)
@@ -81,7 +81,7 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
                     measured_inputs[node.name] = (
                         Measure(samples) if node.op == "placeholder" else measured(root, node, measured_inputs, weights)
                     )
-        _check(given, graph, batches[0], inputs)
+        _check_results(given, graph, batches[0], inputs)
     except InputError as error:
         raise InputError(f"{usercode.line_of(error, maker.code)}: {error.text}", KEY) from error
     except Exception as error:
@@ -90,17 +90,17 @@ def exported(maker: Maker, entering: InputSpec) -> Traced:
     return Traced(root, graph, runs, constants)
 
 
-def _constants(program: Any) -> dict[str, torch.Tensor]:
+def _find_constants(program: Any) -> dict[str, torch.Tensor]:
     """Return the tensors `forward` creates independently of its inputs."""
     signature = program.graph_signature.inputs_to_lifted_tensor_constants
-    return {_constant(name): program.constants[name] for name in signature.values()}
+    return {_constant_name(name): program.constants[name] for name in signature.values()}
 
 
-def _constant(name: str) -> str:
+def _constant_name(name: str) -> str:
     return "_tensor_constant_" + name.replace(".", "_")
 
 
-def _check(given: TensorOutput, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+def _check_results(given: TensorOutput, graph: fx.Graph, samples: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
     """Reject a graph whose results differ from the network's, in training or in evaluation."""
     made = fx.GraphModule(given.network, graph)
     for training in (True, False):
@@ -132,17 +132,17 @@ class _Flat:
         self._views: dict[fx.Node, fx.Node] = {}
         """For each view, the node whose memory it shares."""
         self._mode = self.graph.get_attr("training")
-        self._inline(program.graph, [])
+        self._inline_graph(program.graph, [])
         for node in reversed(self.graph.nodes):
             if not node.users and node.op not in ("placeholder", "output"):
                 self.graph.erase_node(node)
 
-    def _inline(self, graph: fx.Graph, given: Sequence[Any], inner: bool = False) -> Any:
+    def _inline_graph(self, graph: fx.Graph, given: Sequence[Any], inner: bool = False) -> Any:
         """Copy a graph and return copies of its results. ``given`` are the placeholders' values in a nested graph."""
         arguments = iter(given)
         for node in graph.nodes:
             if node.op == "placeholder":
-                self._copies[node] = next(arguments) if inner else self._entering(node)
+                self._copies[node] = next(arguments) if inner else self._copy_inputs(node)
             elif node.op == "get_attr":
                 self._copies[node] = getattr(node.graph.owning_module, str(node.target), None)
             elif node.op == "output":
@@ -151,36 +151,36 @@ class _Flat:
                     self.graph.output(results[-1])
                 return results
             else:
-                self._copies[node] = self._called(node)
+                self._copies[node] = self._copy_call(node)
                 if isinstance(self._copies[node], fx.Node):
-                    self._copies[node].meta = _place(node)
+                    self._copies[node].meta = _node_location(node)
         raise AssertionError("a graph ends with its output")
 
-    def _entering(self, node: fx.Node) -> fx.Node:
+    def _copy_inputs(self, node: fx.Node) -> fx.Node:
         signature = self._program.graph_signature
         for named in (signature.inputs_to_parameters, signature.inputs_to_buffers):
             if node.name in named:
                 return self.graph.get_attr(named[node.name].removeprefix(_NETWORK))
         if node.name in signature.inputs_to_lifted_tensor_constants:
-            return self.graph.get_attr(_constant(signature.inputs_to_lifted_tensor_constants[node.name]))
+            return self.graph.get_attr(_constant_name(signature.inputs_to_lifted_tensor_constants[node.name]))
         if self._samples is None:
             self._samples = self.graph.placeholder("samples")
         part = next(self._parts, None)
         return self._samples if part is None else self.graph.call_function(entry, (self._samples, *part))
 
-    def _called(self, node: fx.Node) -> Any:
+    def _copy_call(self, node: fx.Node) -> Any:
         target = node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self._copies[each])
         if isinstance(target, HigherOrderOperator):
-            return self._nested(node, args)
+            return self._copy_nested(node, args)
         if target is operator.getitem and isinstance(args[0], tuple | list):
             return list(args[0])[args[1]]  # type: ignore[index]
         assert callable(target)
         if not isinstance(target, OpOverload):
             return self.graph.call_function(target, args, kwargs)
         if target in _VALUES:
-            raise InputError(f"{_line(node)}reads values of a tensor")
-        if target in _NORMALISATIONS and (path := _path(node)):
+            raise InputError(f"{_source_line(node)}reads values of a tensor")
+        if target in _NORMALISATIONS and (path := _normalisation_path(node)):
             return self.graph.call_module(path, (args[0],))
         if target._schema.is_mutable and str(target).split(".")[1].endswith("_"):
             return self._in_place(node, target, args, kwargs)
@@ -208,45 +208,47 @@ class _Flat:
         shared = [other for other, of in self._views.items() if of is base] + [base]
         later = {other for other in shared if other is not changed and any(user > node for user in other.users)}
         if changed.op == "placeholder" or later:
-            raise InputError(f"{_line(node)}changes a tensor in place that is read under another name: make a new one")
+            raise InputError(
+                f"{_source_line(node)}changes a tensor in place that is read under another name: make a new one"
+            )
         name, overload = str(target).split(".")[1:]
         functional = getattr(getattr(torch.ops.aten, name.rstrip("_")), overload)
         self._copies[changed] = self.graph.call_function(functional, self._following_mode(functional, args), kwargs)
-        self._copies[changed].meta = _place(node)
+        self._copies[changed].meta = _node_location(node)
         return self._copies[changed]
 
-    def _nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
+    def _copy_nested(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """Copy the contents of `with` statements."""
         name = str(node.target)
         if name == "wrap_with_set_grad_enabled":
-            results = self._inline(args[1].graph, args[2:], inner=True)
+            results = self._inline_graph(args[1].graph, args[2:], inner=True)
             if args[0]:
                 return results
             detach = torch.ops.aten.detach.default
             return tuple(self.graph.call_function(detach, (each,)) for each in results)
         if name == "wrap_with_autocast" and not args[2]:
-            return self._inline(args[4].graph, args[5:], inner=True)
-        raise InputError(f"{_line(node)}{name}: cannot be cut into units: leave it out")
+            return self._inline_graph(args[4].graph, args[5:], inner=True)
+        raise InputError(f"{_source_line(node)}{name}: cannot be cut into units: leave it out")
 
 
-def _stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
+def _module_stack(node: fx.Node) -> dict[str, tuple[str, Any]]:
     """Return the modules a node was created in, outermost first, without the network itself."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     named = {key: (f"{path.partition('@')[0]}.".removeprefix(_NETWORK), kind) for key, (path, kind) in stack.items()}
     return {key: (path.rstrip("."), kind) for key, (path, kind) in named.items() if path not in ("", ".", _NETWORK)}
 
 
-def _path(node: fx.Node) -> str:
+def _normalisation_path(node: fx.Node) -> str:
     """Return the path of the torch.nn normalisation a node belongs to; empty for other nodes."""
-    path, kind = next(reversed(_stack(node).values()), ("", ""))
+    path, kind = next(reversed(_module_stack(node).values()), ("", ""))
     return path if "norm" in str(kind).lower() else ""
 
 
-def _place(node: fx.Node) -> dict[str, Any]:
-    return {"nn_module_stack": _stack(node), "stack_trace": node.meta.get("stack_trace")}
+def _node_location(node: fx.Node) -> dict[str, Any]:
+    return {"nn_module_stack": _module_stack(node), "stack_trace": node.meta.get("stack_trace")}
 
 
-def _line(node: fx.Node) -> str:
+def _source_line(node: fx.Node) -> str:
     """Return the source line of a node, for an error."""
     lines = [each.strip() for each in (node.stack_trace or "").splitlines() if each.strip().startswith("File ")]
     file, _, rest = lines[-1].removeprefix('File "').partition('", line ') if lines else ("", "", "")

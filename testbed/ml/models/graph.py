@@ -261,7 +261,7 @@ def graph_of(model: Model) -> Graph:
         if len(sources) == 1 and sources[0] != INPUT:
             # A map that the unit before flattens arrives as it was.
             arriving = layers[sources[0]].output
-        described = [*_described(index, unit, names, sources, len(layers), arriving)]
+        described = [*_describe_unit(index, unit, names, sources, len(layers), arriving)]
         layers += described
         made[index] = len(layers) - 1 if described else sources[0]
     return Graph(model.name, tuple(layers))
@@ -279,12 +279,12 @@ def _looked_into(model: Model, index: int, unit: Unit) -> tuple[Unit, tuple[str,
     return replace(unit, layers=(replace(counted, make=partial(model.whole, index)),)), ("",)
 
 
-def _described(
+def _describe_unit(
     index: int, unit: Unit, names: Sequence[str], sources: tuple[int, ...], first: int, shape: Shape
 ) -> Iterator[GraphLayer]:
     """Yield a unit's layers; ``first`` is the graph index of the first one, ``shape`` its input shape."""
     entering = shapes(unit.layers, unit.input)
-    for place, numbers in enumerate(_runs(unit, len(sources) > 1)):
+    for place, numbers in enumerate(_layer_runs(unit, len(sources) > 1)):
         layer = GraphLayer(
             name=f"{unit.name}.{place}" if place else unit.name,
             sequence=tuple(unit.layers[number] for number in numbers),
@@ -298,7 +298,7 @@ def _described(
         yield layer
 
 
-def _runs(unit: Unit, joins: bool) -> list[list[int]]:
+def _layer_runs(unit: Unit, joins: bool) -> list[list[int]]:
     """Return the positions of the main layer and its followers for each layer of a unit; routes have none."""
     runs: list[list[int]] = [[]] if joins or not unit.layers else []
     for number, layer in enumerate(unit.layers):

@@ -160,7 +160,7 @@ class Layer:
         if not weight:
             return {}
         limit = bound(self.initialisation, weight)
-        tensors = {"weight": _draw(weight, generator, part, limit)}
+        tensors = {"weight": _draw_slice(weight, generator, part, limit)}
         if self.channel_values:
             tensors["bias"] = torch.zeros(len(part.channels))
             if self.initialisation == "torch":  # biases of the others are zero
@@ -193,13 +193,13 @@ def sequence(layers: Sequence[Layer], shape: Shape, generator: torch.Generator) 
     return nn.Sequential(*(layer.build(size, generator) for layer, size in zip(layers, entering, strict=True)))
 
 
-def _image(shape: Shape, layer: str) -> tuple[int, int, int]:
+def _check_image(shape: Shape, layer: str) -> tuple[int, int, int]:
     if len(shape) != 3:
         raise ValueError(f"{layer} needs (channels, height, width), not {shape}")
     return shape
 
 
-def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> int:
+def _window_count(size: int, kernel: int, stride: int, padding: int, layer: str) -> int:
     """Return the number of window positions along one axis."""
     positions = (size + 2 * padding - kernel) // stride + 1
     if size + 2 * padding < kernel or positions < 1:
@@ -207,7 +207,7 @@ def _window(size: int, kernel: int, stride: int, padding: int, layer: str) -> in
     return positions
 
 
-def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
+def _draw_slice(weight: Shape, generator: torch.Generator, part: Slice, limit: float) -> torch.Tensor:
     """Draw a weight tensor between ``-limit`` and ``limit`` in blocks of rows; return a slice of the tensor."""
     rows, *others = weight
     fan_in = math.prod(others)
@@ -222,7 +222,7 @@ def _draw(weight: Shape, generator: torch.Generator, part: Slice, limit: float) 
     return kept
 
 
-def _real(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+def _allocate_module(module: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
     """Allocate a module of the meta device.
 
     On the meta device torch draws nothing, so its global generator is left alone. The module's own ``to_empty`` would
@@ -279,7 +279,7 @@ class Reorganise(Layer):
         """(channels stride^2, height / stride, width / stride); raises ValueError if the stride does not divide the
         sides.
         """
-        channels, height, width = _image(shape, "Reorganise")
+        channels, height, width = _check_image(shape, "Reorganise")
         if channels % self.stride**2 or height % self.stride or width % self.stride:
             raise ValueError(
                 f"Reorganise by {self.stride} needs channels that {self.stride**2} divides and pixels that "
@@ -347,9 +347,9 @@ class MaxPool2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """Same channels, fewer pixels."""
-        channels, *pixels = _image(shape, "MaxPool2d")
+        channels, *pixels = _check_image(shape, "MaxPool2d")
         step = self.stride or self.kernel
-        height, width = (_window(size, self.kernel, step, self.padding, "MaxPool2d") for size in pixels)
+        height, width = (_window_count(size, self.kernel, step, self.padding, "MaxPool2d") for size in pixels)
         return (channels, height, width)
 
     def product(self, inputs: torch.Tensor, weight: torch.Tensor | None, padding: int | None = None) -> torch.Tensor:
@@ -375,7 +375,7 @@ class GlobalAveragePool2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """One value for each channel."""
-        return _image(shape, "GlobalAveragePool2d")[:1]
+        return _check_image(shape, "GlobalAveragePool2d")[:1]
 
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
@@ -398,7 +398,7 @@ class BatchNorm2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """Return the input shape."""
-        return _image(shape, "BatchNorm2d")
+        return _check_image(shape, "BatchNorm2d")
 
     def least_samples(self, shape: Shape) -> int:
         """Two for images of a single pixel, otherwise one."""
@@ -455,10 +455,10 @@ class Conv2d(Layer):
 
     def output(self, shape: Shape) -> Shape:
         """(channels, height, width); raises ValueError where groups or the kernel do not fit."""
-        entering, *pixels = _image(shape, "Conv2d")
+        entering, *pixels = _check_image(shape, "Conv2d")
         if entering % self.groups or self.channels % self.groups:
             raise ValueError(f"Conv2d from {entering} to {self.channels} channels cannot have {self.groups} groups")
-        height, width = (_window(size, self.kernel, self.stride, self.padding, "Conv2d") for size in pixels)
+        height, width = (_window_count(size, self.kernel, self.stride, self.padding, "Conv2d") for size in pixels)
         return (self.channels, height, width)
 
     def weight_shape(self, shape: Shape) -> Shape:
@@ -475,7 +475,7 @@ class Conv2d(Layer):
         """Make the torch module."""
         size = (shape[0], self.channels, self.kernel, self.stride, self.padding)
         module = nn.Conv2d(*size, groups=self.groups, bias=self.bias, device="meta")
-        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+        return _allocate_module(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
 
 
 @dataclass(frozen=True)
@@ -511,7 +511,7 @@ class Linear(Layer):
     def build(self, shape: Shape, generator: torch.Generator) -> nn.Module:
         """Make the torch module."""
         module = nn.Linear(shape[0], self.features, bias=self.bias, device="meta")
-        return _real(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
+        return _allocate_module(module, self.draw(shape, generator, _all_of(self.weight_shape(shape))))
 
 
 def _all_of(weight: Shape) -> Slice:
@@ -539,7 +539,7 @@ class Residual(Layer):
             raise ValueError(f"Residual adds {' and '.join(map(str, sorted(ends)))}: give it a shortcut that fits")
         return ends.pop()
 
-    def _all(self, shape: Shape) -> list[tuple[Layer, Shape]]:
+    def _inner_layers(self, shape: Shape) -> list[tuple[Layer, Shape]]:
         """Each inner layer with its input shape."""
         return [
             pair for path in (self.block, self.shortcut) for pair in zip(path, shapes(path, shape)[:-1], strict=True)
@@ -547,36 +547,40 @@ class Residual(Layer):
 
     def parameters(self, shape: Shape) -> int:
         """Trained values of block and shortcut."""
-        return sum(layer.parameters(entering) for layer, entering in self._all(shape))
+        return sum(layer.parameters(entering) for layer, entering in self._inner_layers(shape))
 
     def weights(self, shape: Shape) -> int:
         """Elements of the kernels of block and shortcut."""
-        return sum(layer.weights(entering) for layer, entering in self._all(shape))
+        return sum(layer.weights(entering) for layer, entering in self._inner_layers(shape))
 
     def flops(self, shape: Shape) -> float:
         """FLOPs of block and shortcut."""
-        return sum(layer.flops(entering) for layer, entering in self._all(shape))
+        return sum(layer.flops(entering) for layer, entering in self._inner_layers(shape))
 
     def activations(self, shape: Shape) -> int:
         """Outputs within block and shortcut, and the sum."""
-        return sum(layer.activations(entering) for layer, entering in self._all(shape)) + math.prod(self.output(shape))
+        return sum(layer.activations(entering) for layer, entering in self._inner_layers(shape)) + math.prod(
+            self.output(shape)
+        )
 
     def accesses(self, shape: Shape) -> int:
         """Return the accesses of block, shortcut and sum; the sum reads two values for each value written."""
-        return sum(layer.accesses(entering) for layer, entering in self._all(shape)) + self._summed(shape)
+        return sum(layer.accesses(entering) for layer, entering in self._inner_layers(shape)) + self._sum_accesses(
+            shape
+        )
 
-    def _summed(self, shape: Shape) -> int:
+    def _sum_accesses(self, shape: Shape) -> int:
         """Values that the sum reads and writes."""
         return 3 * math.prod(self.output(shape))
 
     def cost(self, shape: Shape) -> Cost:
         """Return the cost of block, shortcut and sum; the sum counts as an activation."""
-        within = (layer.cost(entering) for layer, entering in self._all(shape))
-        return sum(within, Cost(accessed=BYTES_PER_VALUE * self._summed(shape), kind="activation"))
+        within = (layer.cost(entering) for layer, entering in self._inner_layers(shape))
+        return sum(within, Cost(accessed=BYTES_PER_VALUE * self._sum_accesses(shape), kind="activation"))
 
     def least_samples(self, shape: Shape) -> int:
         """The largest minimum of the layers of block and shortcut."""
-        return max((layer.least_samples(entering) for layer, entering in self._all(shape)), default=1)
+        return max((layer.least_samples(entering) for layer, entering in self._inner_layers(shape)), default=1)
 
     def draw(self, shape: Shape, generator: torch.Generator, part: Slice) -> dict[str, torch.Tensor]:
         """Return all initial weights, for any slice."""

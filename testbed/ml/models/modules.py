@@ -97,23 +97,23 @@ class Segment(nn.Sequential):
 
         ``input`` is (samples, ...), several tensors flattened and joined. Values are dropped after their last use.
         """
-        made = _unpack(input, self._crossing[0])
+        made = _split_tensors(input, self._crossing[0])
         for place, (name, unit) in enumerate(self.named_children()):
             if before is not None:
                 before(name)
             made[self._first + place] = unit(*(made[index] for index in self._reads[place]))
             made = {index: made[index] for index, _ in self._crossing[place + 1]}
-        return _pack(made, self._crossing[-1])
+        return _join_tensors(made, self._crossing[-1])
 
 
-def _unpack(packed: torch.Tensor, crossing: Sequence[Made]) -> dict[int, torch.Tensor]:
+def _split_tensors(packed: torch.Tensor, crossing: Sequence[Made]) -> dict[int, torch.Tensor]:
     if len(crossing) == 1:
         return {crossing[0][0]: packed}
     parts = torch.split(packed, [math.prod(shape) for _, shape in crossing], dim=1)
     return {index: part.reshape(-1, *shape) for (index, shape), part in zip(crossing, parts, strict=True)}
 
 
-def _pack(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tensor:
+def _join_tensors(made: dict[int, torch.Tensor], crossing: Sequence[Made]) -> torch.Tensor:
     if len(crossing) == 1:
         return made[crossing[0][0]]
     return torch.cat([made[index].flatten(1) for index, _ in crossing], dim=1)

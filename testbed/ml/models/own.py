@@ -55,7 +55,7 @@ def create_own(
     wanted = None if units is None else tuple(units)
 
     def made(whole: bool) -> Model:
-        return _traced(text, json.dumps(arguments), InputSpec(tuple(shape), whole, fields), classes, wanted, lora)
+        return _trace_cached(text, json.dumps(arguments), InputSpec(tuple(shape), whole, fields), classes, wanted, lora)
 
     if fields or not integers:
         return made(bool(fields) and all_whole(fields))
@@ -69,7 +69,7 @@ def create_own(
 
 
 @lru_cache(maxsize=16)
-def _traced(
+def _trace_cached(
     code: str,
     arguments: str,
     entering: InputSpec,

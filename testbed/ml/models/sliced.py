@@ -104,13 +104,13 @@ class SlicedLayer:
         """Add the bias to complete sums of some output channels, normalise and activate; (samples, elements) both."""
         channels = self.part.channels if channels is None else channels
         pixels = self.layer.summed[1:] or (1, 1)
-        return self._finish(sums.reshape(len(sums), len(channels), *pixels), channels).flatten(1)
+        return self._finish_maps(sums.reshape(len(sums), len(channels), *pixels), channels).flatten(1)
 
-    def _finish(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
+    def _finish_maps(self, values: torch.Tensor, channels: Channels) -> torch.Tensor:
         bias = self._states[0].get("bias")
         if bias is not None:
             values = values + pick(bias, 0, channels, self.part.channels)[:, None, None]
-        finished: torch.Tensor = self._finishing(channels)(values)
+        finished: torch.Tensor = self._finishing_layers(channels)(values)
         return finished
 
     def tile(self, inputs: torch.Tensor, around: tuple[int, int, int, int]) -> torch.Tensor:
@@ -120,7 +120,7 @@ class SlicedLayer:
         assert self.layer.window is not None
         padded = functional.pad(inputs, around, value=self.layer.window.fill)
         values = self.layer.sequence[0].product(padded, self._states[0].get("weight"), padding=0)
-        return self._finish(values, self.part.channels)
+        return self._finish_maps(values, self.part.channels)
 
     def run(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute the whole layer from its complete input; (samples, elements) both."""
@@ -132,11 +132,11 @@ class SlicedLayer:
         if self.layer.joins:
             return inputs
         if self._whole is None:
-            self._whole = self._built()
+            self._whole = self._build_layer()
         outputs: torch.Tensor = self._whole(inputs.reshape(len(inputs), *self.layer.entering))
         return outputs.flatten(1)
 
-    def _finishing(self, channels: Channels) -> nn.Sequential:
+    def _finishing_layers(self, channels: Channels) -> nn.Sequential:
         """Return the operations after the sums for some channels: a narrower normalisation, an activation."""
         if channels not in self._following:
             modules = nn.Sequential()
@@ -148,7 +148,7 @@ class SlicedLayer:
             self._following[channels] = modules.train(self._training)
         return self._following[channels]
 
-    def _built(self) -> nn.Sequential:
+    def _build_layer(self) -> nn.Sequential:
         modules, entering = nn.Sequential(), shapes(self.layer.sequence, self.layer.entering)
         for layer, shape, state in zip(self.layer.sequence, entering, self._states, strict=False):
             module = layer.build(shape, torch.Generator())
@@ -166,7 +166,7 @@ class SlicedShape:
 
     def sums(self, inputs: torch.Tensor, columns: Channels | None = None, rows: Channels | None = None) -> torch.Tensor:
         """Return sums of shape (samples, elements of the rows)."""
-        return self._made(inputs, self.part.rows if rows is None else rows)
+        return self._empty_output(inputs, self.part.rows if rows is None else rows)
 
     def finish(self, sums: torch.Tensor, channels: Channels | None = None) -> torch.Tensor:
         """Return a tensor with the shape of the sums."""
@@ -186,9 +186,9 @@ class SlicedShape:
         if self.layer.joins:
             return inputs
         whole = range(self.layer.output_channels)
-        return self._made(inputs, self.part.channels if self.layer.by_channel else whole)
+        return self._empty_output(inputs, self.part.channels if self.layer.by_channel else whole)
 
-    def _made(self, inputs: torch.Tensor, channels: Channels) -> torch.Tensor:
+    def _empty_output(self, inputs: torch.Tensor, channels: Channels) -> torch.Tensor:
         return torch.empty((len(inputs), len(channels) * self.layer.pixels), device="meta")
 
 

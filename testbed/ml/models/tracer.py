@@ -87,9 +87,9 @@ def trace(maker: Maker, entering: InputSpec, whole: Sequence[str] | None) -> Tra
     """
     refused: list[InputError] = []
     for device, given in (("meta", ()), ("cpu", tuple(whole or ()))):
-        for names in (given, (*given, *_bare(maker))):
+        for names in (given, (*given, *_weightless_modules(maker))):
             try:
-                return _trace(maker, entering, device, names)
+                return _trace_modes(maker, entering, device, names)
             except InputError as error:
                 refused.append(error)
                 if _UNLIKE not in error.text:
@@ -97,10 +97,10 @@ def trace(maker: Maker, entering: InputSpec, whole: Sequence[str] | None) -> Tra
     raise refused[-1]
 
 
-def _bare(maker: Maker) -> list[str]:
+def _weightless_modules(maker: Maker) -> list[str]:
     """Return modules without weights or submodules: they may act in training only, such as DropPath."""
     with torch.device("meta"):
-        modules = dict(_made(maker).named_modules())
+        modules = dict(_make_network(maker).named_modules())
     return [name for name, each in modules.items() if name and not each.state_dict() and not [*each.children()]]
 
 
@@ -108,7 +108,7 @@ def seeded(maker: Maker, seed: int) -> nn.Module:
     """Construct the network with the weights of a seed; torch's global generator is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "weights"))
-        return _made(maker)
+        return _make_network(maker)
 
 
 def plain(value: object) -> bool:
@@ -123,7 +123,7 @@ def line(node: fx.Node, maker: Maker) -> str:
     return node.stack_trace or usercode.shown(maker.code.module)
 
 
-def _made(maker: Maker) -> nn.Module:
+def _make_network(maker: Maker) -> nn.Module:
     root = maker()
     for name, module in root.named_modules():
         if getattr(module, "inplace", False) is True:
@@ -136,13 +136,13 @@ def _made(maker: Maker) -> nn.Module:
     return root
 
 
-def _trace(maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]) -> Traced:
+def _trace_modes(maker: Maker, entering: InputSpec, device: str, whole: Sequence[str]) -> Traced:
     """Trace in training and in evaluation; booleans differing between the two follow the unit's mode."""
     tracers = []
     for training in (True, False):
         if device == "meta":
             with torch.device("meta"):
-                root = _made(maker)
+                root = _make_network(maker)
         else:
             root = seeded(maker, 0)
         root.train(training)
@@ -183,7 +183,7 @@ def _follow_mode(tracer: _Tracer, evaluating: fx.Graph, maker: Maker) -> None:
         other = theirs[at] if at < len(theirs) else None
         if other is not None and (node.op, str(node.target)) == (other.op, str(other.target)):
             with graph.inserting_before(node):
-                replaced = _followed((node.args, node.kwargs), (other.args, other.kwargs), mode)
+                replaced = _follow_arguments((node.args, node.kwargs), (other.args, other.kwargs), mode)
             if replaced is not None:
                 for each in graph.nodes:
                     if each.target is by_mode:
@@ -199,7 +199,7 @@ def by_mode(training: bool, first: float, second: float) -> float:
     return first if training else second
 
 
-def _followed(ours: Any, theirs: Any, mode: fx.Node) -> Any:
+def _follow_arguments(ours: Any, theirs: Any, mode: fx.Node) -> Any:
     """Return arguments following the mode where booleans differ; None for any other difference."""
     values, structure = pytree.tree_flatten(ours)
     others, other_structure = pytree.tree_flatten(theirs)
@@ -239,10 +239,10 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = self.counter.get_total_flops() - before
         first = result[0] if isinstance(result, tuple | list) and result else result
         if _has_numbers(first) and not func.is_view:
-            self._count(func, args, kwargs, first, flops)
+            self._count_work(func, args, kwargs, first, flops)
         return result
 
-    def _count(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float) -> None:
+    def _count_work(self, func: Any, args: Any, kwargs: Any, made: torch.Tensor, flops: float) -> None:
         read = [each for each in pytree.tree_leaves((args, kwargs)) if _has_numbers(each)]
         trains = "batch_norm" in func.name() and any(each is True for each in args)
         if trains and math.prod(read[0].shape[2:]) == 1:
@@ -251,7 +251,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = made.numel() + sum(each.numel() for each in read) - sum(each.numel() for each in weights)
         matrices = sum(each.numel() for each in weights if each.ndim > 1)
         self.made += made.numel()
-        self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _kind(func, args, flops))
+        self.cost += Cost(flops, BYTES_PER_VALUE * values, BYTES_PER_VALUE * matrices, _work_kind(func, args, flops))
 
 
 def _has_numbers(value: object) -> bool:
@@ -266,7 +266,7 @@ def _check_types(arguments: Sequence[Any]) -> None:
         raise TypeError(f"multiplies {' by '.join(types)}; {text}")
 
 
-def _kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
+def _work_kind(operation: Any, arguments: Sequence[Any], flops: float) -> Kind:
     """Return the kind of layer an aten operation belongs to."""
     name = operation.name()
     if name == "aten::convolution":
@@ -317,11 +317,11 @@ def measured(
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: runs[each.name].value)
     work = _Work(weights)
     with torch.device(device), work.counter, work:
-        value = _called(root, node, args, kwargs)
+        value = _called_function(root, node, args, kwargs)
     return Measure(value, work.cost, work.made, work.least)
 
 
-def _called(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _called_function(root: nn.Module, node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_module":
         return root.get_submodule(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
@@ -448,7 +448,7 @@ class _Tracer(fx.Tracer):
         if type(m) in (nn.TransformerEncoder, nn.TransformerDecoder):
             forward = partial(self._stack, m)
         elif isinstance(m, nn.RNNBase) and type(m) in _RECURRENT and m.num_layers > 1 and len(args) == 1 and not kwargs:
-            forward = partial(self._recurrent, m)
+            forward = partial(self._call_recurrent, m)
             self._in_layers = m
         return super().call_module(m, forward, args, kwargs)
 
@@ -469,7 +469,7 @@ class _Tracer(fx.Tracer):
             values = layer(values, *memory, **masks)
         return values if stack.norm is None else stack.norm(values)
 
-    def _recurrent(self, module: nn.RNNBase, values: Any) -> Any:
+    def _call_recurrent(self, module: nn.RNNBase, values: Any) -> Any:
         """Call the layers of a recurrent network one after the other."""
         ways = 2 if module.bidirectional else 1
         size = module.proj_size or module.hidden_size
@@ -528,7 +528,7 @@ class _Tracer(fx.Tracer):
         if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             raise InputError("`with` torch.no_grad or torch.autocast is lost in tracing: use .detach() or .to(...)")
         if kind == "call_method":
-            _refuse(target)
+            _refuse_method(target)
         target = _IN_PLACE.get(target, target)
         if kwargs.get("inplace"):
             kwargs = {**kwargs, "inplace": False}
@@ -552,7 +552,7 @@ class _Tracer(fx.Tracer):
                 runs[node.name] = measured(self.root, node, runs, self._weights, self._device)
 
 
-def _refuse(method: str) -> None:
+def _refuse_method(method: str) -> None:
     """Raise `InputError` for a method of a tensor that cannot be traced."""
     if method in ("item", "tolist"):
         raise InputError(f".{method}() reads values of a tensor: {_REMEDY}")

@@ -32,17 +32,17 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, *STACKS)
 
 def traced(maker: Maker, entering: InputSpec, classes: int, units: Sequence[str] | None = None) -> Model:
     """Trace, measure and cut a network; raises `InputError` naming the failing line."""
-    steps = _steps(maker, _found(maker, entering, units))
-    cuts = _automatic(steps) if units is None else _by_hand(steps, units)
+    steps = _make_steps(maker, _trace_network(maker, entering, units))
+    cuts = _choose_cuts(steps) if units is None else _by_hand(steps, units)
     pieces = [steps.nodes[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(steps.nodes)])]
-    given = [_name(piece, steps) for piece in pieces]
+    given = [_unit_name(piece, steps) for piece in pieces]
     names = [f"{name}@{count}" if (count := given[:at].count(name)) else name for at, name in enumerate(given)]
     if units is not None:
         names[1:] = units[-len(cuts) :] if cuts else []
-    return _chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
+    return _make_chain(maker, steps, dict(zip(names, pieces, strict=True)), entering, classes)
 
 
-def _found(maker: Maker, entering: InputSpec, units: Sequence[str] | None) -> Traced:
+def _trace_network(maker: Maker, entering: InputSpec, units: Sequence[str] | None) -> Traced:
     """Trace a network by torch.fx, or by the slower torch.export if torch.fx fails."""
     try:
         return trace(maker, entering, units)
@@ -135,12 +135,12 @@ class _Steps:
         return tuple(self.values(node)[0].shape[1:])
 
 
-def _steps(maker: Maker, traced: Traced) -> _Steps:
+def _make_steps(maker: Maker, traced: Traced) -> _Steps:
     entering, output = (
         next(node for node in traced.graph.nodes if node.op == kind) for kind in ("placeholder", "output")
     )
-    depends = _depending(traced, entering)
-    masks = _masks(traced, entering, depends)
+    depends = _dependent_nodes(traced, entering)
+    masks = _mask_nodes(traced, entering, depends)
     nodes = [node for node in traced.graph.nodes if node in depends - masks - {entering}]
     result = output.args[0]
     if not nodes or result is not nodes[-1]:
@@ -151,7 +151,7 @@ def _steps(maker: Maker, traced: Traced) -> _Steps:
     return _Steps(traced, nodes, entering, maker)
 
 
-def _depending(traced: Traced, entering: fx.Node) -> set[fx.Node]:
+def _dependent_nodes(traced: Traced, entering: fx.Node) -> set[fx.Node]:
     """Return the nodes whose tensors depend on the samples."""
     dependent = {entering}
     for node in traced.graph.nodes:
@@ -161,7 +161,7 @@ def _depending(traced: Traced, entering: fx.Node) -> set[fx.Node]:
     return dependent
 
 
-def _masks(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
+def _mask_nodes(traced: Traced, entering: fx.Node, depends: Collection[fx.Node]) -> set[fx.Node]:
     """Return nodes computed from samples without weights and without gradients: masks, positions, input tokens.
 
     Each unit recomputes them from the samples.
@@ -179,7 +179,7 @@ def _is_mask(traced: Traced, node: fx.Node, read: Sequence[fx.Node]) -> bool:
     """Return whether a node computed from samples and masks is a mask as well."""
     if node.op == "output" or traced.runs[0][node.name].works:
         return False
-    if _parameters(traced.root, [node, *node.all_input_nodes]):
+    if _used_parameters(traced.root, [node, *node.all_input_nodes]):
         return False
     entered = [each for each in read if each.op == "placeholder" or each.target is entry]
     return not _is_float(traced, node) or not any(_is_float(traced, each) for each in entered)
@@ -204,7 +204,7 @@ def _named_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> dict[str, nn
     return parameters
 
 
-def _parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
+def _used_parameters(root: nn.Module, nodes: Iterable[fx.Node]) -> list[nn.Parameter]:
     """Return the parameters used by nodes, each once."""
     return list({id(each): each for each in _named_parameters(root, nodes).values()}.values())
 
@@ -220,7 +220,7 @@ def _with_statistics(root: nn.Module, nodes: Iterable[fx.Node]) -> set[str]:
     }
 
 
-def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...]:
+def _tied_weights(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...]:
     """Return the trained weights shared by several units."""
     names: dict[int, list[str]] = {}
     weights: dict[int, nn.Parameter] = {}
@@ -235,7 +235,7 @@ def _tied(steps: _Steps, pieces: Sequence[Sequence[fx.Node]]) -> tuple[Tied, ...
 # Cutting
 
 
-def _automatic(steps: _Steps) -> list[int]:
+def _choose_cuts(steps: _Steps) -> list[int]:
     """Return the cuts: between two steps with work, the last one with the fewest crossing bytes."""
     cuts: list[int] = []
     begin = 0
@@ -243,14 +243,16 @@ def _automatic(steps: _Steps) -> list[int]:
     for work, group in itertools.groupby(places, key=lambda place: steps.work[place - 1]):
         if work in (0, steps.work[-1]):
             continue
-        fitting = [place for place in group if _why_not(steps, begin, place) is None and not _within(steps, place)]
+        fitting = [
+            place for place in group if _why_not(steps, begin, place) is None and not _is_within_module(steps, place)
+        ]
         if fitting:
-            begin = min(reversed(fitting), key=lambda place: _crossing(steps, place))
+            begin = min(reversed(fitting), key=lambda place: _crossing_bytes(steps, place))
             cuts.append(begin)
     return cuts
 
 
-def _held(steps: _Steps, begin: int, end: int) -> str:
+def _reasons_uncut(steps: _Steps, begin: int, end: int) -> str:
     """Explain why a unit of several steps with work is not cut; empty for a single step or manual cuts."""
     for place in range(begin + 1, end):
         if not steps.work[begin] <= steps.work[place - 1] < steps.work[end - 1]:
@@ -258,12 +260,12 @@ def _held(steps: _Steps, begin: int, end: int) -> str:
         where = line(steps.nodes[place], steps.maker)
         if why := _why_not(steps, begin, place):
             return f"{where}: no unit can begin here: {why}"
-        if _within(steps, place):
+        if _is_within_module(steps, place):
             return f"{where}: several tensors cross here, inside a module that is kept whole: name it in `units`"
     return ""
 
 
-def _crossing(steps: _Steps, cut: int) -> int:
+def _crossing_bytes(steps: _Steps, cut: int) -> int:
     return sum(math.prod(steps.shape(node)) for node in steps.alive(cut))
 
 
@@ -281,16 +283,16 @@ def _why_not(steps: _Steps, begin: int, cut: int) -> str | None:
     return None
 
 
-def _within(steps: _Steps, cut: int) -> bool:
+def _is_within_module(steps: _Steps, cut: int) -> bool:
     """Return whether a cut crossed by several tensors is inside a module to be kept whole."""
     if not steps.mixed(cut):
         return False
-    before, after = (_callers(steps.nodes[place]) for place in (cut - 1, cut))
+    before, after = (_calling_modules(steps.nodes[place]) for place in (cut - 1, cut))
     common = [path for path, other in zip(before, after, strict=False) if path == other]
     return any(not isinstance(steps.root.get_submodule(path), _CONTAINERS) for path in common)
 
 
-def _callers(node: fx.Node) -> list[str]:
+def _calling_modules(node: fx.Node) -> list[str]:
     """Return the paths of the modules calling a node, outermost first, without the node's own."""
     stack: list[str] = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return [path for path in stack if not (node.op == "call_module" and path == node.target)]
@@ -317,7 +319,7 @@ def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
 
 
 def _is_in(node: fx.Node, name: str) -> bool:
-    paths = [*_callers(node), str(node.target) if node.op == "call_module" else ""]
+    paths = [*_calling_modules(node), str(node.target) if node.op == "call_module" else ""]
     return any(path == name or path.startswith(f"{name}.") for path in paths)
 
 
@@ -351,7 +353,7 @@ class TracedUnits:
         return units
 
 
-def _chain(
+def _make_chain(
     maker: Maker, steps: _Steps, named: Mapping[str, Sequence[fx.Node]], entering: InputSpec, classes: int
 ) -> Model:
     pieces = list(named.values())
@@ -367,7 +369,7 @@ def _chain(
         arriving = joined([steps.shape(node) for node in reads], whole=False)
         one = places if places != (index - 1,) else ()
         begin = steps.nodes.index(piece[0])
-        counted = replace(_measured(steps, piece, result), held=_held(steps, begin, begin + len(piece)))
+        counted = replace(_measure_units(steps, piece, result), held=_reasons_uncut(steps, begin, begin + len(piece)))
         if result is piece[-1] and all(isinstance(steps.values(node)[0], torch.Tensor) for node in piece):
             layers = described(steps.root, piece, reads, steps.shape, counted.trained)
             counted = replace(counted, described=layers)
@@ -385,14 +387,14 @@ def _chain(
             integers=whole,
             fields=fields,
             builder=builder,
-            tied=_tied(steps, pieces),
+            tied=_tied_weights(steps, pieces),
         )
     except ValueError as error:
         raise InputError(str(error), KEY) from None
 
 
-def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
-    everything = _parameters(steps.root, steps.all_of(piece))
+def _measure_units(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> CountedUnit:
+    everything = _used_parameters(steps.root, steps.all_of(piece))
     parameters = [each for each in everything if each.requires_grad]
     small = steps.runs[0]
     cost = sum((small[node.name].cost for node in piece), Cost())
@@ -407,10 +409,10 @@ def _measured(steps: _Steps, piece: Sequence[fx.Node], result: fx.Node) -> Count
     )
 
 
-def _name(piece: Sequence[fx.Node], steps: _Steps) -> str:
+def _unit_name(piece: Sequence[fx.Node], steps: _Steps) -> str:
     """Return the module of a unit, or the module its work begins in."""
     working = [node for node in piece if steps.runs[0][node.name].works] or list(piece)
-    ways = [[*_callers(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
+    ways = [[*_calling_modules(node), *([str(node.target)] if node.op == "call_module" else [])] for node in working]
     common = [paths[0] for paths in zip(*ways, strict=False) if len(set(paths)) == 1]
     return str((common or ways[0] or [working[0].name])[-1])
 

@@ -39,10 +39,10 @@ def check(path: Path, model: Model) -> None:
     """Raise `InputError` for a missing or unsuitable file; only names, shapes and types are compared."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: name one, relative to the scenario file")
-    if _format(path) == "darknet":
+    if _detect_format(path) == "darknet":
         darknet.check(path, model)
     else:
-        _matched(path, _load(path, values=False), model)
+        _match_names(path, _load_tensors(path, values=False), model)
 
 
 def is_scenario(path: Path) -> bool:
@@ -52,10 +52,10 @@ def is_scenario(path: Path) -> bool:
 
 def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     """Return a file's weights, keyed as in `Model.build`; raises `InputError` naming the problem."""
-    if not path.is_file() or _format(path) == "darknet":
+    if not path.is_file() or _detect_format(path) == "darknet":
         check(path, model)
         return darknet.read(path, model)
-    tensors = _matched(path, _load(path), model)
+    tensors = _match_names(path, _load_tensors(path), model)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise InputError(f"{path}: {name} holds values that are no numbers: whatever left them has diverged")
@@ -80,10 +80,10 @@ def plain_name(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _load(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
     """Return the tensors of a file; without ``values``, safetensors files yield names, shapes and types alone."""
-    if _format(path) == "torch":
-        return _unwrapped(path, _unpickled(path))
+    if _detect_format(path) == "torch":
+        return _unwrap_checkpoint(path, _load_pickle(path))
     try:
         if values:
             from safetensors.torch import load_file
@@ -95,7 +95,7 @@ def _load(path: Path, *, values: bool = True) -> dict[str, torch.Tensor]:
         raise InputError(f"{path}: not a safetensors file ({error}); a run leaves one as weights.safetensors") from None
 
 
-def _unpickled(path: Path) -> object:
+def _load_pickle(path: Path) -> object:
     try:
         with path.open("rb") as file:
             archive = file.read(4) == _TORCH[0]
@@ -106,7 +106,7 @@ def _unpickled(path: Path) -> object:
         raise InputError(f"{path}: {text} ({reason[:200]})") from None
 
 
-def _unwrapped(path: Path, content: object) -> dict[str, torch.Tensor]:
+def _unwrap_checkpoint(path: Path, content: object) -> dict[str, torch.Tensor]:
     """Return the `state_dict` in a file of torch, also inside a checkpoint with more content."""
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -118,15 +118,15 @@ def _unwrapped(path: Path, content: object) -> dict[str, torch.Tensor]:
     return {str(name): tensor for name, tensor in content.items()}
 
 
-def _matched(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
+def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by the names of `Model.build`; raises `InputError` for a mismatch."""
     from testbed.ml.models.lora import first_values, is_adapter
 
-    wanted = _unvalued(lambda: model.build(0, len(model.units), 0))
+    wanted = _state_shapes(lambda: model.build(0, len(model.units), 0))
     names = {name: name if model.builder is None else plain_name(name) for name in wanted}
     known = set(names.values())
     if model.builder is not None:
-        known |= _unvalued(lambda: model.builder.network(0)).keys()
+        known |= _state_shapes(lambda: model.builder.network(0)).keys()
         if _without_counters(tensors) == _without_counters(wanted):  # the names of an earlier version
             names, known = {name: name for name in wanted}, set(wanted)
     tensors = _without_prefixes(tensors, known)
@@ -134,9 +134,9 @@ def _matched(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor
     help_ = "use those of this model with its options, for as many classes"
     adapters = {name for name in names.values() if is_adapter(name)}
     if missing := _without_counters(names.values()) - tensors.keys() - adapters:
-        raise InputError(f"{other}: there is no {_listed(missing)}; {help_}")
+        raise InputError(f"{other}: there is no {_list_names(missing)}; {help_}")
     if more := _without_counters(tensors) - known:
-        raise InputError(f"{other}: {_listed(more)} is none of its tensors; {help_}")
+        raise InputError(f"{other}: {_list_names(more)} is none of its tensors; {help_}")
     result = {}
     for name, tensor in wanted.items():
         given = tensors.get(names[name])
@@ -151,7 +151,7 @@ def _matched(path: Path, tensors: State, model: Model) -> dict[str, torch.Tensor
     return result
 
 
-def _unvalued(make: Any) -> State:
+def _state_shapes(make: Any) -> State:
     """Return the state of a module; tensors without values are not drawn."""
     try:
         with torch.device("meta"):
@@ -179,7 +179,7 @@ def _without_counters(names: Collection[str]) -> set[str]:
     return {name for name in names if not name.endswith(_COUNTER)}
 
 
-def _listed(names: Collection[str]) -> str:
+def _list_names(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:_MOST])
     return shown if len(names) <= _MOST else f"{shown} (and {len(names) - _MOST} more)"
 
@@ -191,14 +191,14 @@ def facts(path: Path, model: Model) -> dict[str, Any]:
     known = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
     if is_scenario(path):
         return {"format": "scenario", **known}
-    kind = _format(path)
+    kind = _detect_format(path)
     if kind != "darknet":
         return {"format": kind, **known}
     header = darknet.check(path, model)
     return {"format": f"darknet {'.'.join(map(str, header.version))}", **known, "images_seen": header.seen}
 
 
-def _format(path: Path) -> Literal["safetensors", "torch", "darknet"]:
+def _detect_format(path: Path) -> Literal["safetensors", "torch", "darknet"]:
     """Return the format shown by a file's first bytes: safetensors begins with a header length and a brace."""
     try:
         with path.open("rb") as file:

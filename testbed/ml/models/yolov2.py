@@ -41,16 +41,33 @@ COCO = (
 _MAX, _ROUTE = MaxPool2d(), None
 
 
-def _conv(channels: int, kernel: int) -> tuple[Layer, ...]:
+def _conv_unit(channels: int, kernel: int) -> tuple[Layer, ...]:
     return (Conv2d(channels, kernel, padding=kernel // 2), LeakyReLU(0.1))
 
 
 _LAYERS = (
-    *(_conv(32, 3), _MAX, _conv(64, 3), _MAX, _conv(128, 3), _conv(64, 1), _conv(128, 3), _MAX),
-    *(_conv(256, 3), _conv(128, 1), _conv(256, 3), _MAX),
-    *(_conv(512, 3), _conv(256, 1), _conv(512, 3), _conv(256, 1), _conv(512, 3), _MAX),
-    *(_conv(1024, 3), _conv(512, 1), _conv(1024, 3), _conv(512, 1), _conv(1024, 3), _conv(1024, 3), _conv(1024, 3)),
-    *(_ROUTE, _conv(64, 1), Reorganise(2), _ROUTE, _conv(1024, 3)),
+    *(
+        _conv_unit(32, 3),
+        _MAX,
+        _conv_unit(64, 3),
+        _MAX,
+        _conv_unit(128, 3),
+        _conv_unit(64, 1),
+        _conv_unit(128, 3),
+        _MAX,
+    ),
+    *(_conv_unit(256, 3), _conv_unit(128, 1), _conv_unit(256, 3), _MAX),
+    *(_conv_unit(512, 3), _conv_unit(256, 1), _conv_unit(512, 3), _conv_unit(256, 1), _conv_unit(512, 3), _MAX),
+    *(
+        _conv_unit(1024, 3),
+        _conv_unit(512, 1),
+        _conv_unit(1024, 3),
+        _conv_unit(512, 1),
+        _conv_unit(1024, 3),
+        _conv_unit(1024, 3),
+        _conv_unit(1024, 3),
+    ),
+    *(_ROUTE, _conv_unit(64, 1), Reorganise(2), _ROUTE, _conv_unit(1024, 3)),
 )
 """All but the last: convolutions with their activation, poolings, routes."""
 
@@ -65,14 +82,14 @@ def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
     """Create YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
         raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
-    units = [_named(index, layer) for index, layer in enumerate(_LAYERS)]
+    units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
     labels = COCO if classes == CLASSES else tuple(f"class {index}" for index in range(classes))
     detector = Detector(ANCHORS, labels, options.threshold)
     units.append((f"conv{len(units)}", (Conv2d(detector.channels(classes)[0], 1),)))
     return chain("yolov2", shape, classes, units, ROUTES, detector)
 
 
-def _named(index: int, layer: tuple[Layer, ...] | Layer | None) -> tuple[str, tuple[Layer, ...]]:
+def _name_unit(index: int, layer: tuple[Layer, ...] | Layer | None) -> tuple[str, tuple[Layer, ...]]:
     if layer is None:
         return f"route{index}", ()
     if isinstance(layer, tuple):

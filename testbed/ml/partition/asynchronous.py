@@ -93,13 +93,13 @@ class AsynchronousPipeline(TrainingPipeline):
         return replace(self, devices=devices, links=links, capacities=self.capacities + added)
 
     @cached_property
-    def _sums(self) -> dict[str, list[float]]:
+    def _cumulative_times(self) -> dict[str, list[float]]:
         kinds = {"forward": self.profile.forward, "backward": self.profile.backward, "update": self.profile.update}
         return {kind: [0.0, *accumulate(times)] for kind, times in kinds.items()}
 
     def seconds(self, kind: str, stage: int, first: int, last: int) -> float:
         """Return the seconds of units ``first`` to ``last`` (exclusive) on this stage, by equations (3) and (7)."""
-        sums = self._sums[kind]
+        sums = self._cumulative_times[kind]
         return self.capacities[stage] * (sums[last] - sums[first])
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
@@ -116,18 +116,18 @@ class AsynchronousPipeline(TrainingPipeline):
 
     def stage_time(self, stage: int, first: int, last: int) -> float:
         """Return T(first, last) of a stage for one batch: forward, backward and update."""
-        return sum(self.seconds(kind, stage, first, last) for kind in self._sums)
+        return sum(self.seconds(kind, stage, first, last) for kind in self._cumulative_times)
 
     @property
     def bottleneck_costs(self) -> Costs:
         """Busy seconds of each stage and each link for one batch: the three parts of equation (5)."""
 
         def stage(stage: int, first: int, last: int) -> float:
-            return max(self.stage_time(stage, first, last), self._replicating(stage, first, last))
+            return max(self.stage_time(stage, first, last), self._replication_time(stage, first, last))
 
         return replace(super().bottleneck_costs, stage=stage)
 
-    def _replicating(self, stage: int, first: int, last: int) -> float:
+    def _replication_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds for one batch of the busiest link carrying a stage's replicas.
 
         The paper's equation (5) omits replicas. They share a link with other messages to the same neighbour.

@@ -95,7 +95,7 @@ def least_bottleneck(units: int, stages: int, bottleneck: Costs, total: Costs) -
     limit, cuts = best(units, stages, bottleneck, max)
     if math.isinf(limit):
         return limit, cuts
-    cost, among_equals = least_total(units, stages, _within(total, bottleneck, limit))
+    cost, among_equals = least_total(units, stages, _limit_bottleneck(total, bottleneck, limit))
     return limit, cuts if math.isinf(cost) else among_equals
 
 
@@ -107,14 +107,14 @@ def trade_offs(units: int, stages: int, bottleneck: Costs, total: Costs) -> list
     partitions: list[Cuts] = []
     limit = math.inf
     while True:
-        cost, cuts = least_total(units, stages, _within(total, bottleneck, math.nextafter(limit, -math.inf)))
+        cost, cuts = least_total(units, stages, _limit_bottleneck(total, bottleneck, math.nextafter(limit, -math.inf)))
         if math.isinf(cost):
             return partitions
         partitions.append(cuts)
         limit = bottleneck.of(cuts, max)
 
 
-def _within(total: Costs, bottleneck: Costs, limit: float) -> Costs:
+def _limit_bottleneck(total: Costs, bottleneck: Costs, limit: float) -> Costs:
     """Forbid every part whose cost by ``bottleneck`` exceeds the limit."""
 
     def stage(index: int, first: int, last: int) -> float:

@@ -66,21 +66,25 @@ class Chain:
         return self.model.units
 
     @cached_property
-    def _costs(self) -> list[Cost]:
+    def _cumulative_costs(self) -> list[Cost]:
         """Cost of a forward of one sample, up to each cut."""
         return [Cost(), *accumulate(unit.cost for unit in self.units)]
 
     @cached_property
-    def _parameters(self) -> list[int]:
+    def _cumulative_parameters(self) -> list[int]:
         return [0, *accumulate(unit.parameters for unit in self.units)]
 
     def forward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a forward of units ``first`` to ``last`` (exclusive)."""
-        return self.devices[stage].seconds(forward_of(self._costs[last] - self._costs[first], samples))
+        return self.devices[stage].seconds(
+            forward_of(self._cumulative_costs[last] - self._cumulative_costs[first], samples)
+        )
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward."""
-        return self.devices[stage].seconds(backward_of(self._costs[last] - self._costs[first], samples))
+        return self.devices[stage].seconds(
+            backward_of(self._cumulative_costs[last] - self._cumulative_costs[first], samples)
+        )
 
     def transfer(self, source: int, target: int, cut: int, samples: int) -> tuple[float, float]:
         """Return the seconds a link is busy with the tensors of a cut, and its delay; equal for activation and
@@ -96,14 +100,14 @@ class Chain:
         return inference_bytes(self.model, range(first, last), self.batch_size, self.devices[stage].precision)
 
     @cached_property
-    def _memory(self) -> OfStage:
+    def _stage_memory(self) -> OfStage:
         return cache(self.memory)
 
-    def _fitting(self, costs: Costs) -> Costs:
+    def _fitting_costs(self, costs: Costs) -> Costs:
         """Forbid stages exceeding their device's memory."""
 
         def stage(index: int, first: int, last: int) -> float:
-            fits = self._memory(index, first, last) <= self.devices[index].memory
+            fits = self._stage_memory(index, first, last) <= self.devices[index].memory
             return costs.stage(index, first, last) if fits else math.inf
 
         def boundary(index: int, cut: int) -> float:
@@ -131,21 +135,21 @@ class Chain:
         """The smallest possible memory use of the fullest device, as a fraction, with its cuts."""
 
         def stage(index: int, first: int, last: int) -> float:
-            return self._memory(index, first, last) / self.devices[index].memory
+            return self._stage_memory(index, first, last) / self.devices[index].memory
 
         return cutting.best(len(self.units), len(self.devices), Costs(stage, lambda _stage, _cut: 0.0), max)
 
     def check(self, cuts: Cuts) -> None:
         """Raise `InputError` for a stage exceeding its device's memory, with a remedy."""
         shares = [
-            self._memory(stage, first, last) / self.devices[stage].memory
+            self._stage_memory(stage, first, last) / self.devices[stage].memory
             for stage, (first, last) in enumerate(pairwise(cuts))
         ]
         fullest = max(range(len(shares)), key=shares.__getitem__)
         if shares[fullest] <= 1:
             return
         first, last = cuts[fullest : fullest + 2]
-        device, need = self.devices[fullest], self._memory(fullest, first, last)
+        device, need = self.devices[fullest], self._stage_memory(fullest, first, last)
         names = self.units[first].name + ("" if last == first + 1 else f" to {self.units[last - 1].name}")
         raise InputError(
             f"{device.name} has {formats.size(device.memory)} of memory, but its part of the model ({names}) needs "
@@ -210,7 +214,9 @@ class Chain:
 
     def least_latency(self) -> Cuts:
         """Return the fitting partition with the least latency; raises `InputError` if none fits."""
-        return self._chosen(cutting.least_total(len(self.units), len(self.devices), self._fitting(self.latency_costs)))
+        return self._check_optimum(
+            cutting.least_total(len(self.units), len(self.devices), self._fitting_costs(self.latency_costs))
+        )
 
     @property
     def passage_costs(self) -> Costs:
@@ -232,9 +238,9 @@ class Chain:
 
     def least_bottleneck(self) -> Cuts:
         """Return the fitting cuts of least bottleneck, then quickest passage; raises `InputError` if none fit."""
-        fitting = self._fitting(self.bottleneck_costs)
+        fitting = self._fitting_costs(self.bottleneck_costs)
         best = cutting.least_bottleneck(len(self.units), len(self.devices), fitting, self.passage_costs)
-        return self._chosen(best)
+        return self._check_optimum(best)
 
     def even(self) -> Cuts:
         """Return even cuts; raises `InputError` if they do not fit."""
@@ -243,7 +249,7 @@ class Chain:
         self._check_tied(cuts)
         return cuts
 
-    def _chosen(self, best: tuple[float, Cuts]) -> Cuts:
+    def _check_optimum(self, best: tuple[float, Cuts]) -> Cuts:
         cost, cuts = best
         if math.isinf(cost):
             self.check(self.fullness[1])
@@ -345,17 +351,17 @@ class SynchronousPipeline(TrainingPipeline):
     def memory(self, stage: int, first: int, last: int) -> float:
         """Return the bytes needed by units ``first`` to ``last`` (exclusive) as this stage."""
         units, samples, precision = range(first, last), self._in_flight[stage], self.devices[stage].precision
-        if self._recomputes(stage):
+        if self._repeats_forward(stage):
             inputs = self.units[first].input_bytes * samples
             return training_bytes(self.model, units, self._sizes[0], self.state_values, precision=precision) + inputs
         return training_bytes(self.model, units, samples, self.state_values, precision=precision)
 
-    def _recomputes(self, stage: int) -> bool:
+    def _repeats_forward(self, stage: int) -> bool:
         return self.recompute and stage + 1 < len(self.devices)
 
     def backward_time(self, stage: int, first: int, last: int, samples: int) -> float:
         """Return the seconds of a backward, including a repeated forward if activations are not kept."""
-        again = self.forward_time(stage, first, last, samples) if self._recomputes(stage) else 0.0
+        again = self.forward_time(stage, first, last, samples) if self._repeats_forward(stage) else 0.0
         return super().backward_time(stage, first, last, samples) + again
 
     def _with_batch(self, batch_size: int) -> Chain:
@@ -363,7 +369,9 @@ class SynchronousPipeline(TrainingPipeline):
 
     def update_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds of the update at the end of a step."""
-        return self.devices[stage].seconds(Cost(self.update_flops * (self._parameters[last] - self._parameters[first])))
+        return self.devices[stage].seconds(
+            Cost(self.update_flops * (self._cumulative_parameters[last] - self._cumulative_parameters[first]))
+        )
 
     @property
     def samples(self) -> int:
@@ -394,7 +402,7 @@ class SynchronousPipeline(TrainingPipeline):
         more than the bottleneck. Therefore all partitions with the best passage for some bottleneck are timed. Raises
         `InputError` if none fits.
         """
-        fitting = self._fitting(self.bottleneck_costs)
+        fitting = self._fitting_costs(self.bottleneck_costs)
         candidates = cutting.trade_offs(len(self.units), len(self.devices), fitting, self.passage_costs)
         if not candidates:
             self.check(self.fullness[1])

@@ -97,10 +97,10 @@ def needs(old: StagePartition, new: StagePartition, held: HeldUnits) -> dict[str
     lost = missing(held, new.units)
     if lost:
         raise UnitsLostError(lost)
-    return {device: _need(device, old, new, held) for device in new.devices}
+    return {device: _sources_of(device, old, new, held) for device in new.devices}
 
 
-def _need(device: str, old: StagePartition, new: StagePartition, held: HeldUnits) -> Need:
+def _sources_of(device: str, old: StagePartition, new: StagePartition, held: HeldUnits) -> Need:
     local: list[int] = []
     fetch: dict[str, list[int]] = {}
     for unit in new.of(device):

@@ -79,14 +79,14 @@ class CheckpointRecovery:
         self._partitioner = partitioner
         self._collector = Collector(units)
         self._device.expose(self.weights)
-        mailbox.on(UnitState, self._collect)
+        mailbox.on(UnitState, self._collect_unit)
         mailbox.on_open(self._collector.clear)
 
     def weights(self) -> State:
         """Return the weights of the last checkpoint; empty before the first one."""
         return result_of(self.checkpoint.state or {})
 
-    def _collect(self, part: UnitState) -> None:
+    def _collect_unit(self, part: UnitState) -> None:
         self.checkpoint = self._collector.add(part.step, part.unit, part.state) or self.checkpoint
 
     async def establish(self) -> None:
@@ -100,9 +100,9 @@ class CheckpointRecovery:
         """Wait for lost devices to return; assign stages to the present ones."""
         self._device.record("recovery", phase="detected", step=start, missing=lost.missing)
         known = dict(self._members.known)
-        await self._gather(self._members.assigned, self._supervisor.timeouts.return_window)
+        await self._gather_devices(self._members.assigned, self._supervisor.timeouts.return_window)
         self._supervisor.learn_patience(lost, known)
-        self._arrange()
+        self._assign_stages()
 
     async def let_join(self) -> None:
         """Admit new or returned devices at a checkpoint if they allow more stages. Raises `Lost`."""
@@ -117,16 +117,16 @@ class CheckpointRecovery:
             joiners.clear()
             return
         self._device.record("log", text=f"{', '.join(sorted(joiners))} join at step {self.checkpoint.step}")
-        await self._gather(joiners | self._members.assigned, self._supervisor.patience)
-        self._arrange()
+        await self._gather_devices(joiners | self._members.assigned, self._supervisor.patience)
+        self._assign_stages()
         await self.establish()
 
-    async def _gather(self, names: Collection[str], seconds: float) -> None:
+    async def _gather_devices(self, names: Collection[str], seconds: float) -> None:
         """Open a configuration; wait for the answers of these devices up to a time limit."""
         self._mailbox.open(self._mailbox.configuration + 1)
         await self._members.gather(dict.fromkeys(names, self._device.now() + seconds), greeted=True)
 
-    def _arrange(self) -> None:
+    def _assign_stages(self) -> None:
         """Keep the stages if exactly their devices are present, otherwise plan for the present devices."""
         there = {self._device.name, *self._members.present} - self._members.excluded
         if self._members.assigned == there:

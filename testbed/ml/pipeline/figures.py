@@ -16,28 +16,30 @@ MOVED = "unit"
 # How it recovers: the phases "repartitioned", "redistributed" and "trained" of its recovery events.
 
 
-def _received(record: RunView, begun: float, ended: float) -> float:
+def _received_bytes(record: RunView, begun: float, ended: float) -> float:
     """Return the bytes of weights and optimizer state received by devices in an interval, as messages."""
     got = (event for event in record.of("receive") if begun <= event.time <= ended)
     return float(sum(event.fields["bytes"] for event in got if event.fields["message"] == MOVED))
 
 
-def _recovery(item: Recovery, record: RunView) -> dict[str, Any]:
+def _recovery_time(item: Recovery, record: RunView) -> dict[str, Any]:
     decided, sent, trained = (item.phases.get(name) for name in ("repartitioned", "redistributed", "trained"))
     return {
         "repartitioned": decided.time if decided else None,
         "redistributed": sent.time if sent else None,
         "trained": trained.time if trained else None,
-        "moved": _received(record, item.detected, sent.time) if sent else None,
+        "moved": _received_bytes(record, item.detected, sent.time) if sent else None,
         "case": decided.fields.get("case") if decided else None,
     }
 
 
-def _recoveries(record: RunView) -> list[dict[str, Any]]:
-    return [{"struck": item.struck, "detected": item.detected} | _recovery(item, record) for item in record.recoveries]
+def _all_recoveries(record: RunView) -> list[dict[str, Any]]:
+    return [
+        {"struck": item.struck, "detected": item.detected} | _recovery_time(item, record) for item in record.recoveries
+    ]
 
 
-def _outage(record: RunView, recovery: Item) -> float | None:
+def _outage_time(record: RunView, recovery: Item) -> float | None:
     """Return the seconds from the fault until a new batch was done."""
     struck, detected = recovery["struck"], recovery["detected"]
     if struck is None:
@@ -47,57 +49,63 @@ def _outage(record: RunView, recovery: Item) -> float | None:
     return next((step.time - struck for step in steps if step.time > detected and step.fields["step"] > before), None)
 
 
-def _rest(record: RunView) -> float | None:
+def _remaining_time(record: RunView) -> float | None:
     """Return the seconds from the last resumption to the last batch; empty if that batch was trained earlier."""
     resumed = [item.resumed for item in record.recoveries if item.resumed is not None]
     steps = record.of("step")
     return max(0.0, steps[-1].time - resumed[-1]) if resumed and steps else None
 
 
-def _span(item: Item, begun: str, ended: str) -> float | None:
+def _span_between(item: Item, begun: str, ended: str) -> float | None:
     first, last = item.get(begun), item.get(ended)
     return None if first is None or last is None else last - first
 
 
-def _longest(seconds: Iterable[float | None]) -> float | None:
+def _longest_time(seconds: Iterable[float | None]) -> float | None:
     return max((each for each in seconds if each is not None), default=None)
 
 
-def _phase(name: str, begun: str, ended: str, meaning: str) -> Metric:
+def _phase_metric(name: str, begun: str, ended: str, meaning: str) -> Metric:
     def compute(record: RunView) -> float | None:
-        return _longest(_span(item, begun, ended) for item in record.cached(_recoveries))
+        return _longest_time(_span_between(item, begun, ended) for item in record.cached(_all_recoveries))
 
     return Metric(name, "seconds", f"longest, {meaning}", compute)
 
 
-def _moved(record: RunView) -> float | None:
-    moved = [item["moved"] for item in record.cached(_recoveries) if item["moved"] is not None]
+def _moved_bytes(record: RunView) -> float | None:
+    moved = [item["moved"] for item in record.cached(_all_recoveries) if item["moved"] is not None]
     return sum(moved) if moved else None
 
 
-def _decided(metrics: Metrics) -> list[Item]:
+def _decided_recoveries(metrics: Metrics) -> list[Item]:
     """Return the recoveries that reached a decision."""
     phases = ("repartitioned", "trained")
     return [item for item in metrics["recovery_list"] if any(item.get(phase) is not None for phase in phases)]
 
 
 RECOVERY = (
-    _phase("repartition_time", "detected", "repartitioned", "from the detection to the decision who goes on with what"),
-    _phase(
+    _phase_metric(
+        "repartition_time", "detected", "repartitioned", "from the detection to the decision who goes on with what"
+    ),
+    _phase_metric(
         "redistribution_time",
         "repartitioned",
         "redistributed",
         "from that decision until all devices have what they need",
     ),
-    _phase("first_batch_time", "detected", "trained", "from the detection until the first batch after it was trained"),
+    _phase_metric(
+        "first_batch_time", "detected", "trained", "from the detection until the first batch after it was trained"
+    ),
     Metric(
         "outage",
         "seconds",
         "longest, from the strike until a batch was trained that had not been before: with all that is done again",
-        lambda record: _longest(_outage(record, each) for each in record.cached(_recoveries)),
+        lambda record: _longest_time(_outage_time(record, each) for each in record.cached(_all_recoveries)),
     ),
-    Metric("rest", "seconds", "from the last resumption after a fault until the last batch was trained", _rest),
-    Metric("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved),
+    Metric(
+        "rest", "seconds", "from the last resumption after a fault until the last batch was trained", _remaining_time
+    ),
+    Metric("recovery_bytes", "bytes", "received in recoveries: weights and optimizer state, as messages", _moved_bytes),
 )
 
 RECOVERIES = Table(
@@ -105,15 +113,15 @@ RECOVERIES = Table(
     "How the method went on after a fault. Detection: from the strike. Repartition: from then until it is decided who "
     "goes on with what. Redistribution: until all devices have what they need for it. First batch: from the detection "
     "until a batch is trained again.",
-    _decided,
+    _decided_recoveries,
     (
         Column("Missing", "text", lambda item: ", ".join(item["missing"])),
         Column("Case", "text", "case", wide=True),
         Column("Batch", "number", "step", wide=True),
-        Column("Detection", "seconds", lambda item: _span(item, "struck", "detected")),
-        Column("Repartition", "seconds", lambda item: _span(item, "detected", "repartitioned")),
-        Column("Redistribution", "seconds", lambda item: _span(item, "repartitioned", "redistributed")),
-        Column("First batch", "seconds", lambda item: _span(item, "detected", "trained")),
+        Column("Detection", "seconds", lambda item: _span_between(item, "struck", "detected")),
+        Column("Repartition", "seconds", lambda item: _span_between(item, "detected", "repartitioned")),
+        Column("Redistribution", "seconds", lambda item: _span_between(item, "repartitioned", "redistributed")),
+        Column("First batch", "seconds", lambda item: _span_between(item, "detected", "trained")),
         Column("Moved", "bytes", "moved"),
     ),
 )
@@ -122,24 +130,24 @@ RECOVERIES = Table(
 # Changes of the partition in a run that goes on: its events "repartition".
 
 
-def _repartitions(record: RunView) -> list[dict[str, Any]]:
+def _all_repartitions(record: RunView) -> list[dict[str, Any]]:
     def moved(change: Event) -> float:
-        return _received(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
+        return _received_bytes(record, change.time - change.fields["seconds"] + change.fields["draining"], change.time)
 
     changes = record.of("repartition")
     return [{"time": event.time, **event.fields, "bytes": moved(event)} for event in changes]
 
 
 def _of_longest(record: RunView, key: str) -> float | None:
-    return max(record.cached(_repartitions), key=lambda item: float(item["seconds"]), default={}).get(key)
+    return max(record.cached(_all_repartitions), key=lambda item: float(item["seconds"]), default={}).get(key)
 
 
 def _changed_bytes(record: RunView) -> float | None:
-    changes = record.cached(_repartitions)
+    changes = record.cached(_all_repartitions)
     return sum(item["bytes"] for item in changes) if changes else None
 
 
-def _partition(item: Item) -> str:
+def _partition_text(item: Item) -> str:
     return ", ".join(f"{device} {units(first, last)}" for device, first, last in item["partition"])
 
 
@@ -171,7 +179,7 @@ CHANGES = (
         "repartition_moving",
         "seconds",
         "longest that such a change took from then on: agreeing and moving",
-        lambda record: _longest(item["seconds"] - item["draining"] for item in record.cached(_repartitions)),
+        lambda record: _longest_time(item["seconds"] - item["draining"] for item in record.cached(_all_repartitions)),
     ),
     Metric(
         "repartition_bytes",
@@ -189,7 +197,7 @@ REPARTITIONS = Table(
     (
         Column("At", "moment", "time"),
         Column("Batch", "number", "step", wide=True),
-        Column("Units from then on", "text", _partition),
+        Column("Units from then on", "text", _partition_text),
         Column("Pause", "seconds", "seconds"),
         Column("Draining", "seconds", "draining"),
         Column("Moved", "bytes", "bytes"),
@@ -226,7 +234,7 @@ VERSIONS = Table(
 )
 
 
-def _changed(metrics: Metrics) -> bool:
+def _changed_partitions(metrics: Metrics) -> bool:
     return bool(metrics.get("repartitions") or metrics["recoveries"])
 
 
@@ -240,9 +248,9 @@ DECLARED = MetricsSpec(
     figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [{"device": each.device, **each.fields} for each in record.of("versions")],
-        "repartition_list": _repartitions,
+        "repartition_list": _all_repartitions,
     },
-    recovery=_recovery,
+    recovery=_recovery_time,
     events=(
         EventType(
             "stretch",
@@ -267,12 +275,12 @@ DECLARED = MetricsSpec(
         EventType("bandwidth", "what a link carries, as measured", (), ("source", "destination", "rate")),
     ),
     rows=(
-        Row("Step time after", "{step_time_after}", "since the last recovery or repartition", when=_changed),
+        Row("Step time after", "{step_time_after}", "since the last recovery or repartition", when=_changed_partitions),
         Row("Repartition", "{repartition_pause}", _pause_note, when=lambda metrics: "repartitions" in metrics),
         Row(
             "Busiest",
             "{busiest_share}",
-            lambda metrics: f"of the time{' since then' if _changed(metrics) else ''}, one device or link",
+            lambda metrics: f"of the time{' since then' if _changed_partitions(metrics) else ''}, one device or link",
             when=lambda metrics: "versions_kept" in metrics,
         ),
         Row("Versions", "{versions_kept}", "of its weights, kept at once by a stage"),

@@ -76,7 +76,7 @@ class Serving:
 
     async def run(self) -> None:
         """Send all unanswered requests."""
-        outputs = forward_all(self._supervisor, "infer", list(self._left), self._in_flight, self._ask)
+        outputs = forward_all(self._supervisor, "infer", list(self._left), self._in_flight, self._request_images)
         try:
             async for index, output in outputs:
                 del self._left[index]
@@ -84,17 +84,17 @@ class Serving:
                 self._answers.add(index, output)
         except Lost as lost:
             if self._gives_up:
-                self._fail(lost)
+                self._fail_requests(lost)
             raise
         self._answers.finish()
 
-    def _fail(self, lost: Lost) -> None:
+    def _fail_requests(self, lost: Lost) -> None:
         """Record requests under way during a loss as failed."""
         for index in [index for index in self._left if index in self._asked]:
             del self._left[index]
             error = f"{lost} was lost during the inference: use method.on_loss replan to have such requests repeated"
             self._device.record("failed", request=index, error=error, after=self._device.now() - self._asked[index])
 
-    def _ask(self, index: int) -> torch.Tensor:
+    def _request_images(self, index: int) -> torch.Tensor:
         self._asked.setdefault(index, self._device.now())
         return self._requests.images(index)

@@ -166,7 +166,7 @@ class LinkProfiler:
         """Links of which a measurement is under way."""
         self._tried: set[str] = set()
         """Devices standing by whose links are being measured, or were since the last look for a partition."""
-        self._mailbox.on(Measured, self._note)
+        self._mailbox.on(Measured, self._store_link)
         self._mailbox.on(Deviates, lambda report: partitioner.forget(report.sender, report.target))
         self._mailbox.on_open(self._start_over)
 
@@ -184,7 +184,7 @@ class LinkProfiler:
             self._partitioner.profiled(times)
             self._supervisor.device.record("profile", seconds=list(times.execution))
         pairs = self._partitioner.unknown(self._recovery.partition)
-        self._measure(pairs)
+        self._measure_links(pairs)
         await self._supervisor.until(lambda: self._awaited.isdisjoint(pairs))
 
     def look(self, again: bool) -> None:
@@ -198,15 +198,17 @@ class LinkProfiler:
         for device in self._recovery.standby.untested() - self._tried - {target for _, target in self._awaited}:
             self._tried.add(device)
             row = pairwise(self._recovery.ordered({*stages, device}))
-            self._measure([(one if other == device else other, device) for one, other in row if device in (one, other)])
+            self._measure_links(
+                [(one if other == device else other, device) for one, other in row if device in (one, other)]
+            )
 
-    def _measure(self, pairs: list[Pair]) -> None:
+    def _measure_links(self, pairs: list[Pair]) -> None:
         for source, target in pairs:
             if (source, target) not in self._awaited:
                 self._awaited.add((source, target))
                 self._mailbox.post(source, Measure(self._mailbox.configuration, target))
 
-    def _note(self, measured: Measured) -> None:
+    def _store_link(self, measured: Measured) -> None:
         source, target = measured.sender, measured.target
         self._awaited.discard((source, target))
         rate = math.inf if measured.rate is None else measured.rate

@@ -71,8 +71,10 @@ async def run_asynchronous(device: Device, job: Job[AsynchronousOptions], partit
     async with _mailbox(device, job, ASYNCHRONOUS_KINDS) as mailbox:
         member = ReplicatingMember(mailbox, job)
         # Though all devices answer, they count as lost after so many seconds without anything done.
-        supervisor = await _supervisor(mailbox, member.holder, job, max(2 * options.patience, options.return_window))
-        recovery = ReplicaRecovery(supervisor, member.store, partitioner, job, _steps(job))
+        supervisor = await _make_supervisor(
+            mailbox, member.holder, job, max(2 * options.patience, options.return_window)
+        )
+        recovery = ReplicaRecovery(supervisor, member.store, partitioner, job, _total_steps(job))
         await recovery.begin()
         work = AsynchronousTrainer(supervisor, recovery, partitioner, job)
         await run_with_recovery(work, recovery, supervisor, recovery.recovering)
@@ -99,8 +101,8 @@ async def _run_with_checkpoints(
             return Stage(mailbox, problem, position, configure.state if configure.given else None, updates)
 
         holder.follow(Configure, stage_of)
-        supervisor = await _supervisor(mailbox, holder, job, job.problem.options.return_window)
-        configure = partial(configure_stage, supervisor, _steps(job))
+        supervisor = await _make_supervisor(mailbox, holder, job, job.problem.options.return_window)
+        configure = partial(configure_stage, supervisor, _total_steps(job))
         recovery = CheckpointRecovery(supervisor, configure, partition, len(problem.model.units), job.weights)
         supervisor.start(job.plan.pieces)
         await run_with_recovery(work(supervisor, recovery, job), recovery, supervisor)
@@ -112,7 +114,9 @@ def _mailbox(device: Device, job: Job[StagesOptions], kinds: Iterable[type[Typed
     return Mailbox(device, job.problem.links, kinds, codecs=encodings)
 
 
-async def _supervisor(mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float) -> Supervisor:
+async def _make_supervisor(
+    mailbox: Mailbox, holder: RoleHolder, job: Job[StagesOptions], standstill: float
+) -> Supervisor:
     """Return the supervisor of the stages on the coordinator; elsewhere, wait for its messages until cancelled."""
     problem, options = job.problem, job.problem.options
     if mailbox.device.name != job.plan.lead:
@@ -149,12 +153,12 @@ class ReplicatingMember:
         """Units that are still to come."""
         self._watches: dict[str, LinkWatch] = {}
         """Watches of the links that this device has measured, by their targets."""
-        mailbox.sends.acknowledged = self._acknowledged
+        mailbox.sends.acknowledged = self._watch_link
         mailbox.on_open(self._give_up)
-        mailbox.on(Prepare, self._prepare)
+        mailbox.on(Prepare, self._prepare_stage)
         mailbox.on(FetchedUnit, self._take_in)
-        mailbox.on(Commit, self._commit)
-        mailbox.on(Measure, self._measure)
+        mailbox.on(Commit, self._commit_stage)
+        mailbox.on(Measure, self._start_measuring)
         mailbox.on(Packet, lambda packet: None)
 
     def _give_up(self) -> None:
@@ -163,7 +167,7 @@ class ReplicatingMember:
     def _with_replicas(self, status: Status) -> Status:
         return replace(status, held=self.store.replicas.inventory())
 
-    def _prepare(self, prepare: Prepare) -> None:
+    def _prepare_stage(self, prepare: Prepare) -> None:
         problem = self._job.problem
         updates = partial(AsynchronousUpdates, problem.options, self.store)
         stages: list[Stage] = []
@@ -180,7 +184,7 @@ class ReplicatingMember:
         self._awaited = {unit for units in prepare.fetch.values() for unit in units}
         for owner, units in prepare.fetch.items():
             self._mailbox.post(owner, Fetch(prepare.configuration, prepare.made, prepare.step, units))
-        self._report()
+        self._report_prepared()
 
     def _take_in(self, fetched: FetchedUnit) -> None:
         if self._stage is None:
@@ -188,14 +192,14 @@ class ReplicatingMember:
         self.store.replicas.put(Point(fetched.made, fetched.step), fetched.state, [fetched.unit])
         self._awaited.discard(fetched.unit)
         self._stage.actions += 1
-        self._report()
+        self._report_prepared()
 
-    def _report(self) -> None:
+    def _report_prepared(self) -> None:
         """Report once that all units of the new configuration are present."""
         if not self._awaited:
             self.holder.ready()
 
-    def _commit(self, commit: Commit) -> None:
+    def _commit_stage(self, commit: Commit) -> None:
         if self._stage is None:
             return
         replicas = self.store.replicas
@@ -204,7 +208,7 @@ class ReplicatingMember:
         replicas.keep([Point(*point) for point in commit.keep], later=False)
         self.holder.begin()
 
-    def _measure(self, measure: Measure) -> None:
+    def _start_measuring(self, measure: Measure) -> None:
         if self._stage is not None:
             self._mailbox.start_in_configuration(self._measure_link(measure))
 
@@ -216,7 +220,7 @@ class ReplicatingMember:
         finite = None if math.isinf(link.rate) else link.rate
         self._mailbox.post(self._job.plan.lead, Measured(measure.configuration, measure.target, finite))
 
-    def _acknowledged(self, peer: str, size: float, posted: float) -> None:
+    def _watch_link(self, peer: str, size: float, posted: float) -> None:
         """Report once that a link deviates from its measured rate."""
         watch = self._watches.get(peer)
         if watch is not None and watch.deviates(size, posted, self._mailbox.device.now()):
@@ -224,7 +228,7 @@ class ReplicatingMember:
             self._mailbox.post(self._job.plan.lead, Deviates(self._mailbox.configuration, peer))
 
 
-def _steps(job: Job) -> int:
+def _total_steps(job: Job) -> int:
     """Return the total training steps of the workload."""
     workload = job.problem.workload
     if workload.task != "train":

@@ -50,7 +50,7 @@ class ReplicaIndex:
         self._units = units
         self._replicated: dict[int, set[str]] = {}
         """Which devices have had their units of a step replicated."""
-        self._mailbox.on(Replicated, self._note)
+        self._mailbox.on(Replicated, self._note_replication)
 
     def branch(self, step: int) -> None:
         """Continue from a step in the current configuration; later points become void."""
@@ -88,7 +88,7 @@ class ReplicaIndex:
             self.whole = self._newest_whole() or BEGINNING
         return StagePartition(tuple(training["devices"]), tuple(training["cuts"]))
 
-    def _note(self, replicated: Replicated) -> None:
+    def _note_replication(self, replicated: Replicated) -> None:
         """Release older points once all stages have replicated their units."""
         point = Point(self._mailbox.configuration, replicated.step)
         having = self._replicated.setdefault(replicated.step, set())
@@ -157,13 +157,13 @@ class Standby:
 
     def doubted(self, names: Collection[str]) -> set[str]:
         """Return the devices whose availability is unknown."""
-        return {name for name in names if self._survived(name)} - self._reachable
+        return {name for name in names if self._has_survived(name)} - self._reachable
 
     def untested(self) -> set[str]:
         """Return the devices with links to be measured: cut off from others, or too slow."""
         if not self._admits:
             return set()
-        return self._members.excluded | {name for name in self._members.joiners if self._survived(name)}
+        return self._members.excluded | {name for name in self._members.joiners if self._has_survived(name)}
 
     def joiners(self) -> set[str]:
         """Return the devices eligible to become stages."""
@@ -171,7 +171,7 @@ class Standby:
             return set()
         return self._members.joiners - self.doubted(self._members.joiners)
 
-    def _survived(self, name: str) -> bool:
+    def _has_survived(self, name: str) -> bool:
         """Return whether a device lost in silence has kept its memory."""
         return name in self._silenced and self._members.present.get(name) == self._silenced[name]
 
@@ -231,14 +231,14 @@ class ReplicaRecovery:
         layout = self._partitioner.pieces(self.partition)
         if remembered is None:
             self._supervisor.start(layout)
-            self.take_up(await self._select())
+            self.take_up(await self._select_devices())
             return
         missing = [self._device.name]
         self._device.record("recovery", phase="detected", step=self.points.whole.step, missing=missing)
         self._supervisor.start(layout)
         timeouts = self._supervisor.timeouts
-        await self._gather(self.partition.devices, max(timeouts.patience, timeouts.return_window))
-        self._resume()
+        await self._gather_inventories(self.partition.devices, max(timeouts.patience, timeouts.return_window))
+        self._resume_training()
 
     async def establish(self) -> None:
         """Make every stage fetch its missing units; commit once all are complete."""
@@ -257,7 +257,9 @@ class ReplicaRecovery:
             self._mailbox.post(part.device, prepare)
         await self.points.save(self.partition)
         await supervisor.ready()
-        self._configuration = replace(self._configuration, incarnations=self._present(self.partition.devices))
+        self._configuration = replace(
+            self._configuration, incarnations=self._present_incarnations(self.partition.devices)
+        )
         if self.recovering:
             self._device.record("recovery", phase="redistributed", step=self.start)
         for part in supervisor.layout:
@@ -267,15 +269,15 @@ class ReplicaRecovery:
     async def recover(self, lost: Lost, start: int) -> None:
         """Collect the inventories, and choose the state and stages to resume with."""
         supervisor = self._supervisor
-        self._detected(lost)
+        self._record_detection(lost)
         known = dict(self._members.known)
         gone = set(lost.missing) - lost.back
         awaited = () if lost is self._waited else gone
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._gather(set(self.partition.devices) - gone, supervisor.patience, awaited)
+        await self._gather_inventories(set(self.partition.devices) - gone, supervisor.patience, awaited)
         supervisor.learn_patience(lost, known)
         self.standby.lose(gone - self._members.answers.keys(), known)
-        self._resume()
+        self._resume_training()
 
     async def returned(self, lost: Lost) -> bool:
         """Wait for silent devices; return whether all are present again with their memory.
@@ -286,7 +288,7 @@ class ReplicaRecovery:
         supervisor, members, window = self._supervisor, self._members, self._supervisor.timeouts.return_window
         if lost.cut or lost.back or not lost.missing or not window:
             return False
-        self._detected(lost)
+        self._record_detection(lost)
         self._waited = lost
         known, number = dict(members.known), self._mailbox.configuration
         await members.ping_all(dict.fromkeys(lost.missing, window), lambda: bool(members.restarted & members.assigned))
@@ -301,12 +303,12 @@ class ReplicaRecovery:
         self._device.record("recovery", phase="resumed", step=step, partition=partition)
         return True
 
-    def _detected(self, lost: Lost) -> None:
+    def _record_detection(self, lost: Lost) -> None:
         if lost is not self._waited:
             progress = self._supervisor.progress
             self._device.record("recovery", phase="detected", step=progress, missing=lost.missing)
 
-    async def _select(self) -> StagePartition:
+    async def _select_devices(self) -> StagePartition:
         """Invite devices, and return a partition over those answering in time."""
         members, seconds = self._members, self._problem.options.selection
         await members.gather(dict.fromkeys(members.others, self._device.now() + seconds), greeted=True)
@@ -316,7 +318,7 @@ class ReplicaRecovery:
             return self.partition
         silent = ", ".join(missing)
         self._device.record("log", text=f"{silent} did not answer in {seconds:g} s: training begins without")
-        return self._fitting(self._partitioner.over, self.ordered(there))
+        return self._fitting_partition(self._partitioner.over, self.ordered(there))
 
     async def regroup(self, names: Collection[str]) -> list[str]:
         """Open a configuration without a failure; return the present devices in order.
@@ -324,9 +326,9 @@ class ReplicaRecovery:
         Raises `Lost` for a missing stage.
         """
         self._mailbox.open(self._mailbox.configuration + 1)
-        await self._gather(names, self._supervisor.patience)
-        there = self._there()
-        failure = classify_failure(self._configuration.incarnations, self._present(there))
+        await self._gather_inventories(names, self._supervisor.patience)
+        there = self._eligible_devices()
+        failure = classify_failure(self._configuration.incarnations, self._present_incarnations(there))
         if failure.lost:
             raise Lost(failure.lost, back=failure.empty)
         return there
@@ -349,10 +351,10 @@ class ReplicaRecovery:
         if self._partitioner.admits:
             members.joiners = members.answers.keys() - set(partition.devices) - members.excluded
 
-    def _resume(self) -> None:
+    def _resume_training(self) -> None:
         """Choose the state and the stages to resume with, among the answering devices."""
         partition, there = self._after_loss()
-        present = self._present(there)
+        present = self._present_incarnations(there)
         # A device that no configuration has reached yet has nothing to lose: it counts as it is.
         known = present | dict(self._configuration.incarnations)
         configured = {name: known.get(name, 0.0) for name in self.partition.devices}
@@ -362,7 +364,7 @@ class ReplicaRecovery:
         stages = self._supervisor.stages
         self._device.record("recovery", phase="repartitioned", step=self.start, case=case, partition=stages)
 
-    async def _gather(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
+    async def _gather_inventories(self, names: Collection[str], seconds: float, missing: Collection[str] = ()) -> None:
         """Request all inventories; wait up to a time limit for these devices, and for missing ones up to
         their window.
         """
@@ -370,7 +372,7 @@ class ReplicaRecovery:
         returning = now + self._supervisor.timeouts.return_window
         await self._members.gather(dict.fromkeys(names, now + seconds) | dict.fromkeys(missing, returning))
 
-    def _there(self) -> list[str]:
+    def _eligible_devices(self) -> list[str]:
         """Return the devices eligible as stages, in the scenario's order."""
         there = {self._device.name, *self._members.answers} - self._members.excluded
         there -= self.standby.doubted(there)
@@ -382,7 +384,7 @@ class ReplicaRecovery:
         """Return devices in the scenario's order."""
         return [spec.name for spec in self._problem.devices if spec.name in names]
 
-    def _present(self, names: Collection[str]) -> dict[str, float]:
+    def _present_incarnations(self, names: Collection[str]) -> dict[str, float]:
         """Return the incarnations of present devices."""
         return {name: self._members.present.get(name, self._supervisor.presence.incarnation) for name in names}
 
@@ -392,20 +394,22 @@ class ReplicaRecovery:
         The stages are unchanged if all their devices are present; otherwise the method chooses stages among the present
         devices.
         """
-        there = self._there()
+        there = self._eligible_devices()
         if set(self.partition.devices) <= set(there):
             return self.partition, there
         choose = partial(self._partitioner.after_loss, self.partition)
         try:
-            return self._fitting(choose, there), there
+            return self._fitting_partition(choose, there), there
         except TestbedError:
             if not self.standby.doubted(self._members.answers):
                 raise
             self.standby.admit_all()  # a slow device is better than none
-            there = self._there()
-            return self._fitting(choose, there), there
+            there = self._eligible_devices()
+            return self._fitting_partition(choose, there), there
 
-    def _fitting(self, choose: Callable[[Sequence[str]], StagePartition], there: Sequence[str]) -> StagePartition:
+    def _fitting_partition(
+        self, choose: Callable[[Sequence[str]], StagePartition], there: Sequence[str]
+    ) -> StagePartition:
         try:
             return choose(there)
         except InputError as error:

@@ -245,7 +245,7 @@ class _Executor:
             return False
         key, inputs, version = (given.batch, given.micro), given.tensor, policy.version(given.batch)
         shard, cost = stage.shard, costs.forward(stage.units, len(inputs))
-        span = self._span("forward", *key)
+        span = self._make_span("forward", *key)
         part = cut_batch(given.samples, given.micros)[given.micro]
         rows = part.start, given.samples
         loss = 0.0
@@ -280,12 +280,12 @@ class _Executor:
                 cost += costs.forward(stage.units, passage.samples)
         del self.under_way[number]
         work = partial(stage.shard.backward, passage.key, None if given is None else given.tensor)
-        gradient, seconds = await stage.timed(work, cost, self._span("backward", *passage.key))
+        gradient, seconds = await stage.timed(work, cost, self._make_span("backward", *passage.key))
         times, loss = policy.backward_done(passage, seconds, given) or (None, None)
         if stage.position.before is not None:
             assert gradient is not None
             handed_on = Gradient(stage.position.configuration, *passage.key, gradient, times, loss)
             stage.mailbox.post(stage.position.before, handed_on)
 
-    def _span(self, name: str, batch: int, micro: int) -> Span:
+    def _make_span(self, name: str, batch: int, micro: int) -> Span:
         return Span(name, batch) if self._policy.whole_batches else Span(name, batch, micro)

@@ -70,8 +70,8 @@ class SynchronousTrainer:
         self._due = IntervalTrigger(self._options.evaluate_every, supervisor.device.now())
         self._reports: dict[str, Loss | Updated] = {}
         """What has been reported of the present step, by kind."""
-        supervisor.mailbox.on(Loss, self._report)
-        supervisor.mailbox.on(Updated, self._report)
+        supervisor.mailbox.on(Loss, self._record_step)
+        supervisor.mailbox.on(Updated, self._record_step)
 
     @property
     def start(self) -> int:
@@ -84,7 +84,7 @@ class SynchronousTrainer:
         if not self.start:
             self._training.record_left_out(self._supervisor.device)
         for step in range(self.start, steps):
-            await self._step(step)
+            await self._train_step(step)
             done = step + 1
             if self._supervisor.membership.joiners and self._options.checkpoints(done, steps):
                 await self._supervisor.until(partial(self._is_kept, done))
@@ -99,7 +99,7 @@ class SynchronousTrainer:
         """Return whether the checkpoint of this step is complete."""
         return self._recovery.checkpoint.step == step
 
-    async def _step(self, step: int) -> None:
+    async def _train_step(self, step: int) -> None:
         """Feed one batch; wait for its loss and for the first stage's update, which ends the step."""
         supervisor, mailbox = self._supervisor, self._supervisor.mailbox
         images, labels = self._training.batch(step)
@@ -113,7 +113,7 @@ class SynchronousTrainer:
             mailbox.post(supervisor.layout[0].device, activation)
         await supervisor.until(lambda: len(self._reports) == 2)
 
-    def _report(self, report: Loss | Updated) -> None:
+    def _record_step(self, report: Loss | Updated) -> None:
         """Record the current step once both its loss and its update have arrived."""
         self._reports[report.kind] = report
         loss = self._reports.get(Loss.kind)
@@ -183,7 +183,7 @@ class AsynchronousTrainer:
         self._done = 0
         """The batch after the last one that is done on all stages."""
         self._evaluated = 0
-        self._mailbox.on(Updated, self._record)
+        self._mailbox.on(Updated, self._record_batch)
 
     @property
     def start(self) -> int:
@@ -193,28 +193,28 @@ class AsynchronousTrainer:
     async def run(self) -> None:
         """Train to the last batch, evaluating in between and at the end. Raises `Lost`."""
         if not self.start:
-            self._warn()
+            self._record_warnings()
             self._training.record_left_out(self._device)
         state: Feeding | Draining | Reconfiguring | None = Feeding(self.start)
         while state is not None:
             if isinstance(state, Feeding):
-                state = await self._feed(state)
+                state = await self._feed_batches(state)
             elif isinstance(state, Draining):
-                state = await self._drain(state)
+                state = await self._await_drain(state)
             else:
-                state = await self._reconfigure(state)
+                state = await self._change_partition(state)
 
-    def _warn(self) -> None:
+    def _record_warnings(self) -> None:
         """Record a warning about momentum with gradients several batches old."""
-        for text in momentum_advice(self._problem, self._window):
+        for text in momentum_advice(self._problem, self._window_size):
             self._device.record("log", text=text)
 
     @property
-    def _window(self) -> int:
+    def _window_size(self) -> int:
         """Maximum number of batches in the pipeline."""
         return self._problem.options.window(len(self._supervisor.layout))
 
-    async def _feed(self, state: Feeding) -> Draining | Reconfiguring | Feeding | None:
+    async def _feed_batches(self, state: Feeding) -> Draining | Reconfiguring | Feeding | None:
         """Feed batches until the end of training, the next evaluation, or a possible repartition."""
         first = state.first
         if first == self._training.steps:
@@ -223,7 +223,7 @@ class AsynchronousTrainer:
         wanted = await self._measured_better()
         if wanted is not None:
             return await self._after_draining(first, wanted, state.draining)
-        window = self._window
+        window = self._window_size
         self._device.record(
             "stretch",
             step=first,
@@ -234,48 +234,48 @@ class AsynchronousTrainer:
         fed = done = self._done = first
         while True:
             while fed - done < window:
-                if self._ends(first, fed):
-                    return self._end(done, fed)
-                self._post(fed, first=fed == first)
+                if self._must_drain(first, fed):
+                    return self._end_stretch(done, fed)
+                self._post_batch(fed, first=fed == first)
                 fed += 1
             await self._until_done(done)
             done += 1
-            if self._reconsiders(done, fed):
+            if self._must_reconsider(done, fed):
                 wanted = self._known_better()
                 if wanted is not None or self._survey.lacking:
-                    return self._end(done, fed, wanted)
+                    return self._end_stretch(done, fed, wanted)
 
     async def _measured_better(self) -> StagePartition | None:
         """Measure the times and links missing for the choice of a partition; return a better partition, if any."""
         if not self._survey.lacking or self._recovery.recovering:
             return None
         await self._survey.learn()
-        return self._better()
+        return self._better_partition()
 
-    def _ends(self, first: int, batch: int) -> bool:
+    def _must_drain(self, first: int, batch: int) -> bool:
         """Return whether the pipeline must run empty before a batch."""
-        return batch == self._training.steps or (batch > first and self._evaluates(batch))
+        return batch == self._training.steps or (batch > first and self._must_evaluate(batch))
 
-    def _post(self, batch: int, first: bool) -> None:
+    def _post_batch(self, batch: int, first: bool) -> None:
         layout, number = self._supervisor.layout, self._mailbox.configuration
         images, labels = self._training.batch(batch)
         self._mailbox.post(layout[-1].device, Labels(number, batch, labels))
         activation = Activation(number, "train", batch, 0, 1, len(labels), images, first)
         self._mailbox.post(layout[0].device, activation)
 
-    def _end(self, done: int, end: int, wanted: StagePartition | None = None) -> Draining:
+    def _end_stretch(self, done: int, end: int, wanted: StagePartition | None = None) -> Draining:
         """Make the pipeline run empty before batch ``end``."""
         now = self._device.now()
         self._mailbox.post(self._supervisor.layout[0].device, End(self._mailbox.configuration, end))
         return Draining(done, end, wanted, now)
 
-    async def _drain(self, state: Draining) -> Reconfiguring | Feeding | None:
+    async def _await_drain(self, state: Draining) -> Reconfiguring | Feeding | None:
         """Wait for the batches under way."""
         wanted = state.wanted
         for batch in range(state.done, state.end):
             await self._until_done(batch)
             # Here as well: this batch, after which the partition is due, does not come again.
-            if self._reconsiders(batch + 1, state.end):
+            if self._must_reconsider(batch + 1, state.end):
                 wanted = self._known_better()
         for part in self._supervisor.layout:
             await self._supervisor.take(Drained, part.device)
@@ -285,7 +285,7 @@ class AsynchronousTrainer:
         self, step: int, wanted: StagePartition | None, draining: float
     ) -> Reconfiguring | Feeding | None:
         """Run a due evaluation; return the next state, None at the end of training."""
-        if self._evaluates(step):
+        if self._must_evaluate(step):
             self._evaluated = step
             if not await self._evaluations.make(step):
                 return None
@@ -294,7 +294,7 @@ class AsynchronousTrainer:
             return Feeding(step, draining)
         return Reconfiguring(step, wanted, draining)
 
-    async def _reconfigure(self, state: Reconfiguring) -> Feeding:
+    async def _change_partition(self, state: Reconfiguring) -> Feeding:
         """Change to another partition; raises `Lost` if a stage is absent."""
         recovery = self._recovery
         before = recovery.partition
@@ -311,7 +311,7 @@ class AsynchronousTrainer:
         )
         return Feeding(self.start, state.draining)
 
-    def _record(self, updated: Updated) -> None:
+    def _record_batch(self, updated: Updated) -> None:
         """Record a batch done on all stages; the first stage's update is the last."""
         assert updated.times is not None
         assert updated.loss is not None
@@ -334,16 +334,16 @@ class AsynchronousTrainer:
                 if not await self._recovery.returned(lost):
                     raise
 
-    def _evaluates(self, step: int) -> bool:
+    def _must_evaluate(self, step: int) -> bool:
         return self._due(step, self._device.now()) and step not in (self._evaluated, self._training.steps)
 
-    def _reconsiders(self, done: int, fed: int) -> bool:
+    def _must_reconsider(self, done: int, fed: int) -> bool:
         """Have links to standby devices measured; return whether to reconsider the partition after a batch."""
         due = self._partitioner.due(done)
         self._survey.look(again=due)
         return due and fed < self._training.steps
 
-    def _better(self) -> StagePartition | None:
+    def _better_partition(self) -> StagePartition | None:
         """Return the partition worth changing to now, if any."""
         partition = self._recovery.partition
         there = {*partition.devices, *self._recovery.standby.joiners()}
@@ -351,4 +351,4 @@ class AsynchronousTrainer:
 
     def _known_better(self) -> StagePartition | None:
         """Return the partition worth changing to; None while measurements for the choice are missing."""
-        return None if self._survey.lacking else self._better()
+        return None if self._survey.lacking else self._better_partition()

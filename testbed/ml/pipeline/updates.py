@@ -80,11 +80,11 @@ class SynchronousUpdates:
             stage.mailbox.post(position.coordinator, Loss(position.configuration, batch, self._loss))
         cost = costs.update(stage.units, stage.problem.training)
         await self._add_tied(batch)
-        update = partial(stage.shard.update, batch, await self._norms(batch))
+        update = partial(stage.shard.update, batch, await self._exchange_norms(batch))
         await stage.compute(update, cost, Span("update", batch))
         judged = stage.problem.workload.training.judged and is_due(batch + 1, self._options.evaluate_every)
         if judged or self._options.checkpoints(batch + 1, position.steps):
-            await self._checkpoint(batch)
+            await self._start_checkpoint(batch)
         if position.before is None:
             stage.mailbox.post(position.coordinator, Updated(position.configuration, batch))
 
@@ -128,7 +128,7 @@ class SynchronousUpdates:
         for other in others:
             self._send_tied(other, batch, index, total)
 
-    async def _norms(self, batch: int) -> torch.Tensor | None:
+    async def _exchange_norms(self, batch: int) -> torch.Tensor | None:
         """Return the gradient norms of all stages if gradients are clipped by norm, exchanged down the row and back.
 
         Norms are summed in the order of the model for any cuts, so clipping is bitwise independent of the cuts.
@@ -149,7 +149,7 @@ class SynchronousUpdates:
             stage.mailbox.post(position.after, Norms(position.configuration, batch, True, norms))
         return norms
 
-    async def _checkpoint(self, batch: int) -> None:
+    async def _start_checkpoint(self, batch: int) -> None:
         """Copy the state after this step; send the copy while training continues.
 
         A previous checkpoint still being sent is awaited first: links too slow for the checkpoints slow training down
@@ -159,9 +159,9 @@ class SynchronousUpdates:
         if self._sending is not None:
             await self._sending
         state = await stage.compute(stage.shard.state, stage.copy_cost, Span("checkpoint", batch))
-        self._sending = stage.mailbox.start_in_configuration(self._send(batch + 1, state))
+        self._sending = stage.mailbox.start_in_configuration(self._send_state(batch + 1, state))
 
-    async def _send(self, step: int, state: State) -> None:
+    async def _send_state(self, step: int, state: State) -> None:
         """Send a state unit by unit, so gradients to the same device are interleaved."""
         position = self._stage.position
         for unit in range(*position.units):
@@ -212,7 +212,7 @@ class AsynchronousUpdates:
         self._kept, self._in_use = 1, 0
         actions = asynchronous_1f1b(len(position.stages), position.index, window=self._window)
         await run_schedule(self._stage, self, actions)
-        await self._drained()
+        await self._report_drained()
 
     async def arrival(self, number: int) -> Activation | None:
         """Return a batch of this stretch, or forward its end to the next stage and return None."""
@@ -239,22 +239,22 @@ class AsynchronousUpdates:
         self._under_way.remove(passage.batch)
         later, loss = ([], passage.loss) if given is None else (given.times or [], given.loss or 0.0)
         self._last = (passage.seconds + seconds, later, loss)
-        return [self._mean(), *later], loss
+        return [self._mean_seconds(), *later], loss
 
     async def update(self, number: int) -> None:
         """Make the next version, replicate if due, and report to the coordinator."""
         batch, position = self._base + number, self._stage.position
         spent, later, loss = self._last
-        self._spent.append(spent + await self._advance(batch))
-        if self._targets(batch + 1):
-            await self._replicate(batch + 1)
+        self._spent.append(spent + await self._advance_version(batch))
+        if self._replica_targets(batch + 1):
+            await self._replicate_state(batch + 1)
         if position.before is None:
             # The loss came with the gradients. A state that may be gone on from is here since this very instant, and no
             # replica of it has left: so the coordinator has recorded every batch that such a state contains.
-            updated = Updated(position.configuration, batch, [self._mean(), *later], loss)
+            updated = Updated(position.configuration, batch, [self._mean_seconds(), *later], loss)
             self._stage.mailbox.post(position.coordinator, updated)
 
-    async def _advance(self, batch: int) -> float:
+    async def _advance_version(self, batch: int) -> float:
         """Make the next version; return the seconds taken."""
         stage, done = self._stage, batch + 1
         cost = costs.update(stage.units, stage.problem.training)
@@ -267,11 +267,11 @@ class AsynchronousUpdates:
         self._kept = max(self._kept, len(stage.shard.versions))
         return seconds
 
-    def _mean(self) -> float | None:
+    def _mean_seconds(self) -> float | None:
         """Return the mean seconds of the last batches; None before the first one is done."""
         return fmean(self._spent) if self._spent else None
 
-    def _targets(self, done: int) -> set[str]:
+    def _replica_targets(self, done: int) -> set[str]:
         """Return the devices keeping this stage's units of a step, including the device itself."""
         options, position, keepers = self._options, self._stage.position, set()
         if options.chain_due(done):
@@ -282,25 +282,25 @@ class AsynchronousUpdates:
             keepers |= {self._stage.device.name, position.coordinator}
         return keepers
 
-    async def _replicate(self, done: int) -> None:
+    async def _replicate_state(self, done: int) -> None:
         """Copy the state after this step, and send the copy to its keepers while training continues.
 
         Replicas of an earlier step still being sent are awaited first: links too slow for the replicas slow training
         down instead of filling the memory.
         """
         await self._store.spread()
-        state = await self._snapshot(done, "replicate")
-        keepers = self._targets(done) - {self._stage.device.name}
-        self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread(done, state, keepers))
+        state = await self._keep_snapshot(done, "replicate")
+        keepers = self._replica_targets(done) - {self._stage.device.name}
+        self._store.spreading = self._stage.mailbox.start_in_configuration(self._spread_state(done, state, keepers))
 
-    async def _snapshot(self, done: int, name: str) -> State:
+    async def _keep_snapshot(self, done: int, name: str) -> State:
         """Keep a copy of the state on this device."""
         stage = self._stage
         state = await stage.compute(stage.shard.state, stage.copy_cost, Span(name, done - 1))
         self._store.replicas.put(Point(stage.position.configuration, done), state, range(*stage.position.units))
         return state
 
-    async def _spread(self, done: int, state: State, keepers: set[str]) -> None:
+    async def _spread_state(self, done: int, state: State, keepers: set[str]) -> None:
         """Send a state unit by unit, so activations and gradients are interleaved."""
         stage, configuration = self._stage, self._stage.position.configuration
         for unit in range(*stage.position.units):
@@ -308,11 +308,11 @@ class AsynchronousUpdates:
             await asyncio.gather(*(stage.mailbox.post(keeper, replica) for keeper in sorted(keepers)))
         stage.mailbox.post(stage.position.coordinator, Replicated(configuration, done))
 
-    async def _drained(self) -> None:
+    async def _report_drained(self) -> None:
         """Report the drained pipeline, and keep the state for the next holders of these units."""
         stage, position = self._stage, self._stage.position
         if self._end > self._base:
-            await self._snapshot(self._end, "keep")
+            await self._keep_snapshot(self._end, "keep")
             stage.device.record(
                 "versions",
                 stage=position.index,

@@ -204,15 +204,15 @@ class Client:
         self._alone = alone
         self._incarnation = mailbox.device.now()
         self._running: asyncio.Task[None] | None = None
-        mailbox.on(Begin, self._begin)
-        mailbox.on(Ping, self._answer)
+        mailbox.on(Begin, self._begin_round)
+        mailbox.on(Ping, self._answer_ping)
 
     async def serve(self) -> None:
         """Train whenever the server requests a round, until cancelled."""
         self._mailbox.post(self._server, Hello(self._incarnation))
         await asyncio.get_running_loop().create_future()
 
-    def _answer(self, ping: Ping) -> None:
+    def _answer_ping(self, ping: Ping) -> None:
         self._mailbox.start(self._report_idle(ping.sender))
 
     async def _report_idle(self, server: str) -> None:
@@ -227,14 +227,14 @@ class Client:
                 await self._mailbox.device.compute(lambda: None, Cost(), Span("idle"))
         self._mailbox.post(server, Here())
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin_round(self, begin: Begin) -> None:
         """Start this round, cancelling a previous one still running."""
         self._mailbox.open(begin.configuration)
         if self._running is not None:
             self._running.cancel()
-        self._running = self._mailbox.start(self._train(begin))
+        self._running = self._mailbox.start(self._train_and_send(begin))
 
-    async def _train(self, begin: Begin) -> None:
+    async def _train_and_send(self, begin: Begin) -> None:
         steps = self._training.steps(begin.round)
         begun = Begun(begin.configuration, self._incarnation, steps.start, steps.stop)
         self._mailbox.post(self._server, begun)

@@ -57,13 +57,13 @@ class Consensus:
         if self._mailbox.device.name != self._lead:
             self._mailbox.post(self._lead, Snapshot(step, state))
         else:
-            self._scoring = self._mailbox.start(self._score(step, state, self._scoring))
+            self._scoring = self._mailbox.start(self._score_round(step, state, self._scoring))
 
     async def finish(self) -> None:
         """On the coordinator, return once everything is scored; elsewhere, stay until the end of the run."""
         await (self._scoring or asyncio.get_running_loop().create_future())
 
-    async def _score(self, step: int, own: State, before: asyncio.Task[None] | None) -> None:
+    async def _score_round(self, step: int, own: State, before: asyncio.Task[None] | None) -> None:
         device, deadline = self._mailbox.device, self._mailbox.device.now() + self._patience
         if before is not None:
             await before
@@ -84,30 +84,30 @@ class Consensus:
             device.record("missed", round=step, devices=missed)
 
 
-def _last(record: RunView) -> Mapping[str, float] | None:
+def _last_round(record: RunView) -> Mapping[str, float] | None:
     events = record.of("consensus")
     return events[-1].fields["accuracies"] if events else None
 
 
-def _distance(record: RunView) -> float | None:
+def _last_distance(record: RunView) -> float | None:
     events = record.of("consensus")
     return events[-1].fields["distance"] if events else None
 
 
 CONSENSUS = MetricsSpec(
     figures=(
-        Metric("consensus_distance", "number", "of the devices' weights from their mean, at the end", _distance),
+        Metric("consensus_distance", "number", "of the devices' weights from their mean, at the end", _last_distance),
         Metric(
             "mean_device_accuracy",
             "share",
             "of the devices' own weights at the end; `accuracy` is that of their mean",
-            lambda record: fmean(found.values()) if (found := _last(record)) else None,
+            lambda record: fmean(found.values()) if (found := _last_round(record)) else None,
         ),
         Metric(
             "least_device_accuracy",
             "share",
             "of the device whose weights are worst at the end",
-            lambda record: min(found.values()) if (found := _last(record)) else None,
+            lambda record: min(found.values()) if (found := _last_round(record)) else None,
         ),
     ),
     events=(

@@ -93,10 +93,10 @@ class PairProfile:
         activation = samples * (self.volumes[split - 1] * share(self.transfer.activations) + BYTES_PER_LABEL)
         gradient = samples * self.volumes[split - 1] * share(self.transfer.gradients)
         return {
-            "forward": _forward(mine, samples),  # (5)
-            "server forward": _forward(theirs, samples),  # (6)
-            "backward": _backward(mine, samples),  # (7)
-            "server backward": _backward(theirs, samples),  # (8)
+            "forward": _forward_seconds(mine, samples),  # (5)
+            "server forward": _forward_seconds(theirs, samples),  # (6)
+            "backward": _backward_seconds(mine, samples),  # (7)
+            "server backward": _backward_seconds(theirs, samples),  # (8)
             "upload": self.up.transmission_time(size_around(activation)),  # (9), with the labels
             "download": self.down.transmission_time(size_around(gradient)),  # (10)
         }
@@ -125,11 +125,11 @@ class PairProfile:
         return transfer(self.up, up) + transfer(self.down, down)
 
 
-def _forward(layers: Sequence[LayerTimes], samples: int) -> float:
+def _forward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
     return samples * sum(layer.forward for layer in layers) + sum(layer.forward_weights for layer in layers)
 
 
-def _backward(layers: Sequence[LayerTimes], samples: int) -> float:
+def _backward_seconds(layers: Sequence[LayerTimes], samples: int) -> float:
     return samples * sum(layer.backward for layer in layers) + sum(layer.backward_weights for layer in layers)
 
 

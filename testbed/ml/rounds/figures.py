@@ -13,7 +13,7 @@ from testbed.trace.record import RunView
 from testbed.trace.rounds import ROUND, ROUND_TIME, rounds_of
 
 
-def _window(event: Event) -> Interval:
+def _round_window(event: Event) -> Interval:
     return event.fields["start"], event.fields["start"] + event.fields["duration"]
 
 
@@ -24,7 +24,7 @@ def _epoch_time(record: RunView) -> float | None:
     """
     if not rounds_of(record):
         return None
-    start, end = _window(rounds_of(record)[0])
+    start, end = _round_window(rounds_of(record)[0])
     candidates = []
     # Of a run that was kept, details are known by their keys alone.
     for name, portion in record.plan.details.model_dump()["portions"].items():
@@ -38,9 +38,9 @@ def _epoch_time(record: RunView) -> float | None:
     return float(max(update + rest for update, rest in candidates) - start + end - last)
 
 
-def _idle(record: RunView, devices: Collection[str]) -> float | None:
+def _idle_time(record: RunView, devices: Collection[str]) -> float | None:
     """Return the idle seconds of a device in a round, averaged over all rounds and these devices."""
-    windows = [_window(event) for event in rounds_of(record)]
+    windows = [_round_window(event) for event in rounds_of(record)]
     idle = []
     for name in devices if windows else ():
         computing = record.spans(name, "compute")
@@ -48,9 +48,9 @@ def _idle(record: RunView, devices: Collection[str]) -> float | None:
     return fmean(idle) if idle else None
 
 
-def _throughput(record: RunView) -> float | None:
+def _bytes_per_second(record: RunView) -> float | None:
     """Return the message bytes per second of all links together during the rounds."""
-    windows = [_window(event) for event in rounds_of(record)]
+    windows = [_round_window(event) for event in rounds_of(record)]
     seconds = total(union(windows))
     if not seconds:
         return None
@@ -58,7 +58,7 @@ def _throughput(record: RunView) -> float | None:
     return float(sum(size for time, size in sent if any(start <= time <= end for start, end in windows)) / seconds)
 
 
-def _missed(record: RunView) -> int | None:
+def _missed_rounds(record: RunView) -> int | None:
     return sum(len(item["missed"]) for item in _round_list(record)) if rounds_of(record) else None
 
 
@@ -84,13 +84,13 @@ ROUNDS = Table(
         Column("Ended", "moment", "time"),
         Column("Time", "seconds", "duration"),
         Column("Samples", "number", lambda item: sum(item["samples"].values())),
-        Column("Took part", "text", lambda item: _names(item["samples"], "devices")),
-        Column("Missed", "text", lambda item: _names(item["missed"], "updates")),
+        Column("Took part", "text", lambda item: _format_names(item["samples"], "devices")),
+        Column("Missed", "text", lambda item: _format_names(item["missed"], "updates")),
     ),
 )
 
 
-def _names(devices: Collection[str], many: str) -> str:
+def _format_names(devices: Collection[str], many: str) -> str:
     """Return the names of a few devices, or the number of many."""
     return ", ".join(devices) if len(devices) <= 8 else f"{len(devices)} {many}"
 
@@ -103,18 +103,18 @@ DECLARED = MetricsSpec(
             "server_idle_time",
             "seconds",
             "that the server does not compute, the mean of a round",
-            lambda record: _idle(record, [record.plan.lead]),
+            lambda record: _idle_time(record, [record.plan.lead]),
         ),
         Metric(
             "device_idle_time",
             "seconds",
             "that a device does not compute, the mean of a round and of all devices",
-            lambda record: _idle(
+            lambda record: _idle_time(
                 record, [one.name for one in record.experiment.devices if one.name != record.plan.lead]
             ),
         ),
-        Metric("throughput", "bytes", "of messages on all links together, a second of the rounds", _throughput),
-        Metric("missed_updates", "number", "that did not come in time for their round", _missed),
+        Metric("throughput", "bytes", "of messages on all links together, a second of the rounds", _bytes_per_second),
+        Metric("missed_updates", "number", "that did not come in time for their round", _missed_rounds),
     ),
     lists={"round_list": _round_list},
     events=(

@@ -146,21 +146,21 @@ class LocalDataset:
 
         Without ``numbers`` the result is the cached first iteration, which has the same shapes.
         """
-        return self._read(number) if numbers or self.count(number) < self._size else self._first
+        return self._read_samples(number) if numbers or self.count(number) < self._size else self._first_iteration
 
     def count(self, number: int) -> int:
         """Return the number of samples of an iteration."""
         return batch_length(self.samples, self._size, number, self._drop_last)
 
-    def _chosen(self, number: int) -> Indices:
+    def _choose_samples(self, number: int) -> Indices:
         return batch(self.samples, self._size, self._seed, number, self._drop_last)
 
     @cached_property
-    def _first(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self._read(0)
+    def _first_iteration(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return self._read_samples(0)
 
-    def _read(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        chosen = self._chosen(number)
+    def _read_samples(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        chosen = self._choose_samples(number)
         images = torch.from_numpy(self._dataset.batch(chosen, number // self.per_epoch))
         labels = torch.from_numpy(self._dataset.train_labels[chosen])
         parts = [slice(begin, begin + self.mini_batch) for begin in range(0, len(labels), self.mini_batch)]

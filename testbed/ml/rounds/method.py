@@ -95,7 +95,7 @@ class RoundMethod(Method[O, RoundDetails], ABC, Generic[O]):
 
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run the server on the first device, a client on the others."""
-        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_message_codecs(job)) as mailbox:
             if device.name == job.plan.lead:
                 await self.serve(mailbox, job)
             else:
@@ -120,7 +120,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
     async def program(self, device: Device, job: Job[O, RoundDetails]) -> None:
         """Run rounds on the first device, train the first layers on the others."""
         hooks, server = self.hooks(job.problem.options), job.plan.lead
-        async with Mailbox(device, job.problem.links, KINDS, codecs=_codecs(job)) as mailbox:
+        async with Mailbox(device, job.problem.links, KINDS, codecs=_message_codecs(job)) as mailbox:
             if device.name == server:
                 await hold_rounds(mailbox, job, hooks, split=True, in_turn=self.in_turn)
             else:
@@ -128,7 +128,7 @@ class SplitMethod(RoundMethod[O], ABC, Generic[O]):
                 await Client(mailbox, server, training, alone=False).serve()
 
 
-def _codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
+def _message_codecs(job: Job[O, RoundDetails]) -> dict[str, TensorCodec]:
     """Return the codecs of messages between devices and server."""
     how, codes = transfer_of(job.problem.options), job.problem.codes
     return codecs(codes, activation=how.activations, gradient=how.gradients, begin=how.weights, update=how.updates)

@@ -147,12 +147,12 @@ class Participants:
 
     def _layer_times(self, device: DeviceSpec, concurrent_clients: float = 1.0) -> tuple[LayerTimes, ...]:
         key = (device.rates, concurrent_clients)
-        if key not in self._known:
-            self._known[key] = layer_times(self.problem.model, self.problem.training, device, concurrent_clients)
-        return self._known[key]
+        if key not in self._known_times:
+            self._known_times[key] = layer_times(self.problem.model, self.problem.training, device, concurrent_clients)
+        return self._known_times[key]
 
     @cached_property
-    def _known(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
+    def _known_times(self) -> dict[Hashable, tuple[LayerTimes, ...]]:
         """Cached layer times by device rates: most of thousands of devices are alike."""
         return {}
 
@@ -174,7 +174,7 @@ class Participants:
         return numbers
 
 
-def _client(
+def _plan_client(
     team: Participants, device: DeviceSpec, profile: PairProfile, choice: Choice, iteration_time: float
 ) -> ClientPlan:
     count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
@@ -196,7 +196,7 @@ def whole_plan(method: str, team: Participants) -> Plan[RoundDetails]:
     for device in team.devices:
         profile, batch = team.profile(device, 0), team.batch(device)
         alone = profile.local_training(batch, batch)
-        clients[device.name] = _client(team, device, profile, Choice(profile.depth), alone)
+        clients[device.name] = _plan_client(team, device, profile, Choice(profile.depth), alone)
     return plan(method, team, clients, {})
 
 
@@ -210,7 +210,7 @@ def every_split(profile: PairProfile, batch_size: int) -> Sequence[Choice]:
 
 
 @lru_cache(maxsize=256)
-def _best(
+def _best_choice(
     choices: Choices, profile: PairProfile, samples: int, batch: int, allowed: tuple[int, ...], parallel: int | None
 ) -> Choice:
     """Return one device's choice, cached because many devices are alike."""
@@ -245,8 +245,8 @@ def split_plan(
         name, batch = device.name, team.batch(device)
         profile = team.profile(device, concurrent_clients)
         allowed = [splits[name]] if splits else list(range(1, depth + 1))
-        choice = _best(choices, profile, team.problem.samples[name], batch, tuple(allowed), given.get(name))
-        portions[name] = _client(team, device, profile, choice, profile.iteration(choice, batch))
+        choice = _best_choice(choices, profile, team.problem.samples[name], batch, tuple(allowed), given.get(name))
+        portions[name] = _plan_client(team, device, profile, choice, profile.iteration(choice, batch))
     copies = {name: portion.split for name, portion in portions.items()}
     return plan(method, team, portions, copies, in_turn=concurrent_clients == 1)
 

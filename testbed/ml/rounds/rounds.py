@@ -80,11 +80,11 @@ class Rounds:
         self._overhead: float | None = None
         """Largest time by which an update took longer than planned; None before the first update."""
         self._serve: Callable[[Begun], None] = lambda begun: None
-        mailbox.on(Hello, self._greeted)
+        mailbox.on(Hello, self._on_greeting)
         mailbox.on(Here, lambda here: self._absent.discard(here.sender))
-        mailbox.on(Begun, self._began)
-        mailbox.on(Update, self._updated)
-        mailbox.on_open(self._forget)
+        mailbox.on(Begun, self._on_begin)
+        mailbox.on(Update, self._on_update)
+        mailbox.on_open(self._reset_round)
 
     async def hold(
         self, number: int, devices: Sequence[str], invite: Callable[[str, int], Begin], serve: Serve | None = None
@@ -98,17 +98,19 @@ class Rounds:
         least, times = min(self._policy.min_updates, len(devices)), 1
         startup = STARTUP if self._mailbox.configuration == 0 else 0.0
         while True:
-            chosen = self._choose(number, await self.present(devices, least))
-            await self._open()
+            chosen = self._choose_devices(number, await self.present(devices, least))
+            await self._open_round()
             self._began_at = self._device.now()
-            updates = await self._train(chosen, invite, serve, partial(self._collect, chosen, least, startup, times))
+            updates = await self._run_round(
+                chosen, invite, serve, partial(self._collect_updates, chosen, least, startup, times)
+            )
             senders = {update.sender for update in updates}
-            self._miss(number, [name for name in chosen if name not in senders])
+            self._drop_devices(number, [name for name in chosen if name not in senders])
             if len(updates) >= least:
                 return updates
             times *= 2
 
-    async def _train(
+    async def _run_round(
         self,
         chosen: Sequence[str],
         invite: Callable[[str, int], Begin],
@@ -134,7 +136,7 @@ class Rounds:
             await self._mailbox.changed()
         return present
 
-    def _choose(self, number: int, present: Sequence[str]) -> list[str]:
+    def _choose_devices(self, number: int, present: Sequence[str]) -> list[str]:
         """Return the participants among the present devices, in their order."""
         if not present:
             return []
@@ -142,21 +144,21 @@ class Rounds:
         chosen = set(self._policy.choose(number, present, draw))
         return [name for name in present if name in chosen]
 
-    async def _open(self) -> None:
+    async def _open_round(self) -> None:
         """Begin a configuration numbered above all former ones, including those before a restart."""
         kept = self._device.saved(CONFIGURATION)
         former = max(self._mailbox.configuration, 0 if kept is None else kept["number"])
         self._mailbox.open(former + 1)
         await self._device.save(CONFIGURATION, Message(CONFIGURATION, {"number": former + 1}))
 
-    def _forget(self) -> None:
+    def _reset_round(self) -> None:
         """Reset the state of the previous configuration."""
         self._incarnations.clear()
         self._restarted.clear()
         self._updates.clear()
         self._serve = lambda begun: None
 
-    def _allowed(self, chosen: Sequence[str], enough: bool) -> float:
+    def _time_limit(self, chosen: Sequence[str], enough: bool) -> float:
         """Return the round's time limit in seconds, for ``enough`` updates or for too few.
 
         Without a configured deadline an update may take three times the slowest device's planned time plus the largest
@@ -172,7 +174,7 @@ class Rounds:
             return seconds
         return 2 * seconds if self._overhead is not None else max(2 * seconds, LATE * sum(times))
 
-    async def _collect(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
+    async def _collect_updates(self, chosen: Sequence[str], least: int, startup: float, times: int) -> None:
         """Wait until all devices have sent an update or lost the round; after the deadline, wait for enough updates
         only.
 
@@ -185,13 +187,13 @@ class Rounds:
             if not awaited:
                 return
             enough = len(self._updates) >= least
-            allowed = times * (self._allowed(chosen, enough) + (startup if enough else 2 * startup))
+            allowed = times * (self._time_limit(chosen, enough) + (startup if enough else 2 * startup))
             left = self._began_at + allowed - self._device.now()
             if left <= 0:
                 return
             await self._mailbox.changed(left)
 
-    def _miss(self, number: int, names: Collection[str]) -> None:
+    def _drop_devices(self, number: int, names: Collection[str]) -> None:
         """Continue without these devices; those never started are invited again only after an answer."""
         if names:
             self._device.record("missed", round=number, devices=names)
@@ -201,16 +203,16 @@ class Rounds:
                 # Not through the mailbox: a new configuration would take it back.
                 self._mailbox.start(self._device.send(name, encode(Ping())))
 
-    def _greeted(self, hello: Hello) -> None:
+    def _on_greeting(self, hello: Hello) -> None:
         self._absent.discard(hello.sender)
         if self._incarnations.get(hello.sender, hello.incarnation) != hello.incarnation:
             self._restarted.add(hello.sender)
 
-    def _began(self, begun: Begun) -> None:
+    def _on_begin(self, begun: Begun) -> None:
         self._incarnations[begun.sender] = begun.incarnation
         self._serve(begun)
 
-    def _updated(self, update: Update) -> None:
+    def _on_update(self, update: Update) -> None:
         self._updates[update.sender] = update
         taken = self._device.now() - self._began_at
         self._overhead = max(self._overhead or 0.0, taken - self._policy.planned.get(update.sender, 0.0))

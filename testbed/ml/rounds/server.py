@@ -53,10 +53,10 @@ def average(states: Sequence[Mapping[str, torch.Tensor]], samples: Sequence[int]
     if any(list(state) != names for state in states):
         raise ValueError("states of different layers have no mean")
     shares = [count / sum(samples) for count in samples]
-    return {name: _weighted([state[name] for state in states], shares) for name in names}
+    return {name: _weighted_mean([state[name] for state in states], shares) for name in names}
 
 
-def _weighted(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
+def _weighted_mean(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> torch.Tensor:
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).amax(0)
     mean = tensors[0] * shares[0]
@@ -310,11 +310,11 @@ class Server:
             while not trained:  # in turn, all devices may have been missed
                 await self.rounds.present(devices, 1)
                 for turn in turns:
-                    trained += await self._train(self.model.rounds, turn)
+                    trained += await self._train_round(self.model.rounds, turn)
             await self.model.keep(start, trained)
             await self.model.report()
 
-    async def _train(self, number: int, devices: Sequence[str]) -> list[Trained]:
+    async def _train_round(self, number: int, devices: Sequence[str]) -> list[Trained]:
         """Train devices from the global model, and merge their updates."""
         state, beside = self.model.state, self.model.extra()
 
@@ -325,12 +325,12 @@ class Server:
         trained = []
         for arrived in await self.rounds.hold(number, devices, invite, serve):
             weights, extra = parted(arrived.state)
-            update = replace(arrived, state=_added(state, weights) if self.changes else weights)
-            trained.append(Trained(update.sender, update.samples, *self._whole(update), extra))
+            update = replace(arrived, state=_add_changes(state, weights) if self.changes else weights)
+            trained.append(Trained(update.sender, update.samples, *self._whole_model(update), extra))
         await self.model.merge(trained)
         return trained
 
-    def _whole(self, update: Update) -> tuple[State, float]:
+    def _whole_model(self, update: Update) -> tuple[State, float]:
         if self.side is not None:
             return self.side.join(update)
         assert update.loss is not None
@@ -341,5 +341,5 @@ def _is_finite(state: State) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in state.values())
 
 
-def _added(start: State, changes: State) -> State:
+def _add_changes(start: State, changes: State) -> State:
     return {name: start[name] + change for name, change in changes.items()}

@@ -77,13 +77,13 @@ class Stack:
 
     def compute(self) -> None:
         """Compute all registered trainings."""
-        begun, self._begun = sorted(self._begun, key=_alike), []
-        for _, alike in groupby(begun, key=_alike):
+        begun, self._begun = sorted(self._begun, key=_stack_key), []
+        for _, alike in groupby(begun, key=_stack_key):
             some = list(alike)
             for first in range(0, len(some), TOGETHER):
-                self._train(some[first : first + TOGETHER])
+                self._train_stack(some[first : first + TOGETHER])
 
-    def _train(self, trainings: Sequence[Training]) -> None:
+    def _train_stack(self, trainings: Sequence[Training]) -> None:
         training, first = self._problem.training, trainings[0]
         weights = {name: torch.stack([each.start[name] for each in trainings]) for name in first.start}
         optimizer, losses = Sgd(training.part.optimizer), []
@@ -92,7 +92,7 @@ class Stack:
             images, labels = (torch.stack(parts) for parts in batches)
             if not all(map(training.weight, labels)):
                 raise InputError("'stacked' needs a label that counts in every batch: use full", ("numerics",))
-            gradients, loss = self._step(weights, images, labels)
+            gradients, loss = self._gradient_step(weights, images, labels)
             optimizer.step(weights, gradients, training.settings(step))
             losses.append(loss)
         means = torch.stack(losses).double().mean(0).tolist()
@@ -100,7 +100,7 @@ class Stack:
             each.result = mean, {name: tensor[number] for name, tensor in weights.items()}
 
     @cached_property
-    def _step(self) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    def _gradient_step(self) -> Callable[..., tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """A step on stacked weights, images and labels, (devices, ...); returns gradients and losses,
         (devices, ...).
         """
@@ -115,6 +115,6 @@ class Stack:
         return vmap(grad_and_value(loss))
 
 
-def _alike(training: Training) -> tuple[int, int, int]:
+def _stack_key(training: Training) -> tuple[int, int, int]:
     """Return the key of trainings that can be stacked: the samples of a step, and the steps."""
     return training.share.mini_batch, training.steps.start, len(training.steps)

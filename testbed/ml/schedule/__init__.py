@@ -59,11 +59,11 @@ def orders(schedule: Schedule, stages: int, micro_batches: int) -> list[Sequence
     return [tuple(schedule(stages, stage, micro_batches)) for stage in range(stages)]
 
 
-def _forward(micro: int) -> Action:
+def _forward_action(micro: int) -> Action:
     return Action("forward", micro)
 
 
-def _backward(micro: int) -> Action:
+def _backward_action(micro: int) -> Action:
     return Action("backward", micro)
 
 
@@ -77,8 +77,8 @@ def model_parallelism(stages: int, stage: int, micro_batches: int) -> Iterator[A
         stage 2   .  . F0 B0  .  .  .  . F1 B1  .  .  .  . F2 B2  .  .  .  . F3 B3  .  .
     """
     for micro in range(micro_batches):
-        yield _forward(micro)
-        yield _backward(micro)
+        yield _forward_action(micro)
+        yield _backward_action(micro)
 
 
 def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
@@ -90,8 +90,8 @@ def gpipe(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
         stage 1   . F0 F1 F2 F3  .  . B3 B2 B1 B0  .
         stage 2   .  . F0 F1 F2 F3 B3 B2 B1 B0  .  .
     """
-    yield from map(_forward, range(micro_batches))
-    yield from map(_backward, reversed(range(micro_batches)))
+    yield from map(_forward_action, range(micro_batches))
+    yield from map(_backward_action, reversed(range(micro_batches)))
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
@@ -105,11 +105,11 @@ def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Ite
         stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
     """
     ahead = min(micro_batches, stages - stage)
-    yield from map(_forward, range(ahead))
+    yield from map(_forward_action, range(ahead))
     for micro in range(micro_batches):
-        yield _backward(micro)
+        yield _backward_action(micro)
         if ahead + micro < micro_batches:
-            yield _forward(ahead + micro)
+            yield _forward_action(ahead + micro)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -162,7 +162,7 @@ class Slot:
     end: float
 
 
-def _free(stage: int, action: Action) -> tuple[float, float]:
+def _free_at(stage: int, action: Action) -> tuple[float, float]:
     return 0.0, 0.0
 
 
@@ -170,7 +170,7 @@ def _needs_nothing(stage: int, action: Action) -> bool:
     return action.kind == "update" or (action.kind == "forward" and stage == 0)
 
 
-def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free) -> list[Slot]:
+def play(stages: Sequence[Sequence[Action]], duration: ActionTime, transfer: TransferTime = _free_at) -> list[Slot]:
     """Return every action's slot in the order of starts; raises `ScheduleError` naming the waiting actions of a
     deadlock.
     """

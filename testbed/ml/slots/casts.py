@@ -89,7 +89,7 @@ class Acknowledged:
         self._missing: dict[tuple[str, int, int], set[str]] = {}
         """By what was cast, who has not acknowledged it."""
         self._complete: asyncio.Future[None] | None = None
-        mailbox.on(CastAck, self._acknowledged)
+        mailbox.on(CastAck, self._on_acknowledgement)
 
     async def __call__(self, receivers: Sequence[str], message: Values, until: float) -> None:
         """Cast at least once."""
@@ -102,10 +102,10 @@ class Acknowledged:
             round_trip = device.now() - began + self._wait
             if device.now() + round_trip >= until:
                 break
-            await self._answers(missing)
+            await self._await_answers(missing)
         del self._missing[what]
 
-    async def _answers(self, missing: set[str]) -> None:
+    async def _await_answers(self, missing: set[str]) -> None:
         """Wait for all acknowledgements, at most as long as they normally take."""
         if missing:
             self._complete = asyncio.get_running_loop().create_future()
@@ -120,7 +120,7 @@ class Acknowledged:
         answer = CastAck(message.kind, message.batch, message.layer)
         self._mailbox.start(self._mailbox.cast([message.sender], answer))
 
-    def _acknowledged(self, answer: CastAck) -> None:
+    def _on_acknowledgement(self, answer: CastAck) -> None:
         missing = self._missing.get((answer.what, answer.batch, answer.layer))
         if missing is None:
             return  # of a cast that is over: its slot had no time left
@@ -184,17 +184,17 @@ class CastExchange:
         """By kind, batch and layer: what has come of it, by sender."""
         self._oldest = {Outputs: 0, Losses: 0}
         """Batches of which a message still counts."""
-        mailbox.on(Outputs, self._take)
-        mailbox.on(Losses, self._take)
+        mailbox.on(Outputs, self._take_part)
+        mailbox.on(Losses, self._take_part)
         self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}
         """How many parts came from other devices in time, by what they were for."""
 
-    def _take(self, message: Values) -> None:
+    def _take_part(self, message: Values) -> None:
         kind, batch, sender = type(message), message.batch, message.sender
         key = kind, batch, message.layer
         came = self._arrived.get(key)
         if came is not None and sender in came:
-            message = _filled(came[sender], message)
+            message = _fill_gaps(came[sender], message)
         if sender != self._name and not message.missing:
             self._transmit.heard(message)
         if batch >= self._oldest[kind]:
@@ -215,7 +215,7 @@ class CastExchange:
             message = self._notes.annotated(message)
         receivers = self._arrangement().holders(layer)
         if self._name in receivers:
-            self._take(message)
+            self._take_part(message)
         others = [name for name in receivers if name != self._name]
         if others:
             await self._transmit(others, message, self.until)
@@ -223,7 +223,7 @@ class CastExchange:
     def outputs(self, layer: int, batch: int, samples: int) -> Arrived:
         """Remove and return the received outputs of a layer."""
         arrangement = self._arrangement()
-        parts = self._parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
+        parts = self._received_parts(Outputs, batch, layer, "sharing" if layer == arrangement.output else "forward")
         self._discard_before(Outputs, batch - self._under_way - 1)
         return Arrived(layer, batch, samples, arrangement.sizes[layer], parts, values=self._values[layer])
 
@@ -234,11 +234,11 @@ class CastExchange:
         """
         arrangement = self._arrangement()
         own = elements(arrangement.of(self._name, layer), self._values[layer])
-        parts = self._parts(Losses, batch, layer + 1, "backward", own)
+        parts = self._received_parts(Losses, batch, layer + 1, "backward", own)
         self._discard_before(Losses, batch)
         return Arrived(layer + 1, batch, samples, arrangement.sizes[layer + 1], parts)
 
-    def _parts(
+    def _received_parts(
         self, kind: type[Values], batch: int, layer: int, passing: str, own: Channels | None = None
     ) -> tuple[SenderPart, ...]:
         """Return the parts sent by a layer's holders; for losses, only the part for the ``own`` values."""
@@ -251,11 +251,11 @@ class CastExchange:
                 tally.due += 1
                 if message is not None:  # also one that does not count for the method was received
                     share += share_without(message.missing.get("tensor")) if message.missing else 1
-            parts.append(self._part(message, neurons, sender, own))
+            parts.append(self._received_part(message, neurons, sender, own))
         tally.came += share
         return tuple(parts)
 
-    def _part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
+    def _received_part(self, message: Values | None, held: Channels, sender: str, own: Channels | None) -> SenderPart:
         neurons: Channels | None = held
         if self._notes is not None and message is None:
             self._notes.missed(sender)
@@ -271,7 +271,7 @@ class CastExchange:
         return SenderPart(sender, neurons, tensor, message.note, missing)
 
 
-def _filled(first: Values, again: Values) -> Values:
+def _fill_gaps(first: Values, again: Values) -> Values:
     """Merge a repeated message with an earlier incomplete copy."""
     if first is again or not first.missing or first.tensor is None or again.tensor is None:
         return first

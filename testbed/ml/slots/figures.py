@@ -19,7 +19,7 @@ GOOD = 0.8
 """The accuracy to which the paper counts the time."""
 
 
-def _evaluated(field: str, record: RunView) -> float | None:
+def _last_evaluation(field: str, record: RunView) -> float | None:
     """Return a field of the last evaluation; a gathered accuracy may be replaced by ``one`` device's."""
     evaluations = record.of("evaluate")
     fields: Mapping[str, Any] = evaluations[-1].fields if evaluations else {}
@@ -29,14 +29,14 @@ def _evaluated(field: str, record: RunView) -> float | None:
     return value
 
 
-def _passed(passing: str, record: RunView) -> float | None:
+def _passed_counts(passing: str, record: RunView) -> float | None:
     """Sum each device's last count: counts include tests and continue until a restart."""
     last = {event.device: event.fields for event in record.of("passed") if event.fields["to"] == passing}
     due = sum(fields["due"] for fields in last.values())
     return sum(fields["came"] for fields in last.values()) / due if due else None
 
 
-def _tests(record: RunView) -> list[Interval]:
+def _test_intervals(record: RunView) -> list[Interval]:
     """A test begins with its event and ends with an evaluation, while no training is under way."""
     begins = [event.time for event in record.of("tests")]
     ends = [event.time for event in record.of("evaluate")]
@@ -45,7 +45,7 @@ def _tests(record: RunView) -> list[Interval]:
 
 def _training_casts(record: RunView) -> list[int]:
     """Return the number of receivers of each cast."""
-    spans, counts = _tests(record), list[int]()
+    spans, counts = _test_intervals(record), list[int]()
     for _, (times, peers) in record.of("cast").columns("time", "peers"):
         at = np.fromiter(times, float)
         training = np.ones(len(at), bool)
@@ -67,7 +67,7 @@ def _last_backward(record: RunView) -> float:
     return max((time for _, row in begun for time, span in zip(*row, strict=False) if span == "backward"), default=0.0)
 
 
-def _timeslots(record: RunView) -> float | None:
+def _count_timeslots(record: RunView) -> float | None:
     """Count the slots by the clock, in seconds, tolerating rounding to the previous slot."""
     last, details = record.cached(_last_backward), details_of(record)
     return (last - (details.begin or 0.0) + 1e-6) // details.slot + 1 if last else None
@@ -81,46 +81,56 @@ def _time_to_good(record: RunView) -> float | None:
     return None if step is None else timetable_of(details).slots(step * details.micro_batches) * details.slot
 
 
-def _casts(record: RunView) -> int:
+def _count_casts(record: RunView) -> int:
     return len(record.cached(_training_casts))
 
 
-def _transmissions(record: RunView) -> int:
+def _count_transmissions(record: RunView) -> int:
     """Count packets as in the paper: one per receiver."""
     return sum(record.cached(_training_casts))
 
 
-def _rate(count: Callable[[RunView], int], record: RunView) -> float | None:
+def _success_rate(count: Callable[[RunView], int], record: RunView) -> float | None:
     last = record.cached(_last_backward)
-    seconds = last - (details_of(record).begin or 0.0) - sum(end - begin for begin, end in _tests(record) if end < last)
+    seconds = (
+        last
+        - (details_of(record).begin or 0.0)
+        - sum(end - begin for begin, end in _test_intervals(record) if end < last)
+    )
     return count(record) / seconds / len(record.plan.devices) if seconds > 0 else None
 
 
 DECLARED = MetricsSpec(
     figures=(
         *(
-            Metric(f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed, passing))
+            Metric(
+                f"{passing}_passed", "share", f"of {needed}, those that came in time", partial(_passed_counts, passing)
+            )
             for passing, needed in (
                 ("forward", "the outputs that a layer needed of other devices"),
                 ("backward", "the losses that a layer needed of other devices"),
                 ("sharing", "the results that the output layer shares"),
             )
         ),
-        Metric("training_casts", "number", "acknowledgements too, without those of tests", _casts),
+        Metric("training_casts", "number", "acknowledgements too, without those of tests", _count_casts),
         Metric(
             "training_transmissions",
             "number",
             "the same, one for each receiver of a cast: the papers' transmissions",
-            _transmissions,
+            _count_transmissions,
         ),
-        Metric("casts_rate", "number", "casts a second and device while training", partial(_rate, _casts)),
+        Metric(
+            "casts_rate", "number", "casts a second and device while training", partial(_success_rate, _count_casts)
+        ),
         Metric(
             "transmissions_rate",
             "number",
             "a second and device while training, one for each receiver of a cast",
-            partial(_rate, _transmissions),
+            partial(_success_rate, _count_transmissions),
         ),
-        Metric("timeslots", "number", "until the last backward, those of tests between steps among them", _timeslots),
+        Metric(
+            "timeslots", "number", "until the last backward, those of tests between steps among them", _count_timeslots
+        ),
         Metric(
             "time_to_80",
             "seconds",
@@ -128,7 +138,7 @@ DECLARED = MetricsSpec(
             _time_to_good,
         ),
         *(
-            Metric(f"accuracy_{field}", "share", meaning, partial(_evaluated, field))
+            Metric(f"accuracy_{field}", "share", meaning, partial(_last_evaluation, field))
             for field, meaning in (
                 ("one", "of the tests, by the results that the device that leads heard"),
                 ("any", "of the tests, those right by the results that at least one device of the output layer heard"),

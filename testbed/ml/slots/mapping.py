@@ -49,10 +49,10 @@ def matrix(names: Sequence[str], ratios: Mapping[Pair, float]) -> Matrix:
 
 def score(wanted: Matrix, ratios: Matrix, order: Order) -> float:
     """Return the sum of the Hadamard product of super-neuron connectivity and device reception ratios."""
-    return _scorer(wanted, ratios)(order)
+    return _make_scorer(wanted, ratios)(order)
 
 
-def _scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
+def _make_scorer(wanted: Matrix, ratios: Matrix) -> Callable[[Order], float]:
     edges = [(a, b, weight) for a, row in enumerate(wanted) for b, weight in enumerate(row) if weight]
     return lambda order: sum(weight * ratios[order[a]][order[b]] for a, b, weight in edges)
 
@@ -69,7 +69,7 @@ def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None)
     order equal to the best one replaces it.
     """
     draws = random.Random(derive(seed, "mapping"))
-    value = _scorer(wanted, ratios)
+    value = _make_scorer(wanted, ratios)
     best: Order = tuple(range(len(wanted)))
     reached = value(best)
     for _ in range(generations(len(wanted)) if count is None else count):
@@ -84,14 +84,14 @@ def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None)
 
 def climbing(wanted: Matrix, ratios: Matrix, seed: int) -> Order:
     """Return the best order that exchanges of two devices find, from Algorithm 2's order and from random ones."""
-    value = _scorer(wanted, ratios)
+    value = _make_scorer(wanted, ratios)
     first = genetic(wanted, ratios, seed)
     draws = random.Random(derive(seed, "mapping", "climbing"))
     starts = [first, *(tuple(draws.sample(first, len(first))) for _ in range(CLIMBS))]
-    return max((_climbed(start, value) for start in starts), key=lambda order: round(value(order), 12))
+    return max((_climb_order(start, value) for start in starts), key=lambda order: round(value(order), 12))
 
 
-def _climbed(order: Order, value: Callable[[Order], float]) -> Order:
+def _climb_order(order: Order, value: Callable[[Order], float]) -> Order:
     """Exchange pairs of devices while an order improves by more than rounding."""
     reached, improves = value(order), True
     while improves:
@@ -117,7 +117,7 @@ def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
     """
     if len(wanted) > MOST_EXHAUSTIVE:
         raise ValueError(f"{len(wanted)} devices have too many orders to try: at most {MOST_EXHAUSTIVE}")
-    return max(itertools.permutations(range(len(wanted))), key=_scorer(wanted, ratios))
+    return max(itertools.permutations(range(len(wanted))), key=_make_scorer(wanted, ratios))
 
 
 def coordinator(names: Sequence[str], ratios: Mapping[Pair, float]) -> str:

@@ -81,12 +81,12 @@ class Arrived:
         if self.complete:
             return None
         if self.heard is not None:
-            return _gaps(self.heard, self.neurons, self.values)
+            return _gap_mask(self.heard, self.neurons, self.values)
         mask = torch.zeros(self.samples, self.neurons * self.values, dtype=torch.bool)
         for part in self.parts:
             if not part.whole:
                 missing = torch.ones((), dtype=torch.bool) if part.missing is None else part.missing
-                _put(missing, elements(part.neurons, self.values), mask)
+                _put_values(missing, elements(part.neurons, self.values), mask)
         return mask
 
     def together(self, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -96,18 +96,18 @@ class Arrived:
         """
         if self._in_order():
             room = None if into is None else into.resize_(0)
-            return torch.cat([self._sent(part) for part in self.parts], dim=1, out=room)
+            return torch.cat([self._sent_values(part) for part in self.parts], dim=1, out=room)
         outputs = self.nothing()
         for part in self.parts:
             if part.tensor is not None:
-                _put(part.tensor, elements(part.neurons, self.values), outputs)
+                _put_values(part.tensor, elements(part.neurons, self.values), outputs)
         return outputs
 
     def nothing(self) -> torch.Tensor:
         """Return zeros for a completely missing layer, (samples, values of all neurons)."""
         return torch.zeros(self.samples, self.neurons * self.values)
 
-    def _sent(self, part: SenderPart) -> torch.Tensor:
+    def _sent_values(self, part: SenderPart) -> torch.Tensor:
         return torch.zeros(self.samples, len(part.neurons) * self.values) if part.tensor is None else part.tensor
 
     def _in_order(self) -> bool:
@@ -127,7 +127,7 @@ class Arrived:
         return torch.stack(heard).sum(dim=0)
 
 
-def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
+def _put_values(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
     if isinstance(where, range):
         whole.narrow(1, where.start, len(where)).copy_(values)
     else:
@@ -135,12 +135,12 @@ def _put(values: torch.Tensor, where: Channels, whole: torch.Tensor) -> None:
 
 
 @lru_cache(256)
-def _gaps(heard: Heard, neurons: int, values: int) -> torch.Tensor:
+def _gap_mask(heard: Heard, neurons: int, values: int) -> torch.Tensor:
     """Return the mask of values in missing parts of a layer, (1, values)."""
     mask = torch.zeros(1, neurons * values, dtype=torch.bool)
     for part, came in heard:
         if not came:
-            _put(torch.ones((), dtype=torch.bool), elements(part, values), mask)
+            _put_values(torch.ones((), dtype=torch.bool), elements(part, values), mask)
     return mask
 
 

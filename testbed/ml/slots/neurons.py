@@ -50,7 +50,7 @@ class Neurons:
         ``unheard`` marks missing inputs, (samples or 1, values), whose gradient is zero.
         """
         self._inferred.clear()
-        shard, cost = self.shards[layer], self._costs(layer, inputs.shape[0]).forward
+        shard, cost = self.shards[layer], self._layer_costs(layer, inputs.shape[0]).forward
         outputs = await self._device.compute(partial(shard.forward, batch, inputs), cost, Span("forward", batch))
         self._forwarded[layer, batch] = unheard
         return outputs
@@ -69,7 +69,7 @@ class Neurons:
                     self._inferred[layer, alike] = outputs
             return outputs
 
-        shard, cost = self.shards[layer], self._costs(layer, entering.samples).forward
+        shard, cost = self.shards[layer], self._layer_costs(layer, entering.samples).forward
         return await self._device.compute(work, cost, Span("evaluate", batch))
 
     async def backward(
@@ -87,7 +87,7 @@ class Neurons:
         before = None
         work = learn(self.shards[layer], gradient)
         if work is not None:
-            costs = self._costs(layer, samples)
+            costs = self._layer_costs(layer, samples)
             cost = costs.update if gradient is None else costs.backward + costs.update
             before = await self._device.compute(work, cost, Span("backward", batch))
         unheard = self._forwarded.pop((layer, batch), None)
@@ -104,7 +104,7 @@ class Neurons:
 
     def give(self, layer: int, neurons: Channels) -> dict[str, torch.Tensor]:
         """Remove some or all neurons of a layer and return their state. Batches under way are dropped there."""
-        self._forget(layer)
+        self._drop_computations(layer)
         shard = self.shards[layer]
         if len(neurons) < len(shard.part.rows):
             return shard.give(neurons)
@@ -112,7 +112,7 @@ class Neurons:
 
     def take(self, layer: int, neurons: Channels, state: State | None = None) -> None:
         """Add neurons of a layer with their state; None: with initial weights."""
-        self._forget(layer)
+        self._drop_computations(layer)
         whole = self._layers[layer - 1]
         part = slice_of(whole, neurons)
         if state is None and self._given is not None:
@@ -124,12 +124,12 @@ class Neurons:
         else:
             self.shards[layer] = LayerShard(whole, part, state, self._problem.workload.training.optimizer)
 
-    def _forget(self, layer: int) -> None:
+    def _drop_computations(self, layer: int) -> None:
         """Drop computations made with other neurons of a layer than the current ones."""
         self._forwarded = {key: kept for key, kept in self._forwarded.items() if key[0] != layer}
         self._inferred.clear()
 
-    def _costs(self, layer: int, samples: int) -> LayerCosts:
+    def _layer_costs(self, layer: int, samples: int) -> LayerCosts:
         neurons = self.shards[layer].part.rows
         key = (layer, len(neurons), samples)
         if key not in self._known_costs:

@@ -108,10 +108,10 @@ class SlotDetails(Details):
 def timetable_of(details: SlotDetails) -> Timetable:
     """Return the timetable of a plan's layers and batches."""
     groups = [range(first, stop) for first, stop in details.groups]
-    return _table(groups, details.pipelined, details.micro_batches)
+    return _make_timetable(groups, details.pipelined, details.micro_batches)
 
 
-def _table(groups: Sequence[range], pipelined: bool, micro_batches: int) -> Timetable:
+def _make_timetable(groups: Sequence[range], pipelined: bool, micro_batches: int) -> Timetable:
     return fill_and_drain(groups, micro_batches) if micro_batches > 1 else timetable(groups, pipelined)
 
 
@@ -162,7 +162,7 @@ class LayerCosts:
 def layer_costs(layer: GraphLayer, neurons: Channels, samples: int, problem: Problem[SlotOptions]) -> LayerCosts:
     """Return the costs of some neurons of a layer for a batch."""
     one = layer.cost(layer.inputs, len(neurons))
-    update = Cost(problem.training.update_flops * _parameters(layer, neurons))
+    update = Cost(problem.training.update_flops * _parameter_count(layer, neurons))
     return LayerCosts(forward_of(one, samples), backward_of(one, samples), update)
 
 
@@ -175,13 +175,13 @@ def plan(
     """
     neurons, names = neurons_of(problem), [device.name for device in problem.devices]
     ratios = {pair: 1 - link.message_loss for pair, link in problem.links.items()}
-    order, reached = _mapped(problem, divide(neurons, names), mapping.matrix(names, ratios))
+    order, reached = _map_neurons(problem, divide(neurons, names), mapping.matrix(names, ratios))
     held = divide(neurons, [names[index] for index in order])
     _check_links(held, ratios, acknowledged=problem.options.recovery == "ack")
     _check_micro_batches(problem, held, micro_batches)
-    table = _table(held.groups, problem.options.pipelined, micro_batches)
-    slot = _slot(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
-    times = [_computation(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
+    table = _make_timetable(held.groups, problem.options.pipelined, micro_batches)
+    slot = _slot_seconds(problem, held, math.ceil(problem.workload.batch_size / micro_batches))
+    times = [_computation_seconds(problem, held, layer, problem.workload.batch_size) for layer in range(len(neurons))]
     lead, coordinator = held.holders(held.output)[0], mapping.coordinator(names, ratios)
     weights = BYTES_PER_VALUE * sum(unit.parameters for unit in problem.model.units)
     handed_out = [(lead, weights)] if problem.workload.model.weights is not None else []
@@ -189,9 +189,9 @@ def plan(
     return Plan(
         method=method,
         lead=lead,
-        pieces=tuple(_piece(problem, table, held, name) for name in held.devices),
+        pieces=tuple(_make_placement(problem, table, held, name) for name in held.devices),
         step_time=table.period * slot,
-        steps=_steps(problem, table, slot),
+        steps=_step_count(problem, table, slot),
         details=SlotDetails(
             groups=tuple((group.start, group.stop) for group in held.groups),
             devices=held.devices,
@@ -201,7 +201,7 @@ def plan(
             pipelined=problem.options.pipelined,
             micro_batches=micro_batches,
             slot=slot,
-            test_slot=max(slot, sum(_needed(problem, held, test_batch(problem)))),
+            test_slot=max(slot, sum(_needed_seconds(problem, held, test_batch(problem)))),
             forward=tuple(forward for forward, _ in times),
             backward=tuple(backward for _, backward in times),
             begin=sum(_handed_out(problem, *each) for each in handed_out) or None,
@@ -220,7 +220,7 @@ def _check_micro_batches(problem: Problem[SlotOptions], held: NeuronAssignment, 
         raise InputError(text, ("method", "micro_batches"))
 
 
-def _mapped(
+def _map_neurons(
     problem: Problem[SlotOptions], held: NeuronAssignment, ratios: mapping.Matrix
 ) -> tuple[mapping.Order, float]:
     wanted, count = mapping.connectivity(held), len(problem.devices)
@@ -258,9 +258,9 @@ def test_batch(problem: Problem[SlotOptions]) -> int:
     return problem.options.test_batch or problem.workload.batch_size
 
 
-def _slot(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> float:
+def _slot_seconds(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> float:
     """Return the seconds of a timeslot, configured or by equation (4). Raises `InputError` for a too short one."""
-    computing, transmitting = _needed(problem, held, samples)
+    computing, transmitting = _needed_seconds(problem, held, samples)
     needed = computing + transmitting
     given = problem.options.slot
     if given is None:
@@ -272,7 +272,7 @@ def _slot(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -
     return given
 
 
-def _steps(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
+def _step_count(problem: Problem[SlotOptions], table: Timetable, slot: float) -> int | None:
     """Return the number of steps fitting into the training time. Raises `InputError` if none fits."""
     time = problem.options.time
     if time is None:
@@ -295,19 +295,19 @@ def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
     if unlinked:
         text = f"no link leads from {sender}, which has what all others need to begin, to {unlinked[0]}: use mesh"
         raise InputError(text, ("network", "topology"))
-    rate, delay = _leaving(problem, sender)
+    rate, delay = _cast_rate(problem, sender)
     return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin
 
 
-def _needed(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> tuple[float, float]:
+def _needed_seconds(problem: Problem[SlotOptions], held: NeuronAssignment, samples: int) -> tuple[float, float]:
     """Return the longest computation and the longest transmission of any device for this many samples, in seconds."""
     return (
-        max(max(_computation(problem, held, layer, samples)) for layer in range(len(held.sizes))),
+        max(max(_computation_seconds(problem, held, layer, samples)) for layer in range(len(held.sizes))),
         max(_longest_transmission(problem, held, name, samples) for name in held.devices),
     )
 
 
-def _computation(
+def _computation_seconds(
     problem: Problem[SlotOptions], held: NeuronAssignment, layer: int, samples: int
 ) -> tuple[float, float]:
     """Return the seconds of a layer's forward, and of its backward with the update, on the slowest device."""
@@ -328,7 +328,7 @@ def _longest_transmission(problem: Problem[SlotOptions], held: NeuronAssignment,
 
     With ``ack`` the time includes one acknowledgement.
     """
-    rate, delay = _leaving(problem, name)
+    rate, delay = _cast_rate(problem, name)
     values, options = held.largest_message(name, neuron_values(problem)) * samples, problem.options
     size = cast.size_around(BYTES_PER_VALUE * values) * (options.transmissions if options.recovery == "r-tx" else 1)
     answered = _answering_time(problem, name) if options.recovery == "ack" else 0.0
@@ -337,31 +337,31 @@ def _longest_transmission(problem: Problem[SlotOptions], held: NeuronAssignment,
 
 def _answering_time(problem: Problem[SlotOptions], name: str) -> float:
     """Return the seconds from the end of a cast until all receivers have acknowledged one after the other."""
-    _, there = _leaving(problem, name)
+    _, there = _cast_rate(problem, name)
     others = [device.name for device in problem.devices if device.name != name]
-    back = [_leaving(problem, other) for other in others]
+    back = [_cast_rate(problem, other) for other in others]
     casting = sum(8 * cast.size_around(0) / rate for rate, _ in back if rate is not None)
     return there + casting + max((delay for _, delay in back), default=0.0) + ANSWER
 
 
-def _leaving(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
+def _cast_rate(problem: Problem[SlotOptions], name: str) -> tuple[float | None, float]:
     """Return the bit/s of a device's casts, None without a limit, and the seconds until all have received one."""
     links = [link for pair, link in problem.links.items() if pair[0] == name]
     return broadcast_rate(links), max((link.delay + 4 * link.jitter for link in links), default=0.0)
 
 
-def _parameters(layer: GraphLayer, neurons: Channels) -> int:
+def _parameter_count(layer: GraphLayer, neurons: Channels) -> int:
     return layer.share(layer.weights, slice_of(layer, neurons)) + layer.channel_values * len(neurons)
 
 
-def _piece(problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str) -> Piece:
+def _make_placement(problem: Problem[SlotOptions], table: Timetable, held: NeuronAssignment, name: str) -> Piece:
     layers, samples = layers_of(problem), problem.workload.batch_size
     group = next(index for index in range(len(held.groups)) if name in held.members(index))
     members, own = held.members(group), held.groups[group]
     parameters, values, cost = 0, 0, Cost()
     for layer in learning(own):
         whole, neurons = layers[layer - 1], held.of(name, layer)
-        weights = _parameters(whole, neurons)
+        weights = _parameter_count(whole, neurons)
         kept = table.staleness(layer)  # of one batch, however it is cut
         parameters += weights
         cost += layer_costs(whole, neurons, samples, problem).forward

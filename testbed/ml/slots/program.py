@@ -153,7 +153,7 @@ class SlotProgram:
         """
         *_, last = self._segments()
         while (group := await self._arranging.wait_for_group(last.end)) is not None:
-            if await self._slots(group):
+            if await self._work_slots(group):
                 break
         if self._gathering is not None:
             await self._gathering.sent(last.end + PATIENCE * last.slot)
@@ -168,7 +168,7 @@ class SlotProgram:
             text += f"no neurons when the last timeslot ended at {last.end:.1f} s: train more, or end the fault earlier"
             raise MissedTestsError(text)
 
-    async def _slots(self, group: int) -> bool:
+    async def _work_slots(self, group: int) -> bool:
         """Work in the slots of a group; return whether all slots are over, with the group unchanged."""
         async with aclosing(slots(self._device, group, self._segments())) as work:
             async for segment, action in work:
@@ -176,17 +176,17 @@ class SlotProgram:
                     return False
                 self._exchange.until = segment.next(self._device.now())
                 if action is None:
-                    self._end(segment)
+                    self._end_segment(segment)
                 elif segment.tests:
-                    await self._test(segment, action)
+                    await self._test_segment(segment, action)
                 else:
-                    await self._train(action, segment.number(action.batch))
+                    await self._train_segment(action, segment.number(action.batch))
         return True
 
-    async def _train(self, action: LayerAction, number: int) -> None:
+    async def _train_segment(self, action: LayerAction, number: int) -> None:
         _, layer, batch = action
         if action.kind == "backward":
-            await self._backward(layer, batch, number)
+            await self._backward_layer(layer, batch, number)
             return
 
         async def outputs() -> torch.Tensor | None:
@@ -195,17 +195,17 @@ class SlotProgram:
             inputs = self._on_missing.inputs(arrived)
             return None if inputs is None else await self._neurons.forward(layer, batch, inputs, unheard)
 
-        await self._forward(layer, number, partial(self._training.images, batch), outputs)
+        await self._forward_layer(layer, number, partial(self._training.images, batch), outputs)
         if layer:
             # Of older ones the losses did not come, and their slots are past.
             self._neurons.forget_before(layer, batch - self._table.staleness(layer) * self._table.micro + 1)
 
-    async def _test(self, segment: SlotSegment, action: LayerAction) -> None:
+    async def _test_segment(self, segment: SlotSegment, action: LayerAction) -> None:
         layer, batch, number = action.layer, action.batch, segment.number(action.batch)
         last = layer == self._arranging.now.output
         if last:
             # The results of the batch before were shared in a slot that is over.
-            self._score(segment, batch)
+            self._score_tests(segment, batch)
 
         async def outputs() -> torch.Tensor | None:
             arrived = self._exchange.outputs(layer - 1, number, self._tests.samples(batch))
@@ -216,11 +216,11 @@ class SlotProgram:
             alike = arrived.heard if layer == 1 and entering is arrived else None
             return await self._neurons.infer(layer, batch, entering, alike and (self._tests.place(batch), alike))
 
-        values = await self._forward(layer, number, partial(self._tests.images, batch), outputs)
+        values = await self._forward_layer(layer, number, partial(self._tests.images, batch), outputs)
         if last and values is not None and self._gathering is not None:
             self._gathering.computed(batch, self._arranging.now.of(self._device.name, layer), values)
 
-    async def _forward(
+    async def _forward_layer(
         self,
         layer: int,
         number: int,
@@ -239,7 +239,7 @@ class SlotProgram:
             )
         return values
 
-    async def _backward(self, layer: int, batch: int, number: int) -> None:
+    async def _backward_layer(self, layer: int, batch: int, number: int) -> None:
         """Learn, and cast the own neurons' contribution to the losses of the previous layer."""
         samples = self._training.samples(batch)
         if layer == self._arranging.now.output:
@@ -283,7 +283,7 @@ class SlotProgram:
         if exact:
             self._on_missing.observe(step, loss)
 
-    def _score(self, segment: SlotSegment, before: int) -> None:
+    def _score_tests(self, segment: SlotSegment, before: int) -> None:
         """Score the test batches before this one by the results received here, as in `_note_loss`."""
         for test in self._tests.unscored(before) if self._leads or self._gathering is not None else ():
             output = self._arranging.now.output
@@ -294,22 +294,22 @@ class SlotProgram:
             if self._gathering is not None:
                 self._gathering.heard(segment.trained, test, results)
 
-    def _end(self, segment: SlotSegment) -> None:
+    def _end_segment(self, segment: SlotSegment) -> None:
         """Record the received casts at the end of training, and the scores at the end of tests."""
         if segment.tests:
-            self._evaluate(segment)
+            self._evaluate_tests(segment)
             return
         for passing, tally in self._exchange.tally.items():
             self._device.record("passed", to=passing, due=tally.due, came=tally.came)
         if self._leads:
             self._device.record("tests", step=segment.trained)
 
-    def _evaluate(self, segment: SlotSegment) -> None:
+    def _evaluate_tests(self, segment: SlotSegment) -> None:
         """Score the last test batches on the coordinator and, if results are gathered, on its peers."""
         now, gathering = self._arranging.now, self._gathering
         if not (self._leads or (gathering is not None and self._device.name in now.holders(now.output))):
             return
-        self._score(segment, len(self._tests))
+        self._score_tests(segment, len(self._tests))
         one = self._tests.finish()
         if not self._leads:
             return

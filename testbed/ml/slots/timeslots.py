@@ -56,14 +56,14 @@ class Timetable:
 
     def action(self, group: int, slot: int) -> LayerAction | None:
         """Return the action of a group's device in a slot; None for a stall."""
-        for kind, layer, first in self._rhythms[group][slot % self.period]:
+        for kind, layer, first in self._group_rhythms[group][slot % self.period]:
             if slot >= first:
                 batch, part = divmod(slot - first, self.period)
                 return LayerAction(kind, layer, batch * self.micro + part)
         return None
 
     @cached_property
-    def _rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
+    def _group_rhythms(self) -> tuple[tuple[tuple[tuple[Literal["forward", "backward"], int, int], ...], ...], ...]:
         """By group and slot of a period: the possible actions, with the layer and the slot of batch 0."""
         rhythms = []
         for group in self.groups:

@@ -44,15 +44,15 @@ class TrainingConfig:
 
     def check(self) -> None:
         """Resolve all names; raises `InputError` with the key in the workload."""
-        _ = self.update_flops, self._criterion, self.settings(0), self.metrics()
+        _ = self.update_flops, self._loss_function, self.settings(0), self.metrics()
 
     def optimizer(self) -> Optimizer:
         """Return a new optimizer without parameters."""
-        return Sgd(self.part.optimizer) if self.part.optimizer.plain else TorchOptimizer(self._made)
+        return Sgd(self.part.optimizer) if self.part.optimizer.plain else TorchOptimizer(self._make_optimizer)
 
     def settings(self, step: int) -> Mapping[str, Any]:
         """Return the schedule's settings of a step, counted from 0, such as ``lr``; empty without a schedule."""
-        return {} if self._schedule is None else self._schedule.at(step)
+        return {} if self._make_schedule is None else self._make_schedule.at(step)
 
     def kept(self, shape: tuple[int, ...]) -> Kept:
         """Return the additional values of a weight of a shape after its first update: optimizer state and moving
@@ -60,7 +60,7 @@ class TrainingConfig:
         """
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if not self.part.optimizer.plain:
-            shapes |= self._measured(shape).kept
+            shapes |= self._measure_optimizer(shape).kept
         elif self.part.optimizer.momentum:
             shapes[MOMENTUM] = (shape, torch.float32)
         return shapes | ({AVERAGE: (shape, torch.float32)} if self.part.ema else {})
@@ -69,7 +69,7 @@ class TrainingConfig:
     def state_values(self) -> float:
         """Additional values per trained value: 1 with momentum, 2 with Adam, and 1 for an average."""
         optimizer = self.part.optimizer
-        own = bool(optimizer.momentum) if optimizer.plain else self._measured(_PROBE).values
+        own = bool(optimizer.momentum) if optimizer.plain else self._measure_optimizer(_PROBE).values
         return own + (self.part.ema is not None)
 
     @cached_property
@@ -81,7 +81,7 @@ class TrainingConfig:
         """
         part = self.part.optimizer
         plain = 2.0 + 2.0 * bool(part.momentum) + 2.0 * bool(part.weight_decay)
-        own = plain if part.plain else self._measured(_PROBE).flops
+        own = plain if part.plain else self._measure_optimizer(_PROBE).flops
         return own + 2.0 * (self.part.clip is not None) + 2.0 * (self.part.ema is not None)
 
     def metrics(self) -> dict[str, Metric]:
@@ -94,10 +94,10 @@ class TrainingConfig:
 
         A loss ignoring labels divides by the counted ones, and a loss with class weights by their sum.
         """
-        samples, criterion = len(labels), self._criterion
+        samples, criterion = len(labels), self._loss_function
         if labels.is_meta or labels.is_floating_point() or isinstance(criterion, torch.nn.CTCLoss):
             return samples
-        counted: torch.Tensor = labels != _ignored(criterion)
+        counted: torch.Tensor = labels != _ignored_label(criterion)
         classes = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
         if isinstance(criterion, classes) and criterion.weight is not None:
             counted = criterion.weight[labels.where(counted, 0)] * counted
@@ -111,23 +111,23 @@ class TrainingConfig:
         weight = whole if whole is None else self.weight(labels)
         if weight == 0:
             return (outputs * 0.0).sum()  # the mean of no labels would be NaN, and so would its gradients
-        if isinstance(self._criterion, torch.nn.CTCLoss):
-            value = temporal_loss(self._criterion, outputs, labels)
+        if isinstance(self._loss_function, torch.nn.CTCLoss):
+            value = temporal_loss(self._loss_function, outputs, labels)
         else:
             outputs = aligned(outputs, labels)
-            if self._criterion is None and labels.ndim == 1:
-                counted = (labels != _ignored(None)).sum() if whole is None else whole
+            if self._loss_function is None and labels.ndim == 1:
+                counted = (labels != _ignored_label(None)).sum() if whole is None else whole
                 return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum") / counted
-            value = (self._criterion or torch.nn.functional.cross_entropy)(outputs, labels)
-        if weight is None or weight == whole or getattr(self._criterion, "reduction", "mean") == "sum":
+            value = (self._loss_function or torch.nn.functional.cross_entropy)(outputs, labels)
+        if weight is None or weight == whole or getattr(self._loss_function, "reduction", "mean") == "sum":
             return value
         assert whole is not None
         return value * (weight / whole)
 
     def right(self, outputs: torch.Tensor, labels: torch.Tensor) -> tuple[int, int]:
         """Return the number of correct answers and of all answers: samples, (samples, ...), or their tokens."""
-        if isinstance(self._criterion, torch.nn.CTCLoss):
-            return read_right(self._criterion.blank, outputs, labels), len(labels)
+        if isinstance(self._loss_function, torch.nn.CTCLoss):
+            return read_right(self._loss_function.blank, outputs, labels), len(labels)
         counted = labels >= 0
         return int(((aligned(outputs, labels).argmax(dim=1) == labels) & counted).sum()), int(counted.sum())
 
@@ -153,7 +153,7 @@ class TrainingConfig:
         return torch.stack([torch.linalg.vector_norm(each) for each in gradients]) if gradients else torch.zeros(0)
 
     @cached_property
-    def _criterion(self) -> Any:
+    def _loss_function(self) -> Any:
         """Return the loss as a function of outputs and labels; None for plain cross-entropy."""
         part = self.part.loss
         if part.plain:
@@ -165,27 +165,29 @@ class TrainingConfig:
         options = {name: torch.tensor(value) if isinstance(value, tuple) else value for name, value in given}
         return named.make(factory, part, _LOSS, **options)
 
-    def _made(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def _make_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         part = self.part.optimizer
         factory = named.find(part, self.codes, _OPTIMIZER, torch.optim, torch.optim.Optimizer, without=_WITHOUT)
         made: torch.optim.Optimizer = named.make(factory, part, _OPTIMIZER, parameters, **part.arguments())
         return made
 
-    def _measured(self, shape: tuple[int, ...]) -> Measured:
+    def _measure_optimizer(self, shape: tuple[int, ...]) -> Measured:
         part = self.part.optimizer
         # A file that was edited is another module.
         module = self.codes[part.title].module if part.file is not None else ""
         key = (part.model_dump_json(), module, shape)
         if key not in _MEASURED:
-            _MEASURED[key] = measure(TorchOptimizer(self._made), shape)
+            _MEASURED[key] = measure(TorchOptimizer(self._make_optimizer), shape)
         return _MEASURED[key]
 
     @cached_property
-    def _schedule(self) -> Schedule | None:
-        return Schedule(self.part.schedules, self.codes, self.steps, self._made) if self.part.schedules else None
+    def _make_schedule(self) -> Schedule | None:
+        return (
+            Schedule(self.part.schedules, self.codes, self.steps, self._make_optimizer) if self.part.schedules else None
+        )
 
 
-def _ignored(criterion: Any) -> int:
+def _ignored_label(criterion: Any) -> int:
     """Return the label ignored by a loss, by default torch's."""
     options = getattr(criterion, "keywords", {})  # of a function with its options
     label = options.get("ignore_index", getattr(getattr(criterion, "func", criterion), "ignore_index", -100))

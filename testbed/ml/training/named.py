@@ -31,12 +31,12 @@ def find(
     if part.file is not None:
         return usercode.function(codes[part.title], (*key, "file"))
     known = {
-        _plain(name, suffix): (name, each)
+        _normalise_name(name, suffix): (name, each)
         for name, each in vars(module).items()
         if inspect.isclass(each) and issubclass(each, base) and each is not base
         if not name.startswith("_") and name not in without
     }
-    if (wanted := _plain(part.name, suffix)) not in known:
+    if (wanted := _normalise_name(part.name, suffix)) not in known:
         names = ", ".join(sorted(name for name, _ in known.values()))
         raise InputError(f"{module.__name__} has no '{part.name}' that works here: there are {names}", (*key, "name"))
     definition: Callable[..., Any] = known[wanted][1]
@@ -52,5 +52,5 @@ def make(called: Callable[..., Any], part: NamedPart, key: Key, *given: Any, **o
         raise InputError(f"{part.title}: {text or type(error).__name__}", key) from error
 
 
-def _plain(name: str, suffix: str) -> str:
+def _normalise_name(name: str, suffix: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "").removesuffix(suffix.lower())

@@ -33,7 +33,7 @@ class Schedule:
         optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         """``steps`` is the length of the workload, None if unknown. Raises `InputError`."""
-        _check(parts)
+        _check_lengths(parts)
         self._every = every = parts[0].every
         self._last = None if steps is None else (steps - 1) // every
         self._optimizer = optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
@@ -48,7 +48,7 @@ class Schedule:
         self._scheduler = made[0]
         if len(made) > 1:
             self._scheduler = torch.optim.lr_scheduler.SequentialLR(self._optimizer, made, ends)
-        self._known = [self._now()]
+        self._known = [self._current_settings()]
 
     def at(self, step: int) -> Mapping[str, Any]:
         """Return the settings of a step, counted from 0, such as ``lr``; later steps have those of the last."""
@@ -60,17 +60,17 @@ class Schedule:
                     self._scheduler.step()
                 except ValueError:  # one cycle knows no more steps than it was made for
                     return self._known[-1]
-            self._known.append(self._now())
+            self._known.append(self._current_settings())
         return self._known[wanted]
 
-    def _now(self) -> Mapping[str, Any]:
+    def _current_settings(self) -> Mapping[str, Any]:
         (group,) = self._optimizer.param_groups
         return {
             key: float(group[key]) if key == "lr" else group[key] for key in ("lr", "momentum", "betas") if key in group
         }
 
 
-def _check(parts: Sequence[SchedulePart]) -> None:
+def _check_lengths(parts: Sequence[SchedulePart]) -> None:
     """Raise `InputError` for inconsistent lengths of consecutive schedules."""
     every = parts[0].every
     for part in parts[:-1]:

@@ -135,7 +135,7 @@ class ClipPart(ConfigModel):
     value: float | None = Field(None, gt=0, description="most that each value of a gradient may be, up or down")
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _require_one_limit(self) -> Self:
         if (self.norm is None) == (self.value is None):
             raise ValueError("takes exactly one of 'norm' and 'value'")
         return self

@@ -40,13 +40,13 @@ class Stopping:
         figures |= {f"metrics.{name}": value for name, value in fields.get("metrics", {}).items()}
         value = figures[self._watched]
         if value is not None:
-            self._compare(value, weights)
+            self._compare_value(value, weights)
         if self._until and all(condition.holds(figures[name]) for name, condition in self._until.items()):
             self.reason = "what `until` asks for holds"
         elif self._patience is not None and self._worse >= self._patience:
             self.reason = f"{self._worse} evaluations in a row were no better"
 
-    def _compare(self, value: float, weights: Callable[[], State]) -> None:
+    def _compare_value(self, value: float, weights: Callable[[], State]) -> None:
         """Record the best value so far, with its weights if requested."""
         rank = -value if self._lower else value
         if self._best is not None and rank <= self._best[0]:
