@@ -68,8 +68,8 @@ def _headline(system: System, headline: Headline) -> Iterator[str]:
         yield from _range(system, rows)
     yield headline.differs
     words = Counter(system.word(row) for row in rows)
-    counts = [f"{words[word]} of {len(rows)} {word}" for word in WORDS if words[word]]
-    yield counts[0].split(" ", 3)[3] if len(counts) == 1 else ", ".join(counts)
+    found = [word for word in WORDS if words[word]]
+    yield found[0] if len(found) == 1 else ", ".join(f"{words[word]} {word}" for word in found)
 
 
 def _range(system: System, rows: list[Row]) -> tuple[str, str]:
@@ -83,8 +83,8 @@ def _range(system: System, rows: list[Row]) -> tuple[str, str]:
         paper = f"{len(rows)} rankings"
     else:
         ends = sorted(chain.from_iterable(row.ends for row in rows), key=float)
-        paper = _with_unit(" to ".join(dict.fromkeys([ends[0], ends[-1]])), unit)
-    return paper, _with_unit(" to ".join(ours), unit) if ours else NONE
+        paper = _with_unit("–".join(dict.fromkeys([ends[0], ends[-1]])), unit)
+    return paper, _with_unit("–".join(ours), unit) if ours else NONE
 
 
 def _conditions(system: System) -> str:
@@ -151,14 +151,14 @@ def _paper(row: Row) -> str:
     low, high = row.paper
     if low is None or high is None:
         return _with_unit(f"at most {high}" if low is None else f"at least {low}", row.unit)
-    return _with_unit(f"{low} to {high}", row.unit)
+    return _with_unit(f"{low}–{high}", row.unit)
 
 
 def _ours(ours: Ours | None, unit: str) -> str:
     if ours is None:
         return NONE
     if ours.low != ours.high:
-        return _with_unit(f"{_number(ours.low)} to {_number(ours.high)}", unit)
+        return _with_unit(f"{_number(ours.low)}–{_number(ours.high)}", unit)
     half = "" if ours.half_width is None else f" ± {ours.half_width:.2g}"
     return _with_unit(f"{_number(ours.low)}{half}", unit)
 
