@@ -190,7 +190,7 @@ def test_a_fault_of_a_package_is_checked_as_the_others(packages: Path, tmp_path:
 
 def test_a_link_backend_reaches_a_shaper_without_the_package(packages: Path, tmp_path: Path) -> None:
     refused = run(packages, tmp_path, "up", "extended.yaml", "--links", "rate")
-    assert "there is no link backend 'rate': use one of auto, netem, userspace, torn, rates" in refused.stderr
+    assert "unknown link backend 'rate'; available: auto, netem, userspace, torn, rates" in refused.stderr
     write = (
         "import json, sys\n"
         "from testbed_controller.shaping.backend import environment_for\n"

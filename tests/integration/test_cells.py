@@ -156,7 +156,7 @@ def test_links_of_a_cell_are_measured_as_they_are(net: Network, shaping: Shaping
 def test_a_cell_survives_the_restart_of_a_member_and_changes_live(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link()), [CELL])
     net.stop("b")
-    shaping.release_the_dead()
+    shaping.release_ended()
     again = net.add("b", net.endpoints["b"].address)
     shaping.attach([again], {}, [CELL])
     transmission = FRAME * 8 / CELL.rate

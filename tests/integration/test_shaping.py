@@ -121,7 +121,7 @@ def test_connections_use_one_congestion_control_whatever_the_host_has(shaping: S
         shaping.attach(net.endpoints.values(), mesh(Link()))
         assert algorithms(net) == {CONGESTION_CONTROL}
         net.stop("b")
-        shaping.await_death(5)
+        shaping.wait_for_end(5)
         shaping.attach([net.add("b", "198.18.0.3")], {})
         assert algorithms(net) == {CONGESTION_CONTROL}, "a device that has restarted has a new namespace"
     assert shaping.statistics()["congestion_control"] == CONGESTION_CONTROL
@@ -151,7 +151,7 @@ def test_devices_are_plugged_into_a_bridge_that_nothing_else_is_on(shaping: Shap
         assert known(net, "a") == {"198.18.0.3": "PERMANENT", "198.18.0.4": "PERMANENT"}, "nobody has to ask"
         assert f"02:42:c6:12:00:04 dev {port_of(shaping, 'c')}" in forwarding(shaping)
         net.stop("b")
-        shaping.await_death(5)
+        shaping.wait_for_end(5)
         assert len(ports(shaping)) == 2, "what has ended answers no more"
         again = net.add("b", "198.18.0.3")
         shaping.attach([again], {})
@@ -383,9 +383,9 @@ def test_devices_are_asked_through_the_shaper(net: Network, served: str) -> None
 def test_a_device_that_ends_unannounced_is_let_go(net: Network, shaping: Shaping) -> None:
     shaping.attach(net.endpoints.values(), mesh(Link(delay=0.001)))
     net.stop("b")
-    shaping.release_the_dead()
+    shaping.release_ended()
     assert set(shaping.show()["devices"]) == {"a", "c"}
-    with pytest.raises(InputError, match="'b' does not run"):
+    with pytest.raises(InputError, match="'b' is not running"):
         shaping.probe([("a", "b")])
     assert len(one_way(net, "a", "c", 5, 0.001)) == 5
 

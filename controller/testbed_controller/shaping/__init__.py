@@ -1,1 +1,1 @@
-"""Runs in the shaper container: the backends that shape links, and the probes that measure them."""
+"""Link shaping and link measurement; this package runs in the shaper's container."""

@@ -18,15 +18,16 @@ from testbed_controller.shaping.shaper import Shaping
 
 
 def main() -> int:
-    """Read the environment (TESTBED_TOKEN, TESTBED_LINKS, TESTBED_HOST, TESTBED_PORT) and serve until ended."""
+    """Read the environment (TESTBED_TOKEN, TESTBED_LINKS, TESTBED_HOST, TESTBED_PORT) and serve until SIGTERM."""
     token = os.environ.get("TESTBED_TOKEN", "")
     if not token:
-        print("shaper: TESTBED_TOKEN is not set: give the token of the run", file=sys.stderr)
+        print("shaper: TESTBED_TOKEN is not set: set it to the token of the run", file=sys.stderr)
         return 2
     log_to_stderr(os.environ)
-    confine()  # before there are threads, each of which would have to do so itself
+    # Before any thread starts, since the filter applies to the calling thread and its children.
+    confine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Ahead of the devices' own work, so that probes measure links and not how busy the host is.
+    # A higher priority than the devices' work, so that probes measure links and not the load of the host.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     try:

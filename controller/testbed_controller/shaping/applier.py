@@ -1,4 +1,4 @@
-"""Applies plans to the interfaces of devices by ``tc`` and a link backend, reads them back, and counts."""
+"""Application of plans to devices' interfaces by ``tc`` and a link backend, with read-back and statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Applier:
-    """The link backend, and the gate once a link needs it."""
+    """The link backend, with a gate for links that need one."""
 
     def __init__(self, links: str, seed: Callable[[], int]) -> None:
         self._backend, self._refused = choose(links, seed)
@@ -40,10 +40,10 @@ class Applier:
         _LOG.info("links are shaped by %s%s", self._backend.name, refused)
         self._gate: Gate | None = None
         self._no_gate = ""
-        """The reason why there can be no gate."""
+        """Reason why a gate is impossible; empty if it is possible."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the backend, its priority and that of the gate."""
+        """Return the backend, its scheduling priority, and that of the gate."""
         return {
             "backend": self._backend.name,
             "congestion_control": CONGESTION_CONTROL,
@@ -53,9 +53,9 @@ class Applier:
         }
 
     def has_gate(self, required: bool) -> bool:
-        """Start the gate on first use; return whether there is one. Raises HostError if it is required and cannot be.
+        """Start the gate on first use; return whether it is available. Raises HostError if ``required`` fails.
 
-        Without a gate HTB paces casts and slow links; only a radio cell requires one.
+        Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate.
         """
         if self._gate is not None or self._no_gate:
             return self._gate is not None
@@ -63,29 +63,30 @@ class Applier:
             self._gate = Gate(queueing_iptables())
         except HostError as error:
             if required:
-                text = f"a radio cell needs netfilter queues, which this kernel does not offer: {error}"
+                text = f"a radio cell needs netfilter queues, which this kernel lacks: {error}"
                 raise HostError(text) from error
             self._no_gate = str(error)
         return self._gate is not None
 
     def problem(self, attached: Attached, wanted: InterfacePlan) -> str:
-        """Return why the backend cannot apply a plan, or an empty text."""
+        """Return the reason why the backend cannot apply a plan, or an empty text."""
         return attached.namespace.run(partial(self._backend.problem, wanted)) or ""
 
     def apply(self, attached: Attached, wanted: InterfacePlan, routes: dict[str, Route]) -> None:
-        """Change a device's interface to a plan and read it back; raises HostError where the kernel differs."""
+        """Apply a plan to a device's interface and verify the kernel's state; raises HostError for differences."""
         if attached.plan == wanted and (attached.routes or {}) == routes:
             return
         name, old = attached.endpoint.name, attached.plan
+        # After a failure the state is unknown, and the next plan is applied from scratch.
         attached.plan = None
         if problems := attached.namespace.run(lambda: self._apply_inside(attached, old, wanted, routes)):
-            raise HostError(f"links of {name} did not take: {'; '.join(problems)}")
+            raise HostError(f"links of {name} could not be applied: {'; '.join(problems)}")
         attached.plan = wanted
 
     def _apply_inside(
         self, attached: Attached, old: InterfacePlan | None, wanted: InterfacePlan, routes: dict[str, Route]
     ) -> list[str]:
-        """Apply a plan in the device's namespace; return the differences that remain."""
+        """Apply a plan in the device's namespace; return the remaining differences."""
         name = attached.endpoint.name
         if self._gate is not None and (routes or attached.routes):
             before, attached.routes = attached.routes, None
@@ -106,23 +107,25 @@ class Applier:
         return self._differences(attached, wanted, [*lines, *self._backend.lines(old, wanted)])
 
     def differences(self, attached: Attached, wanted: InterfacePlan) -> list[str]:
-        """Return where the kernel holds something else than the plan of a device."""
+        """Return the differences between a device's plan and the state of the kernel."""
         return attached.namespace.run(partial(self._differences, attached, wanted))
 
     def _differences(self, attached: Attached, plan: InterfacePlan, lines: Sequence[str] = ()) -> list[str]:
-        """Run lines of ``tc``, then compare the kernel with the plan."""
+        """Execute ``tc`` commands, then compare the kernel's state with the plan."""
         classes, filters = self._backend.reads(plan)
         shown = tc.run(lines, [plan.interface, *classes], [(plan.interface, "1:"), *filters], self._backend.tables)
         segments = segments_of(plan.interface)
-        found = [] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]
-        found += sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0])
-        found += self._backend.differences(plan, shown)
+        problems = (
+            [] if segments == plan.segments else [f"TCP may send {segments} packets at once, not {plan.segments}"]
+        )
+        problems += sender.differences(plan, shown.classes, shown.qdiscs, shown.filters[0])
+        problems += self._backend.differences(plan, shown)
         if self._gate and attached.routes:
-            found += self._gate.differences(plan.interface, attached.routes)
-        return found
+            problems += self._gate.differences(plan.interface, attached.routes)
+        return problems
 
     def statistics(self, devices: Mapping[str, Attached], reset: bool) -> dict[str, Any]:
-        """Return drops at queues, lateness of packets, and bytes sent; ``reset`` resets the lateness."""
+        """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         queues = {}
         for name, attached in sorted(devices.items()):
             queues[name] = attached.namespace.run(partial(self._queue_counts, attached))
@@ -145,7 +148,7 @@ class Applier:
         return figures
 
     def _queue_counts(self, attached: Attached) -> dict[str, int]:
-        """Count, in the device's namespace, the packets that found a queue full, and the bytes that have left it."""
+        """Count the packets dropped by full queues, and the bytes sent, in the device's namespace."""
         counts = {"sender_drops": 0, "bytes": 0}
         for entry in json.loads(command(["tc", "-s", "-j", "qdisc", "show", "dev", attached.interface.name])):
             if entry.get("kind") == "pfifo":
@@ -159,13 +162,13 @@ class Applier:
         return counts
 
     def forget(self, name: str) -> None:
-        """Release what is held for a device that has ended."""
+        """Release the resources of an ended device."""
         self._backend.forget(name)
         if self._gate is not None:
             self._gate.forget(name)
 
     def close(self) -> None:
-        """End the backend and the gate; the settings of the devices stay."""
+        """Stop the backend and the gate; the devices keep their settings."""
         self._backend.close()
         if self._gate is not None:
             self._gate.stop()

@@ -1,4 +1,4 @@
-"""The contract of link backends, their registry, and how a package's backend reaches the shaper's container."""
+"""The interface of link backends, their registry, and the transfer of packages' backends into the shaper."""
 
 from __future__ import annotations
 
@@ -21,65 +21,65 @@ if TYPE_CHECKING:
     from testbed_controller.shaping.tc import Shown
 
 AUTO = "auto"
-"""Stands for the first backend with `Backend.automatic` that the kernel supports."""
+"""Selects the first backend with `Backend.automatic` and kernel support."""
 _ENVIRONMENT = "TESTBED_LINK_BACKENDS"
 _MOST_BYTES = 120_000
-"""The kernel allows 128 KiB for one variable of an environment."""
+"""Maximum size in bytes; the kernel limits an environment variable to 128 KiB."""
 
 
 class Backend:
-    """Shapes the receiver's side of the links of one host; its methods run in the namespace of the device.
+    """Shaping of a link's receiving side; the methods run in the namespace of the device.
 
-    The sender's side, the rates, is shaped by ``tc`` for every backend.
+    The sending side, with the rates, is shaped by ``tc`` for every backend. docs/extending.md has a complete example.
     """
 
     name: ClassVar[str]
-    """The name for ``--links``."""
+    """Name for ``--links``."""
     automatic: ClassVar[bool] = False
-    """Whether ``--links auto`` may choose it, in the order of the registry."""
+    """Whether ``--links auto`` may select the backend, in the order of the registry."""
     requirements: ClassVar[Mapping[str, Callable[[], object]]] = {}
-    """Kernel module -> a trial in a scratch namespace that raises `HostError` without it."""
+    """Kernel modules with a test in a scratch namespace, which raises `HostError` without the module."""
     uses_queues: ClassVar[bool] = False
-    """Whether packets pass netfilter queues, whose drops are then counted."""
+    """Whether packets pass netfilter queues, so that their drops are counted."""
     priority: str = "kernel"
-    """How the kernel schedules the part that delays packets."""
+    """Scheduling priority of the part that delays packets."""
     tables: str | None = None
-    """Folder of the distribution tables for ``tc``."""
+    """Folder of delay distribution tables for ``tc``."""
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> Any:
-        """Shape a small example in a scratch namespace; raises `HostError` where the kernel refuses.
+        """Shape a small example in a scratch namespace; raises `HostError` if the kernel refuses.
 
         The result is passed to `open`.
         """
 
     @classmethod
     def open(cls, kernel: Any, seed: Callable[[], int]) -> Self:
-        """Return the backend of a run; ``seed`` returns the seed of the choices which packets are lost."""
+        """Return the backend of a run; ``seed`` returns the seed of random losses."""
         return cls()
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return the property of a link that this backend cannot provide, and a remedy."""
+        """Return the unsupported property of a link with a remedy, or None."""
 
     def problem(self, plan: InterfacePlan) -> str | None:
-        """Return the part of a plan that this backend cannot provide in the device's namespace, and a remedy."""
+        """Return the unsupported part of a plan in the device's namespace with a remedy, or None."""
         problems = (self.link_problem(line.link, plan.downlink) for line in plan.receivers)
         return next(filter(None, problems), None)
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Set up everything that precedes ``tc``; with an old plan only the differences."""
+        """Prepare the interface before ``tc`` runs; with an old plan, only the differences."""
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
         """Return the commands for ``tc -batch``."""
         return []
 
     def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return the interfaces whose classes are read back, and the (interface, parent) of filters to read back."""
+        """Return interfaces and (interface, parent) pairs whose classes and filters are read back."""
         return [], []
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
-        """Return the differences between the plan and the state of the kernel."""
+        """Return the differences between the plan and the kernel's state."""
         return []
 
     def statistics(self) -> dict[str, Any]:
@@ -87,13 +87,13 @@ class Backend:
         return {}
 
     def reset(self) -> None:
-        """Reset these measurements."""
+        """Reset the measurements."""
 
     def forget(self, device: str) -> None:
-        """Release a device that has ended."""
+        """Release the resources of an ended device."""
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources."""
 
 
 LINK_BACKENDS = Registry(
@@ -108,38 +108,38 @@ LINK_BACKENDS = Registry(
 
 
 def check_name(name: str) -> str:
-    """Return the name of a backend, or ``auto``; raises `InputError` for any other."""
+    """Return a valid backend name or ``auto``; raises `InputError` for an unknown name."""
     if name != AUTO and name not in LINK_BACKENDS:
-        raise InputError(f"there is no link backend '{name}': use one of {', '.join((AUTO, *LINK_BACKENDS))}")
+        raise InputError(f"unknown link backend '{name}'; available: {', '.join((AUTO, *LINK_BACKENDS))}")
     return name
 
 
 def environment_for(names: Iterable[str]) -> dict[str, str]:
-    """Return the environment that brings backends of packages into a container: their packages, as text.
+    """Return environment variables with the source code of packages' backends, for a container.
 
-    Raises `InputError` for a package that cannot be used.
+    Raises `InputError` for an unusable package.
     """
-    from testbed.common.usercode import code_of_package  # with pydantic, which the shaper's image does not have
+    from testbed.common.usercode import code_of_package  # late: imports pydantic, which the shaper's image lacks
 
     objects: dict[str, str] = {}
     sources: dict[str, str] = {}
     for name in names:
         if name in (AUTO, *LINK_BACKENDS.own):
             continue
-        found = LINK_BACKENDS.find(name)
-        objects[name] = f"{found.__module__}:{found.__qualname__}"
-        sources |= code_of_package(found.__qualname__, found.__module__, ()).sources
+        backend = LINK_BACKENDS.find(name)
+        objects[name] = f"{backend.__module__}:{backend.__qualname__}"
+        sources |= code_of_package(backend.__qualname__, backend.__module__, ()).sources
     if not objects:
         return {}
-    packed = json.dumps({"objects": objects, "packages": base64.b64encode(_archive(sources)).decode()})
+    packed = json.dumps({"objects": objects, "packages": base64.b64encode(_make_archive(sources)).decode()})
     if len(packed) > _MOST_BYTES:
         text = f"the package of the link backend '{next(iter(objects))}' is too large for a container's environment"
         raise InputError(f"{text} (more than {_MOST_BYTES:,} bytes compressed): move the backend to a smaller package")
     return {_ENVIRONMENT: packed}
 
 
-def _archive(sources: Mapping[str, str]) -> bytes:
-    """Return modules as a zip archive from which Python imports them."""
+def _make_archive(sources: Mapping[str, str]) -> bytes:
+    """Return Python modules as an importable zip archive."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for module, text in sources.items():
@@ -150,7 +150,7 @@ def _archive(sources: Mapping[str, str]) -> bytes:
 
 
 def adopt(environment: Mapping[str, str]) -> None:
-    """Register the backends that `environment_for` has put into an environment; raises `HostError`."""
+    """Register the backends of an environment from `environment_for`; raises `HostError`."""
     if _ENVIRONMENT not in environment:
         return
     packed = json.loads(environment[_ENVIRONMENT])

@@ -1,4 +1,4 @@
-"""The testbed's two link backends, and the choice of a backend that this kernel supports."""
+"""The built-in link backends, and the selection of a backend with kernel support."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from testbed_controller.shaping.tc import Shown
 MODULES_HELP = (
     "load them as root on the host with modprobe; where that finds none, install the distribution's full kernel "
     "(Debian linux-image-amd64, Ubuntu linux-modules-extra-$(uname -r), Fedora kernel-modules-extra) and boot it; "
-    "or run with --runtime simulate, which needs no kernel's help"
+    "or run with --runtime simulate, which needs no kernel modules"
 )
 _IPTABLES = ("iptables-nft", "iptables-legacy", "iptables")
 _QUEUE = "-A INPUT -s 198.18.0.1/32 -j NFQUEUE --queue-num 1"
 MODULES = "sch_htb, cls_u32, sch_ingress, act_mirred, ifb and sch_netem, or xt_NFQUEUE and nfnetlink_queue"
-"""What a kernel must have for one of the two."""
+"""Kernel modules required by one of the two backends."""
 _TRIAL = InterfacePlan(
     "trial",
     None,
@@ -42,29 +42,29 @@ _TRIAL = InterfacePlan(
 )
 
 
-def _tc(words: str) -> Callable[[], object]:
+def _tc_trial(words: str) -> Callable[[], object]:
     return lambda: command(["tc", *words.split()])
 
 
 _SENDER: dict[str, Callable[[], object]] = {
-    "sch_htb": _tc("qdisc add dev lo root handle 1: htb"),
-    "cls_u32": _tc("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
+    "sch_htb": _tc_trial("qdisc add dev lo root handle 1: htb"),
+    "cls_u32": _tc_trial("filter add dev lo parent 1: protocol ip u32 match ip dst 198.18.0.1/32 flowid 1:1"),
 }
 _NETEM: dict[str, Callable[[], object]] = {
     **_SENDER,
     "ifb": lambda: interfaces.add_ifb("trial-ifb"),
-    "sch_netem": _tc("qdisc add dev trial-ifb root netem delay 1ms"),
-    "sch_ingress": _tc("qdisc add dev lo ingress"),
-    "act_mirred": _tc(
+    "sch_netem": _tc_trial("qdisc add dev trial-ifb root netem delay 1ms"),
+    "sch_ingress": _tc_trial("qdisc add dev lo ingress"),
+    "act_mirred": _tc_trial(
         "filter add dev lo parent ffff: protocol ip u32 match ip src 198.18.0.1/32 action mirred egress redirect dev lo"
     ),
 }
 
 
 def _iptables_for_a_queue() -> str:
-    """Return the program with which the kernel takes a rule of a queue; raises HostError when none does.
+    """Return an iptables program whose queue rules the kernel accepts; raises HostError without one.
 
-    The rule is left in the calling thread's namespace.
+    The rule stays in the namespace of the calling thread.
     """
     problems = []
     for program in _IPTABLES:
@@ -85,7 +85,7 @@ _USERSPACE: dict[str, Callable[[], object]] = {
 
 
 class Userspace(Backend):
-    """NFQUEUE at the receiver's input, and a delay line in a process of its own."""
+    """The backend with NFQUEUE at the receiver's input and a delay line in a separate process."""
 
     name = "userspace"
     automatic = True
@@ -94,13 +94,13 @@ class Userspace(Backend):
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> str:
-        """Return the iptables program that can lead packets into a queue here; raises HostError when none can."""
+        """Return an iptables program that can lead packets into a queue; raises HostError without one."""
         nfqueue.check()
         return _iptables_for_a_queue()
 
     @classmethod
     def open(cls, kernel: str, seed: Callable[[], int]) -> Self:
-        """Return the backend that uses this iptables program."""
+        """Return a backend that uses the given iptables program."""
         return cls(kernel, seed)
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
@@ -110,18 +110,18 @@ class Userspace(Backend):
         self.priority = self._line.priority
 
     def problem(self, plan: InterfacePlan) -> str | None:
-        """Duplicates arrive on the loopback, where a strict filter of reverse paths would drop them."""
+        """Return an error for duplicates with a strict reverse-path filter, which drops packets on loopback."""
         duplicates = any(line.link.up and line.link.duplicate for line in plan.receivers)
-        strict = max(_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")) == 1
+        strict = max(_read_setting(f"ipv4/conf/{name}/rp_filter") for name in ("all", "lo")) == 1
         if duplicates and strict:
-            return "packets cannot be duplicated where net.ipv4.conf.all.rp_filter or .lo.rp_filter is 1: set both to 0"
+            return "duplicates need net.ipv4.conf.all.rp_filter and .lo.rp_filter other than 1: set both to 0"
         return None
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Set up everything, or alter what differs."""
+        """Create queues and rules, or change the differing ones."""
         if old is None:
-            self._line.open(device, open_socket(), _injector())
-        # A queue must be served before a rule leads packets into it.
+            self._line.open(device, open_socket(), _open_injector())
+        # The queue must have a reader before a rule leads packets into it.
         impairments = self._impairments(device, new, old)
         if impairments or old is None or old.downlink != new.downlink:
             self._line.set(device, impairments, new.downlink)
@@ -129,55 +129,55 @@ class Userspace(Backend):
 
     def _impairments(self, device: str, plan: InterfacePlan, old: InterfacePlan | None) -> list[QueueImpairment]:
         before = {line.number: line for line in old.receivers} if old else {}
-        # Whether packets' sizes are needed depends on there being a downlink.
-        every = old is not None and old.downlink is None and plan.downlink is not None
+        # A new downlink needs the sizes of packets, which requires all queues to be configured again.
+        all_lines = old is not None and old.downlink is None and plan.downlink is not None
         return [
             QueueImpairment(line.number, line.limit, line.link, str(derive(self._seed(), device, line.number)))
             for line in plan.receivers
-            if line.queued and (every or before.get(line.number) != line)
+            if line.queued and (all_lines or before.get(line.number) != line)
         ]
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
-        """Read back, and say where the kernel holds something else than the plan."""
+        """Return the differences between the plan and the rules and queues of the kernel."""
         problems = receiving(plan).differences(command([self._iptables, "-w", "-S"]))
         served = {row["queue"] for row in kernel_queues()}
         wanted = {line.number for line in plan.receivers if line.queued}
-        return problems + [f"netfilter queue {number} is served by nobody" for number in wanted - served]
+        return problems + [f"netfilter queue {number} has no reader" for number in wanted - served]
 
     def forget(self, device: str) -> None:
-        """Forget a device that is gone."""
+        """Release an ended device."""
         self._line.forget(device)
 
     def close(self) -> None:
-        """End the delay line."""
+        """Stop the delay line."""
         self._line.stop()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the delay line's figures."""
+        """Return the statistics of the delay line."""
         return self._line.statistics()
 
     def reset(self) -> None:
-        """Reset the lateness figures."""
+        """Reset the lateness statistics."""
         self._line.reset()
 
 
-def _setting(name: str) -> int:
-    """Read one of ``/proc/sys/net`` of the calling thread's namespace."""
+def _read_setting(name: str) -> int:
+    """Read a setting below ``/proc/sys/net`` in the calling thread's namespace."""
     return int(Path("/proc/sys/net", name).read_text())
 
 
-def _injector() -> socket.socket:
-    """Open a packet socket on the loopback of the calling thread's namespace, for sending only."""
+def _open_injector() -> socket.socket:
+    """Open a send-only packet socket on the loopback of the calling thread's namespace."""
     try:
-        made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        made.bind(("lo", 0))
+        injector = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        injector.bind(("lo", 0))
     except OSError as error:
-        raise HostError(f"no packet socket can be opened: {error.strerror} (needs CAP_NET_RAW)") from error
-    return made
+        raise HostError(f"cannot open a packet socket: {error.strerror} (needs CAP_NET_RAW)") from error
+    return injector
 
 
 class Netem(Backend):
-    """The kernel's own emulator, behind an intermediate device that takes what arrives."""
+    """The backend with the kernel's emulator netem, behind an intermediate device for arriving packets."""
 
     name = "netem"
     automatic = True
@@ -185,12 +185,12 @@ class Netem(Backend):
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return the property of a link that netem cannot provide, and a remedy."""
+        """Return the property of a link that netem does not support with a remedy, or None."""
         return netem.problem(link, downlink)
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> None:
-        """Build a small netem tree in the calling thread's namespace; raises HostError when the kernel refuses."""
+        """Build a small netem tree in the calling thread's namespace; raises HostError if the kernel refuses."""
         with closing(cls()) as backend:
             backend.apply("trial", None, trial)
             tc.run(backend.lines(None, trial), [], [], backend.tables)
@@ -202,8 +202,9 @@ class Netem(Backend):
             Path(self._folder.name, f"{distribution}.dist").write_text(netem.table(distribution))
 
     def apply(self, device: str, old: InterfacePlan | None, new: InterfacePlan) -> None:
-        """Make the intermediate devices."""
+        """Create the intermediate devices."""
         if old is None:
+            # A shaper that was restarted finds the devices of its predecessor.
             present = interfaces.interface_names()
             if netem.IFB in present:
                 for name in present:
@@ -216,33 +217,33 @@ class Netem(Backend):
                 interfaces.add_ifb(name)
 
     def lines(self, old: InterfacePlan | None, new: InterfacePlan) -> list[str]:
-        """Return what ``tc`` is to do."""
+        """Return the commands for ``tc -batch``."""
         return netem.build(new) if old is None else netem.change(old, new)
 
     def reads(self, plan: InterfacePlan) -> tuple[list[str], list[tuple[str, str]]]:
-        """Return what is to be read back: the classes of the shared device, the filters of what arrives."""
+        """Return the shared intermediate device and the ingress filters for read-back."""
         return [netem.IFB], [(plan.interface, "ffff:")]
 
     def differences(self, plan: InterfacePlan, shown: Shown) -> list[str]:
-        """Say where the kernel holds something else than the plan."""
+        """Return the differences between the plan and the kernel's state."""
         return netem.differences(plan, shown.classes, shown.qdiscs, shown.filters[1])
 
     def close(self) -> None:
-        """Remove the tables of distributions."""
+        """Remove the distribution tables."""
         self._folder.cleanup()
 
 
 def missing_modules() -> dict[str, list[str]]:
-    """Return, by backend, the modules that this kernel does not offer; it is asked in scratch namespaces."""
-    return {name: _lacking(LINK_BACKENDS.find(name).requirements) for name in LINK_BACKENDS.own}
+    """Return the kernel modules missing for each backend, tested in scratch namespaces."""
+    return {name: _find_missing(LINK_BACKENDS.find(name).requirements) for name in LINK_BACKENDS.own}
 
 
-def _lacking(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
+def _find_missing(requirements: Mapping[str, Callable[[], object]]) -> list[str]:
     with closing(Namespace.scratch()) as scratch:
-        return [name for name, trial in requirements.items() if not scratch.run(partial(_answers, trial))]
+        return [name for name, trial in requirements.items() if not scratch.run(partial(_succeeds, trial))]
 
 
-def _answers(trial: Callable[[], object]) -> bool:
+def _succeeds(trial: Callable[[], object]) -> bool:
     try:
         trial()
     except HostError:
@@ -251,9 +252,9 @@ def _answers(trial: Callable[[], object]) -> bool:
 
 
 def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str]]:
-    """Return the backend to use, and the problems of those that were tried and cannot be used.
+    """Return a usable backend, and the problems of the backends tried before.
 
-    Raises `HostError` when the kernel supports neither the wanted one nor, with ``auto``, any.
+    Raises `HostError` if the kernel does not support the wanted backend or, for ``auto``, any.
     """
     names = list(LINK_BACKENDS.own) if check_name(wanted) == AUTO else [wanted]
     problems: dict[str, str] = {}
@@ -262,44 +263,44 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
         if wanted == AUTO and not backend.automatic:
             continue
         try:
-            return backend.open(_try(backend.check_kernel), seed), problems
+            return backend.open(_run_in_scratch(backend.check_kernel), seed), problems
         except HostError as error:
             problems[name] = str(error)
-    reasons = "; ".join(f"{name} {reason}" for name, reason in _reasons(problems).items())
+    reasons = "; ".join(f"{name} {reason}" for name, reason in _explain_failures(problems).items())
     raise HostError(f"this kernel ({os.uname().release}) cannot shape links: {reasons}; {MODULES_HELP}")
 
 
-def _reasons(problems: Mapping[str, str]) -> dict[str, str]:
-    """Return, by backend, the missing kernel modules, or the problem where all modules are there."""
+def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
+    """Return the missing kernel modules of each failed backend, or its problem if no module is missing."""
     reasons = {}
     for name, problem in problems.items():
-        lacking = _lacking(LINK_BACKENDS.find(name).requirements)
+        lacking = _find_missing(LINK_BACKENDS.find(name).requirements)
         reasons[name] = f"lacks {', '.join(lacking)}" if lacking else f"fails ({problem})"
     return reasons
 
 
 def backend_problems() -> dict[str, str]:
-    """Return why this kernel does not support each backend, and the gate (radio cells, casts); empty where it does."""
+    """Return the problem of each backend and of the gate (radio cells, broadcasts); empty if supported."""
     problems = {}
     for name in LINK_BACKENDS.own:
         try:
-            _try(LINK_BACKENDS.find(name).check_kernel)
+            _run_in_scratch(LINK_BACKENDS.find(name).check_kernel)
         except HostError as error:
             problems[name] = str(error)
-    found = dict.fromkeys(LINK_BACKENDS.own, "") | _reasons(problems) | {"gate": ""}
+    reasons = dict.fromkeys(LINK_BACKENDS.own, "") | _explain_failures(problems) | {"gate": ""}
     try:
         queueing_iptables()
     except HostError:
-        found["gate"] = found[Userspace.name]  # it needs the same queues
-    return found
+        reasons["gate"] = reasons[Userspace.name]  # the gate needs the same queues
+    return reasons
 
 
 def queueing_iptables() -> str:
-    """Return the iptables program that leads packets into queues on this kernel; raises HostError when none can."""
-    return str(_try(Userspace.check_kernel))
+    """Return an iptables program that leads packets into queues; raises HostError without kernel support."""
+    return str(_run_in_scratch(Userspace.check_kernel))
 
 
-def _try(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
+def _run_in_scratch(check_kernel: Callable[[InterfacePlan], Any]) -> Any:
     with closing(Namespace.scratch()) as scratch:
         return scratch.run(partial(_with_interface, check_kernel))
 

@@ -1,7 +1,7 @@
-"""What links this host can carry: `python -m testbed_controller.shaping.capability [backend]` prints it as JSON.
+"""Measurement of this host's link capacity; `python -m testbed_controller.shaping.capability [backend]` prints JSON.
 
-Two processes that sleep in network namespaces of their own stand for devices; a pair of interfaces joins them. The
-links between them are shaped and measured as those of a run, from the fastest down and from the shortest up.
+Two sleeping processes in separate network namespaces, joined by a pair of interfaces, act as devices. Links between
+them are shaped and measured as in a run, from the fastest rate down and from the shortest delay up.
 """
 
 from __future__ import annotations
@@ -28,48 +28,54 @@ if TYPE_CHECKING:
     from testbed_controller.shaping.shaper import Shaping
 
 RATES = (10e9, 5e9, 4e9, 3e9, 2e9, 1.5e9, 1e9, 500e6, 200e6, 100e6, 10e6)
-"""bit/s, tried from the fastest on; with the delay below, so that the backend has to hold the packets."""
+"""Rates in bit/s, tried from the fastest with the delay below, so that the backend has to hold packets."""
 DELAY = 1e-3
 DELAYS = (0.1e-3, 0.2e-3, 0.5e-3, 1e-3, 2e-3, 5e-3)
-"""Seconds, tried from the shortest on."""
+"""Delays in seconds, tried from the shortest."""
 LOAD_RATE = 100e6
-"""At which the cost of a packet is taken."""
+"""Rate of the measurement of the cost per packet, in bit/s."""
 HEADROOM = 0.8
-"""Share of the processors that may be busy before devices get in each other's way."""
+"""Maximum share of busy processors without interference between devices."""
 DEVICE_RATE = 10e6
-"""bit/s that each of the devices counted sends without a pause."""
+"""Continuous rate of each device in the estimate of the number of devices, in bit/s."""
 _PAIR = ("a", "b")
 _TRAINS = 5
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What was measured with one backend."""
+    """The measured link capacity of one backend."""
 
     backend: str
     rate: float | None
-    """bit/s, the highest of `RATES` that was carried within the tolerance."""
+    """Highest of `RATES` within tolerance, in bit/s."""
     delay: float | None
-    """Seconds, the lowest of `DELAYS` that was kept within the tolerance."""
+    """Lowest of `DELAYS` within tolerance, in seconds."""
     found_delay: float | None
-    """Seconds that packets took with it, the median."""
+    """Median delay measured for it, in seconds."""
     packet_cost: float | None
-    """Processor seconds for a full packet from socket to socket."""
+    """Processor time of a full packet from socket to socket, in seconds."""
     devices: int | None
-    """Devices that may each send `DEVICE_RATE` at once, by that cost: an estimate, without their own computing."""
+    """Estimated number of devices that can each send `DEVICE_RATE`, without their own computation."""
 
 
 def measure(backend: str = "auto") -> Capability:
-    """Measure; takes a few seconds. Raises HostError where this kernel cannot shape links."""
+    """Measure the link capacity in a few seconds. Raises HostError if this kernel cannot shape links."""
     from testbed_controller.shaping.shaper import (
-        Shaping,  # with pyroute2, which commands that only read this need not wait for
+        Shaping,  # late: imports pyroute2, which readers of stored results do not need
     )
 
-    with _pair() as endpoints, contextlib.closing(Shaping(backend)) as shaping:
+    with _joined_namespaces() as endpoints, contextlib.closing(Shaping(backend)) as shaping:
         shaping.attach(endpoints, {_PAIR: Link(delay=DELAY), _PAIR[::-1]: Link()})
-        rate = next((rate for rate in RATES if _probe(shaping, Link(rate=rate, delay=DELAY)).problem is None), None)
-        kept = (found for delay in DELAYS if (found := _probe(shaping, Link(delay=delay))).problem is None)
-        shortest = next(kept, None)
+        rate = next(
+            (rate for rate in RATES if _measure_link(shaping, Link(rate=rate, delay=DELAY)).problem is None), None
+        )
+        shortest = None
+        for delay in DELAYS:
+            measurement = _measure_link(shaping, Link(delay=delay))
+            if measurement.problem is None:
+                shortest = measurement
+                break
         cost = _packet_cost(shaping, endpoints[1].pid)
         name = str(shaping.facts()["backend"])
     return Capability(
@@ -82,36 +88,36 @@ def measure(backend: str = "auto") -> Capability:
     )
 
 
-def _probe(shaping: Shaping, link: Link) -> LinkMeasurement:
+def _measure_link(shaping: Shaping, link: Link) -> LinkMeasurement:
     shaping.set({_PAIR: link})
-    [found] = shaping.probe([_PAIR])
-    return found
+    [measurement] = shaping.probe([_PAIR])
+    return measurement
 
 
 def _packet_cost(shaping: Shaping, receiver: int) -> float | None:
-    """Measure the processor time of the sockets' process and of the delay line while trains of packets pass.
+    """Measure the processor time of sockets and delay line per packet, while trains of packets pass.
 
-    That of interrupts is not in it, and what else the host is busy with neither.
+    The result excludes interrupts and other load of the host.
     """
     shaping.set({_PAIR: Link(rate=LOAD_RATE, delay=DELAY)})
-    busy, packets = shaping.statistics()["processor_seconds"], _received(receiver)
+    busy, packets = shaping.statistics()["processor_seconds"], _count_received(receiver)
     for _ in range(_TRAINS):
         shaping.probe([_PAIR])
-    passed = _received(receiver) - packets
+    passed = _count_received(receiver) - packets
     return (shaping.statistics()["processor_seconds"] - busy) / passed if passed > 0 else None
 
 
-def _received(process: int) -> int:
-    """Count the packets that have reached a process's network namespace."""
+def _count_received(process: int) -> int:
+    """Return the number of packets received in a process's network namespace."""
     lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[1]) for line in lines if line.strip().startswith("data:"))
 
 
 @contextlib.contextmanager
-def _pair() -> Iterator[list[Endpoint]]:
-    """Have two namespaces joined by a pair of interfaces, each with a process in it."""
+def _joined_namespaces() -> Iterator[list[Endpoint]]:
+    """Yield two namespaces joined by a pair of interfaces, each with a process."""
     with contextlib.ExitStack() as stack:
-        processes = [_sleeper(stack) for _ in _PAIR]
+        processes = [_start_sleeper(stack) for _ in _PAIR]
         namespaces = [Namespace.of_process(process.pid) for process in processes]
         for namespace in namespaces:
             stack.callback(namespace.close)
@@ -123,18 +129,18 @@ def _pair() -> Iterator[list[Endpoint]]:
         )
         addresses = [f"198.18.0.{number}" for number in (1, 2)]
         for namespace, address in zip(namespaces, addresses, strict=True):
-            namespace.run(partial(_plug, address))
-        yield [Endpoint(*each) for each in zip(_PAIR, pids, addresses, strict=True)]
+            namespace.run(partial(_configure_interface, address))
+        yield [Endpoint(*endpoint) for endpoint in zip(_PAIR, pids, addresses, strict=True)]
 
 
-def _plug(address: str) -> None:
+def _configure_interface(address: str) -> None:
     command(["ip", "link", "set", "lo", "up"])
     command(["ip", "address", "add", f"{address}/24", "broadcast", "+", "dev", "data"])
     command(["ip", "link", "set", "data", "up"])
 
 
-def _sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start a process in a network namespace of its own; it ends with the stack."""
+def _start_sleeper(stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
+    """Start a process in a new network namespace; the stack ends it."""
     scratch = Namespace.scratch()
     stack.callback(scratch.close)
     process = scratch.run(lambda: subprocess.Popen(["sleep", "600"]))

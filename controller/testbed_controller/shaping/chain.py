@@ -1,4 +1,4 @@
-"""A chain of rules of our own in the filter table of iptables, and the rule that leads into it."""
+"""A chain of iptables rules owned by the shaper, and the rule that leads into it."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from testbed_controller.shaping.plan import InterfacePlan
 
 @dataclass(frozen=True)
 class RuleChain:
-    """What the kernel is to hold. In the words of ``iptables-restore``, so that one step replaces all rules."""
+    """A desired chain in the syntax of ``iptables-restore``, so that one step replaces all rules."""
 
     name: str
     entry: tuple[str, ...]
-    """The chain of the kernel that leads here, and with which packets: ``("INPUT", "-i", "eth1")``."""
+    """Built-in chain and match of the rule that leads here: ``("INPUT", "-i", "eth1")``."""
     rules: tuple[str, ...]
-    """What follows the chain's name, as ``iptables -S`` prints it."""
+    """Rules without the chain's name, as printed by ``iptables -S``."""
 
     @property
     def lines(self) -> list[str]:
-        """The rules as ``iptables -S`` prints them."""
+        """The rules as printed by ``iptables -S``."""
         return [f"-A {self.name} {rule}" for rule in self.rules]
 
     def restore(self) -> str:
         """Return the input for ``iptables-restore --noflush`` that replaces all rules."""
         return "\n".join(["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""])
 
-    def _jump(self) -> str:
+    def _entry_rule(self) -> str:
         return f"-A {' '.join(self.entry)} -j {self.name}"
 
     def apply(self, iptables: str, before: RuleChain | None) -> None:
-        """Replace what was applied in the calling thread's namespace; without that, also lead packets here."""
+        """Replace the rules in the calling thread's namespace; the first time, also add the entry rule."""
         if before is None or before.rules != self.rules:
             command([f"{iptables}-restore", "-w", "--noflush"], self.restore())
-        if before is None and self._jump() not in command([iptables, "-w", "-S", self.entry[0]]).splitlines():
+        if before is None and self._entry_rule() not in command([iptables, "-w", "-S", self.entry[0]]).splitlines():
             command([iptables, "-w", "-I", *self.entry, "-j", self.name])
 
     def differences(self, shown: str) -> list[str]:
-        """Compare with what ``iptables -S`` says of the filter table."""
+        """Compare the chain with the output of ``iptables -S``."""
         lines = shown.splitlines()
-        found = [line for line in lines if line.startswith(f"-A {self.name} ")]
-        problems = [f"rule is missing: {rule}" for rule in self.lines if rule not in found]
-        problems += [f"rule is too many: {rule}" for rule in found if rule not in self.lines]
-        if self._jump() not in lines:
-            problems.append(f"the rule that leads from {self.entry[0]} to {self.name} is missing")
+        present = [line for line in lines if line.startswith(f"-A {self.name} ")]
+        problems = [f"missing rule: {rule}" for rule in self.lines if rule not in present]
+        problems += [f"unexpected rule: {rule}" for rule in present if rule not in self.lines]
+        if self._entry_rule() not in lines:
+            problems.append(f"missing rule from {self.entry[0]} to {self.name}")
         return problems
 
 
 def receiving(plan: InterfacePlan) -> RuleChain:
-    """Return the chain of the receiver's side, for backend `userspace`; links that change nothing have no rule."""
+    """Return the chain of the receiving side for backend `userspace`; unimpaired links have no rule."""
     rules = []
     for line in plan.receivers:
         if not line.link.up:

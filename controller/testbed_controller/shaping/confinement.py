@@ -1,8 +1,8 @@
-"""System calls that the shaper gives up because no shaping of links needs them, although its capabilities allow them.
+"""A seccomp filter against system calls that the shaper's capabilities allow but link shaping does not need.
 
-SYS_ADMIN lets the shaper enter namespaces, and would let it mount; SYS_PTRACE lets it open them, and would let it read
-and change the memory of every process of the host. The filter adds to the engine's own seccomp profile, applies to all
-child processes, and cannot be removed.
+SYS_ADMIN is needed to enter namespaces, but also allows mounting; SYS_PTRACE is needed to open namespaces, but also
+allows access to the memory of every process of the host. The filter complements the engine's own seccomp profile,
+applies to all child processes, and cannot be removed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ DENIED = (
     *("bpf", "perf_event_open", "init_module", "finit_module", "kexec_load", "keyctl", "sethostname", "swapon"),
 )
 _LIBRARY = "libseccomp.so.2"
-"""Part of every Debian, since apt depends on it."""
+"""Library in every Debian, since apt depends on it."""
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
 def confine() -> None:
-    """Make each system call of `DENIED` fail with EPERM, for this process and its children.
+    """Make the system calls in `DENIED` fail with EPERM, for this process and its children.
 
-    Raises OSError where the library is missing or the kernel rejects the filter.
+    Raises OSError if the library is missing or the kernel rejects the filter.
     """
     library = ctypes.CDLL(_LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
-"""The delay line's process: holds queued packets until they are due; loses, alters and repeats some.
+"""The process of the delay line: it holds queued packets until they are due, and loses, alters and repeats some.
 
-It owns one netfilter socket per device and answers the server's requests on a local socket (`helper.py` is the
-server's end). What happens to a packet is decided in `impairments.py`; here it is carried out, in time.
+The process owns one netfilter socket for each device and answers the server's requests on a local socket (`helper.py`
+has the server's end). `impairments.py` decides about packets; this module executes the decisions in time.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from testbed_controller.shaping.helper import LatenessHistogram, serve_request
 from testbed_controller.shaping.medium import Bottleneck
 
 _MOST_READ = 64
-"""Packets read from one device before those that are due are let go."""
+"""Maximum number of packets read from one device before due packets are released."""
 _PATIENCE = 2e-3
-"""Seconds at most for which arrivals are left to gather, since the kernel has noted when each came."""
+"""Maximum time to let arrivals gather, in seconds; the kernel has recorded the arrival of each."""
 _EARLY = 60e-6
-"""Seconds by which a packet may leave early along with another: one waking then serves several."""
+"""Maximum earliness of a packet released with another one, in seconds: one wake-up serves several."""
 _IP_HEADER = 20
 _LOOPBACK_FRAME = bytes(12) + b"\x08\x00"
 _SO_TIMESTAMPNS = 35
 
 _Entry = tuple[float, bytearray | bytes, int, bytes | None]
-"""When due; what names the packet in a verdict, and a mark more for a second copy; bytes on the wire where they
-matter; its content where that is not what the kernel holds."""
+"""Due instant; identity of the packet in a verdict, with a suffix for a second copy; bytes on the wire if needed;
+content if it differs from the kernel's."""
 _COPY = b"+"
 
 
 class _DelayQueue:
-    """One queue: the packets on their way over one link."""
+    """The packets in transit over one link."""
 
     def __init__(self, queue: int, link: Link, seed: str) -> None:
         self.queue = queue
@@ -52,14 +52,14 @@ class _DelayQueue:
         self.heap: list[_Entry] = []
         self.latest = 0.0
         self.ordered = True
-        """Whether the packets here leave as they came: in their order, once, unaltered."""
+        """Whether all packets leave in order, once and unaltered."""
         self.listed = math.inf
-        """When the loop has noted to look at this line."""
+        """Instant at which the loop will check this line."""
         self.passed = self.dropped = self.duplicated = self.spoiled = 0
         self.alter(link, seed)
 
     def alter(self, link: Link, seed: str) -> None:
-        """Treat packets that arrive from now on so; those under way keep the time that they were given."""
+        """Change the link for future packets; packets in transit keep their due time."""
         self.constant = link.delay
         self.delay = impairments.delays(link, f"{seed} delay")
         self.lost = impairments.losses(link, f"{seed} loss")
@@ -69,17 +69,17 @@ class _DelayQueue:
 
 
 class _Port:
-    """A device: the netfilter socket of its namespace, its lines, and its downlink if that has a rate."""
+    """A device: the netfilter socket of its namespace, its lines, and a downlink with a rate, if any."""
 
     def __init__(self, opened: socket.socket, injector: socket.socket) -> None:
         opened.setblocking(False)
         injector.setblocking(False)
         self.socket = opened
         self.injector = injector
-        """A packet socket on the namespace's loopback: what is sent there is received."""
+        """A packet socket on the namespace's loopback, which delivers duplicates and altered copies."""
         self.lines: dict[int, _DelayQueue] = {}
         self.downlink: Bottleneck[tuple[_DelayQueue, bytearray | bytes, bytes | None]] | None = None
-        """Once there it stays, since packets may wait in it; without a rate it lets all pass."""
+        """Never removed, since packets may wait in it; without a rate, all packets pass."""
         self.downlink_listed = math.inf
         self.verdicts: list[bytes | bytearray] = []
         self.overflows = 0
@@ -87,7 +87,7 @@ class _Port:
 
 
 class Loop:
-    """Waits for packets, for their time to come, and for the server; never busy."""
+    """The event loop: waits for packets, due instants, and the server, without busy waiting."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -96,19 +96,19 @@ class Loop:
         self._ports: dict[str, _Port] = {}
         self._by_descriptor: dict[int, _Port] = {}
         self._due: list[tuple[float, int, _Port, _DelayQueue | None]] = []
-        """When to look at a line, or (None) at a port's downlink; void when that has another time by now."""
+        """Instants to check a line, or (None) a port's downlink; void if that has another instant by now."""
         self._ties = 0
         self._buffer = bytearray(1 << 17)
         self._arrivals = nfqueue.Stamps()
         self._lateness = LatenessHistogram()
         self._patience = 0.0
-        # Any socket that asks for timestamps makes the kernel note every packet's arrival, so that a packet that
-        # waits for this process is not late because of it.
+        # Any socket with time stamps makes the kernel record every packet's arrival, so that the wait for this
+        # process does not delay a packet.
         self._stamps = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._stamps.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
 
     def run(self) -> None:
-        """Go on until the server is gone."""
+        """Run until the server disconnects."""
         look_again = 0.0
         while True:
             now = time.monotonic()
@@ -116,7 +116,7 @@ class Loop:
             if now < look_again:
                 time.sleep(max(0.0, min(due, look_again) - now))
             else:
-                # select waits with microseconds, epoll only with milliseconds.
+                # select has a resolution of microseconds, epoll only of milliseconds.
                 wait = None if due == math.inf else max(0.0, due - now)
                 select.select([self._epoll.fileno()], [], [], wait)
             self._release()
@@ -125,7 +125,7 @@ class Loop:
             emptied = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not serve_request(self._control, self._carry_out, 2):
+                    if not serve_request(self._control, self._execute, 2):
                         return
                 elif descriptor in self._by_descriptor:
                     emptied &= self._read(self._by_descriptor[descriptor])
@@ -135,7 +135,7 @@ class Loop:
     # Packets in
 
     def _read(self, port: _Port) -> bool:
-        """Take what has arrived for a device; say whether that was all."""
+        """Read the arrived packets of a device; return whether all were read."""
         buffer, receive = self._buffer, port.socket.recv_into
         now = time.monotonic()
         wall = time.time() - now
@@ -147,14 +147,14 @@ class Loop:
                 emptied = True
                 break
             except OSError:
-                port.overflows += 1  # ENOBUFS: the kernel has lost packets that it could not announce
+                port.overflows += 1  # ENOBUFS: the kernel has dropped packets that it could not announce
                 continue
             kind = buffer[4] | buffer[5] << 8
             if kind == nfqueue.PACKET:
                 self._arrive(port, buffer, length, now, wall)
             elif kind == nfqueue.NLMSG_ERROR:
                 port.refused += 1
-        self._send(port)
+        self._send_verdicts(port)
         return emptied
 
     def _arrive(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
@@ -162,7 +162,7 @@ class Loop:
         identity = nfqueue.packet_identity(buffer)
         stamp = self._arrivals.read(buffer, length)
         arrived = now
-        # A clock that was set between the two readings would make nonsense of the difference.
+        # An adjustment of the clock between the two readings would spoil the difference.
         if stamp is not None and -1.0 < stamp - wall - now < 1e-3:
             arrived = stamp - wall
         if line.duplicates or line.corrupts or port.downlink:
@@ -197,7 +197,7 @@ class Loop:
     def _hold(
         self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
     ) -> None:
-        """Keep a packet, or a copy of one, until its delay is over."""
+        """Store a packet, or a copy, until its delay is over."""
         due = arrived + (line.constant if line.delay is None else line.delay())
         if due < line.latest or entry[2] is not None:
             line.ordered = False
@@ -206,17 +206,17 @@ class Loop:
         heapq.heappush(line.heap, (due, *entry))
         if due < line.listed:
             line.listed = due
-            self._list(port, line, due)
+            self._note_check(port, line, due)
 
-    def _list(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
-        """Note when to look at a line or a downlink; an older note about the same one is void from now on."""
+    def _note_check(self, port: _Port, line: _DelayQueue | None, when: float) -> None:
+        """Note when to check a line or a downlink; an older note about the same one becomes void."""
         self._ties += 1
         heapq.heappush(self._due, (when, self._ties, port, line))
 
     # Packets out
 
     def _release(self) -> None:
-        """Let everything go whose time has come."""
+        """Release all due packets."""
         touched: set[_Port] = set()
         while self._due:
             now = time.monotonic()
@@ -228,27 +228,27 @@ class Loop:
             if line is None:
                 if due == port.downlink_listed:
                     port.downlink_listed = math.inf
-                    self._lateness.add(max(0.0, now - due), self._serve(port, ripe))
+                    self._lateness.add(max(0.0, now - due), self._serve_downlink(port, ripe))
                     touched.add(port)
                 continue
             if due != line.listed:
                 continue
-            count = self._ripen(port, line, ripe)
+            count = self._pop_due(port, line, ripe)
             self._lateness.add(max(0.0, now - due), count)
             line.passed += count
             touched.add(port)
             if port.downlink is not None:
-                self._serve(port, ripe)
+                self._serve_downlink(port, ripe)
             if line.heap:
                 line.listed = line.heap[0][0]
-                self._list(port, line, line.listed)
+                self._note_check(port, line, line.listed)
             else:
                 line.listed, line.ordered = math.inf, True
         for port in touched:
-            self._send(port)
+            self._send_verdicts(port)
 
-    def _ripen(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
-        """Take what is due off a line, towards the device or into its downlink; return how much that was."""
+    def _pop_due(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
+        """Move due packets from a line to the device or its downlink; return their number."""
         heap = line.heap
         count = 0
         identity: bytearray | bytes | None = None
@@ -261,29 +261,29 @@ class Loop:
                     if len(identity) == nfqueue.IDENTITY:
                         port.verdicts += (line.drop, identity)
             elif not line.ordered:
-                self._let_go(port, line, identity, content)
+                self._deliver(port, line, identity, content)
         if identity is not None and port.downlink is None and line.ordered:
             port.verdicts += (line.accept_all, identity)
-            self._send(port)
+            self._send_verdicts(port)
         return count
 
-    def _serve(self, port: _Port, ripe: float) -> int:
-        """Let through a downlink what it has had time for; return how many packets that was."""
+    def _serve_downlink(self, port: _Port, ripe: float) -> int:
+        """Release the packets that have passed a downlink; return their number."""
         assert port.downlink is not None
         count = 0
         while port.downlink.due <= ripe:
-            self._let_go(port, *port.downlink.leave())
+            self._deliver(port, *port.downlink.leave())
             count += 1
         if (due := port.downlink.due) < port.downlink_listed:
             port.downlink_listed = due
-            self._list(port, None, due)
+            self._note_check(port, None, due)
         return count
 
-    def _let_go(self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None) -> None:
+    def _deliver(self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None) -> None:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY:
-            self._send(port)
+            self._send_verdicts(port)
             self._send_messages(port, nfqueue.accept_altered(line.queue, identity, content))
         else:
             try:
@@ -291,11 +291,11 @@ class Loop:
             except OSError:
                 port.refused += 1
 
-    def _send(self, port: _Port) -> None:
-        """Send the kernel what was decided for a device's packets."""
+    def _send_verdicts(self, port: _Port) -> None:
+        """Send the kernel the decisions about a device's packets."""
         while port.verdicts:
-            some, port.verdicts = port.verdicts[:256], port.verdicts[256:]
-            self._send_messages(port, b"".join(some))
+            batch, port.verdicts = port.verdicts[:256], port.verdicts[256:]
+            self._send_messages(port, b"".join(batch))
 
     @staticmethod
     def _send_messages(port: _Port, messages: bytes) -> None:
@@ -306,28 +306,28 @@ class Loop:
 
     # Requests
 
-    def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                self._open(request["device"], *(socket.socket(fileno=each) for each in descriptors))
+                self._open_port(request["device"], *(socket.socket(fileno=each) for each in descriptors))
             case "close":
-                self._close(request["device"])
+                self._close_port(request["device"])
             case "set":
-                self._set(self._ports[request["device"]], request)
+                self._configure(self._ports[request["device"]], request)
             case "statistics":
-                return self._statistics()
+                return self._get_statistics()
             case "reset":
                 self._lateness = LatenessHistogram()
         return None
 
-    def _open(self, device: str, opened: socket.socket, injector: socket.socket) -> None:
-        self._close(device)
+    def _open_port(self, device: str, opened: socket.socket, injector: socket.socket) -> None:
+        self._close_port(device)
         port = _Port(opened, injector)
         self._ports[device] = port
         self._by_descriptor[opened.fileno()] = port
         self._epoll.register(opened.fileno(), select.EPOLLIN)
 
-    def _close(self, device: str) -> None:
+    def _close_port(self, device: str) -> None:
         port = self._ports.pop(device, None)
         if port is None:
             return
@@ -338,8 +338,8 @@ class Loop:
         port.socket.close()
         port.injector.close()
 
-    def _set(self, port: _Port, request: Mapping[str, Any]) -> None:
-        def arrived(length: int) -> None:  # while the kernel is configured
+    def _configure(self, port: _Port, request: Mapping[str, Any]) -> None:
+        def arrived(length: int) -> None:  # during the configuration of the kernel
             now = time.monotonic()
             self._arrive(port, self._buffer, length, now, time.time() - now)
 
@@ -350,21 +350,30 @@ class Loop:
             port.downlink = Bottleneck(rate, limit)
         for each in request["impairments"]:
             queue, link, seed = each["queue"], Link.from_json(each["link"]), each["seed"]
-            content = nfqueue.WHOLE if link.duplicate or link.corrupt else _IP_HEADER if port.downlink else 0
+            content = 0
+            if link.duplicate or link.corrupt:
+                content = nfqueue.WHOLE
+            elif port.downlink:
+                # The header has the size of the packet, which the downlink charges.
+                content = _IP_HEADER
             if queue in port.lines:
                 port.lines[queue].alter(link, seed)
             else:
                 port.lines[queue] = _DelayQueue(queue, link, seed)
-                nfqueue.agree(port.socket, partial(nfqueue.bind, queue), self._buffer, arrived)
+                nfqueue.configure_socket(port.socket, partial(nfqueue.bind, queue), self._buffer, arrived)
             limits = partial(nfqueue.configure, queue, each["limit"], content)
-            nfqueue.agree(port.socket, limits, self._buffer, arrived)
-        shortest = min((line.constant for each in self._ports.values() for line in each.lines.values()), default=0.0)
+            nfqueue.configure_socket(port.socket, limits, self._buffer, arrived)
+        delays = []
+        for other in self._ports.values():
+            delays += [line.constant for line in other.lines.values()]
+        # Waiting a quarter of the shortest delay leaves time to release every packet when due.
+        shortest = min(delays, default=0.0)
         self._patience = min(_PATIENCE, shortest / 4)
         if port.downlink is not None:
-            self._serve(port, time.monotonic())
-            self._send(port)
+            self._serve_downlink(port, time.monotonic())
+            self._send_verdicts(port)
 
-    def _statistics(self) -> dict[str, Any]:
+    def _get_statistics(self) -> dict[str, Any]:
         usage = os.times()
         return {
             "lateness": self._lateness.summary(),

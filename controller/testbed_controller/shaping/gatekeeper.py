@@ -1,6 +1,6 @@
-"""The gate's process: holds what leaves the devices until its time on the medium is over.
+"""The process of the gate: it holds leaving packets until their time on the medium is over.
 
-Who transmits when is `Media`'s business; here it is carried out, in time.
+`Media` decides about the order of transmissions; this module executes the decisions in time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from testbed_controller.shaping.helper import LatenessHistogram, serve_request
 from testbed_controller.shaping.medium import QUEUE, Media, Route
 
 LIMIT = 5000
-"""Packets of one device that may wait; the buffers of its sockets are smaller."""
+"""Maximum number of waiting packets of one device, above the capacity of its socket buffers."""
 _IP_HEADER = 20
 _MOST_READ = 64
 _EARLY = 60e-6
-"""Seconds by which a packet is let go before its time, about what the way back through the kernel takes."""
+"""Earliness of a packet's release, in seconds: about the duration of the way back through the kernel."""
 
 
 class Loop:
-    """Waits for packets, for the end of transmissions, and for the server."""
+    """The event loop: waits for packets, ends of transmissions, and the server."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -42,20 +42,20 @@ class Loop:
         self._accept = nfqueue.verdict_prefix(QUEUE, nfqueue.ACCEPT)
         self._drop = nfqueue.verdict_prefix(QUEUE, nfqueue.DROP)
         self._dropped: Counter[str] = Counter()
-        """Packets of each device that found a full queue."""
+        """Number of packets dropped by a full queue, by device."""
         self._passed = self._refused = self._overflows = 0
 
     def run(self) -> None:
-        """Go on until the server is gone."""
+        """Run until the server disconnects."""
         while True:
             wait = self._media.next_end - _EARLY - time.monotonic()
-            # select waits with microseconds, epoll only with milliseconds.
+            # select has a resolution of microseconds, epoll only of milliseconds.
             select.select([self._epoll.fileno()], [], [], None if wait == float("inf") else max(0.0, wait))
             woken = time.monotonic()
             self._release()
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not serve_request(self._control, self._carry_out, 1):
+                    if not serve_request(self._control, self._execute, 1):
                         return
                 elif descriptor in self._names:
                     self._read(self._names[descriptor], woken)
@@ -66,16 +66,16 @@ class Loop:
         for made in self._media.finished(now + _EARLY):
             self._lateness.add(max(0.0, now - made.end), 1)
             self._passed += 1
-            self._decide(str(made.station), self._accept + made.item)
+            self._send_verdict(str(made.station), self._accept + made.item)
 
-    def _decide(self, device: str, verdict: bytes) -> None:
+    def _send_verdict(self, device: str, verdict: bytes) -> None:
         try:
             self._sockets[device].send(verdict)
         except OSError:
             self._refused += 1
 
     def _read(self, device: str, woken: float) -> None:
-        """Take what a device has sent; none of it was there before the loop was ``woken``, or hardly so."""
+        """Read packets sent by a device; they arrived about when the loop was ``woken``."""
         opened = self._sockets[device]
         for _ in range(_MOST_READ):
             try:
@@ -83,51 +83,51 @@ class Loop:
             except BlockingIOError:
                 return
             except OSError:
-                self._overflows += 1  # ENOBUFS: the kernel has lost packets that it could not announce
+                self._overflows += 1  # ENOBUFS: the kernel has dropped packets that it could not announce
                 continue
             kind = nfqueue.message_type(self._buffer)
             if kind == nfqueue.PACKET:
-                self._take(device, length, woken)
+                self._offer(device, length, woken)
             elif kind == nfqueue.NLMSG_ERROR:
                 self._refused += 1
 
-    def _take(self, device: str, length: int, now: float) -> None:
+    def _offer(self, device: str, length: int, now: float) -> None:
         packet = nfqueue.content(self._buffer, length)
         size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
         address = socket.inet_ntoa(packet[16:20])
         identity = nfqueue.packet_identity(self._buffer)
         if not self._media.offer(device, address, now, size, identity):
             self._dropped[device] += 1
-            self._decide(device, self._drop + identity)
+            self._send_verdict(device, self._drop + identity)
 
-    def _carry_out(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
-                self._open(request["device"], socket.socket(fileno=descriptors[0]))
+                self._open_device(request["device"], socket.socket(fileno=descriptors[0]))
             case "close":
-                self._close(request["device"])
+                self._close_device(request["device"])
             case "set":
-                routes = {
-                    address: Route(**{**each, "channels": tuple(each["channels"])})
-                    for address, each in request["routes"].items()
-                }
+                routes = {}
+                for address, fields in request["routes"].items():
+                    # JSON has lists, but channels are compared as tuples.
+                    routes[address] = Route(**{**fields, "channels": tuple(fields["channels"])})
                 self._media.set_routes(request["device"], routes, time.monotonic())
             case "statistics":
-                return self._statistics()
+                return self._get_statistics()
             case "reset":
                 self._lateness = LatenessHistogram()
         return None
 
-    def _open(self, device: str, opened: socket.socket) -> None:
-        self._close(device)
+    def _open_device(self, device: str, opened: socket.socket) -> None:
+        self._close_device(device)
         opened.setblocking(False)
         self._sockets[device] = opened
         self._names[opened.fileno()] = device
         self._epoll.register(opened.fileno(), select.EPOLLIN)
-        nfqueue.agree(opened, partial(nfqueue.bind, QUEUE), self._buffer)
-        nfqueue.agree(opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer)
+        nfqueue.configure_socket(opened, partial(nfqueue.bind, QUEUE), self._buffer)
+        nfqueue.configure_socket(opened, partial(nfqueue.configure, QUEUE, LIMIT, _IP_HEADER), self._buffer)
 
-    def _close(self, device: str) -> None:
+    def _close_device(self, device: str) -> None:
         opened = self._sockets.pop(device, None)
         if opened is None:
             return
@@ -136,7 +136,7 @@ class Loop:
         del self._names[opened.fileno()]
         opened.close()
 
-    def _statistics(self) -> dict[str, Any]:
+    def _get_statistics(self) -> dict[str, Any]:
         usage = os.times()
         return {
             "lateness": self._lateness.summary(),

@@ -1,8 +1,8 @@
-"""Processes of their own beside the shaper's server, spoken to over a local socket: no request makes a packet late.
+"""Helper processes of the shaper's server, controlled over local sockets, so that no request delays a packet.
 
-The delay line (`engine.py`) holds what arrives at devices, the gate (`gatekeeper.py`) what leaves them for a shared
-medium, where it still counts as unsent: a socket feels that the channel is busy, a cast is over when its last bit is,
-and one transmission is charged once however many hear it.
+The delay line (`engine.py`) holds packets that arrive at devices. The gate (`gatekeeper.py`) holds packets that leave
+for a shared medium, where they still count as unsent: a socket notices a busy channel, a broadcast ends with its last
+bit, and one transmission is charged once for all receivers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from testbed_controller.shaping.namespaces import command
 from testbed_controller.shaping.plan import Access
 
 LARGEST_REQUEST = 1 << 20
-"""Bytes of one request or answer, at most."""
+"""Maximum size of a request or response, in bytes."""
 _END_SECONDS = 5.0
 _SO_SNDBUFFORCE = 32
 _PR_SET_TIMERSLACK = 29
@@ -37,11 +37,11 @@ _CAPABILITY_VERSION = 0x20080522
 """linux/capability.h"""
 _CAP_NET_ADMIN = 12
 _AT_ONCE = 64
-"""Impairments in one request, each some 600 bytes."""
+"""Maximum number of impairments in one request, of about 600 bytes each."""
 
 
 def prioritise() -> str:
-    """Ask the kernel to wake this process at once; return what was granted."""
+    """Ask the kernel for immediate wake-ups of this process; return the granted priority."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -55,20 +55,20 @@ def prioritise() -> str:
 
 
 def give_up_capabilities() -> None:
-    """Keep nothing of root's but what verdicts on packets need: these processes read what devices send.
+    """Drop all capabilities except for packet verdicts, since these processes parse untrusted packets.
 
-    Raises OSError where the kernel refuses.
+    Raises OSError if the kernel refuses.
     """
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     kept = 1 << _CAP_NET_ADMIN
-    # Effective, permitted and inheritable, of the lower 32 capabilities and then of the upper.
+    # Effective, permitted and inheritable sets, for the lower 32 capabilities and then for the upper ones.
     wanted = struct.pack("6I", kept, kept, 0, 0, 0, 0)
     if ctypes.CDLL(None, use_errno=True).capset(header, wanted) != 0:
-        raise OSError(ctypes.get_errno(), "capabilities cannot be given up")
+        raise OSError(ctypes.get_errno(), "cannot drop capabilities")
 
 
 def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
-    """Run a loop on a control socket that was inherited."""
+    """Run a loop on an inherited control socket."""
     control = socket.socket(fileno=descriptor)
     control.send(json.dumps({"priority": prioritise()}).encode())
     give_up_capabilities()
@@ -77,17 +77,18 @@ def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
 
 
 def serve_request(
-    control: socket.socket, carry_out: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
+    control: socket.socket, execute: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
 ) -> bool:
-    """Answer one request of the server by what carries it out, given it and at most this many file descriptors.
+    """Receive one request, execute it by a function of (request, file descriptors), and send the result.
 
-    Returns False when the server is gone. An OSError is the answer's ``error``.
+    ``descriptors`` is the maximum number of file descriptors. Returns False if the server has disconnected. An OSError
+    becomes the response's ``error``.
     """
     data, received, _, _ = socket.recv_fds(control, LARGEST_REQUEST, descriptors)
     if not data:
         return False
     try:
-        answer = carry_out(json.loads(data), received) or {}
+        answer = execute(json.loads(data), received) or {}
     except OSError as error:
         answer = {"error": str(error)}
     control.send(json.dumps(answer).encode())
@@ -95,14 +96,14 @@ def serve_request(
 
 
 class Helper:
-    """The server's end. Safe to use from several threads.
+    """The server's end of a helper process. Thread-safe.
 
     The process runs the ``Loop`` of a module: it first sends a JSON object with its ``priority``, then answers
-    each request, ends when the socket does, and reports what goes wrong under the key ``error``.
+    requests, ends with the socket, and reports errors under the key ``error``.
     """
 
-    def __init__(self, module: str, what: str) -> None:
-        self._what = what
+    def __init__(self, module: str, title: str) -> None:
+        self._title = title
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * LARGEST_REQUEST)
@@ -114,23 +115,23 @@ class Helper:
             [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
-        self.priority = str(self._answer()["priority"])
-        """How the kernel schedules the process."""
+        self.priority = str(self._receive_answer()["priority"])
+        """Scheduling priority of the process."""
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive_answer(self) -> dict[str, Any]:
         try:
             data = self._control.recv(LARGEST_REQUEST)
         except OSError as error:
-            raise HostError(f"the {self._what} does not answer: {error}") from error
+            raise HostError(f"the {self._title} does not respond: {error}") from error
         if not data:
-            raise HostError(f"the {self._what} has ended with status {self._process.wait()}; see the shaper's log")
+            raise HostError(f"the {self._title} has ended with status {self._process.wait()}; see the shaper's log")
         answer: dict[str, Any] = json.loads(data)
         if "error" in answer:
             raise HostError(answer["error"])
         return answer
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Make a request, perhaps with file descriptors; raises HostError for one that cannot be met."""
+        """Send a request, optionally with file descriptors, and return the response; raises HostError."""
         data = json.dumps(request).encode()
         with self._lock:
             try:
@@ -140,23 +141,23 @@ class Helper:
                 else:
                     self._control.send(data)
             except OSError as error:
-                raise HostError(f"the {self._what} has ended: {error}; see the shaper's log") from error
-            return self._answer()
+                raise HostError(f"the {self._title} has ended: {error}; see the shaper's log") from error
+            return self._receive_answer()
 
     def forget(self, device: str) -> None:
-        """Forget a device; the kernel drops what is still queued for it."""
+        """Release a device; the kernel drops its queued packets."""
         self.ask({"do": "close", "device": device})
 
     def statistics(self) -> dict[str, Any]:
-        """Return lateness percentiles and processor time, and what else the process counts."""
+        """Return lateness percentiles in seconds, processor time in seconds, and counters of the process."""
         return self.ask({"do": "statistics"})
 
     def reset(self) -> None:
-        """Reset the lateness figures."""
+        """Reset the lateness statistics."""
         self.ask({"do": "reset"})
 
     def stop(self) -> None:
-        """End the process; one that a busy host keeps from ending by itself is killed, having nothing to tidy up."""
+        """Stop the process; kill it if a busy host delays its end, since it needs no cleanup."""
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -166,7 +167,7 @@ class Helper:
 
 
 class LatenessHistogram:
-    """How much later than due packets were let go, in bins of 10 us up to 10 ms."""
+    """Lateness of released packets, in bins of 10 us up to 10 ms."""
 
     BIN = 1e-5
     BINS = 1000
@@ -177,7 +178,7 @@ class LatenessHistogram:
         self._sum = 0.0
 
     def add(self, seconds: float, packets: int) -> None:
-        """Count packets that were this late."""
+        """Count packets with a lateness in seconds."""
         index = int(seconds / self.BIN)
         self._counts[index if index < self.BINS else self.BINS] += packets
         self._sum += seconds * packets
@@ -185,7 +186,7 @@ class LatenessHistogram:
             self._worst = seconds
 
     def percentile(self, fraction: float) -> float:
-        """Return the lateness in seconds below which this fraction of packets stayed; in the last bin, the worst."""
+        """Return the lateness of a fraction of packets in seconds; in the last bin, the maximum."""
         wanted = fraction * sum(self._counts)
         seen = 0
         for index, count in enumerate(self._counts[: self.BINS]):
@@ -195,7 +196,7 @@ class LatenessHistogram:
         return self._worst
 
     def summary(self) -> dict[str, float]:
-        """Return the figures for a report."""
+        """Return mean, percentiles and maximum in seconds, for a report."""
         return {
             "mean": self._sum / max(1, sum(self._counts)),
             "p50": self.percentile(0.5),
@@ -207,41 +208,41 @@ class LatenessHistogram:
 
 @dataclass(frozen=True)
 class QueueImpairment:
-    """What one queue does to its packets."""
+    """The impairments of one queue."""
 
     queue: int
     limit: int
-    """Packets that it holds at most."""
+    """Maximum number of packets in the queue."""
     link: Link
     seed: str
 
 
 class DelayLine(Helper):
-    """The server's end. Its statistics also count, per device and queue, what passed and was dropped."""
+    """The server's end of the delay line; its statistics have counters for each device and queue."""
 
     def __init__(self) -> None:
         super().__init__("testbed_controller.shaping.engine", "delay line")
 
     def open(self, device: str, netfilter: socket.socket, injector: socket.socket) -> None:
-        """Hand over a device's netfilter socket and its packet socket on the loopback; the caller's are closed."""
+        """Pass on a device's netfilter socket and its loopback packet socket; the caller's copies are closed."""
         with netfilter, injector:
             self.ask({"do": "open", "device": device}, (netfilter.fileno(), injector.fileno()))
 
     def set(self, device: str, impairments: Sequence[QueueImpairment], downlink: Access | None) -> None:
-        """Say what becomes of the packets of these queues from now on; raises HostError if the kernel refuses.
+        """Configure the impairments of queues; raises HostError if the kernel refuses.
 
-        ``downlink`` is what all queues of the device share.
+        ``downlink`` is shared by all queues of the device.
         """
         shared = None if downlink is None else (downlink.rate, downlink.limit)
         for first in range(0, max(1, len(impairments)), _AT_ONCE):
-            some = [asdict(each) for each in impairments[first : first + _AT_ONCE]]
-            self.ask({"do": "set", "device": device, "impairments": some, "downlink": shared})
+            batch = [asdict(impairment) for impairment in impairments[first : first + _AT_ONCE]]
+            self.ask({"do": "set", "device": device, "impairments": batch, "downlink": shared})
 
 
 class Gate(Helper):
-    """The server's end of the gate. Its rules come and go by `apply`, in the device's namespace.
+    """The server's end of the gate, with the rules in the device's namespace.
 
-    Its statistics also count what passed and was lost.
+    The statistics have counters of passed and dropped packets.
     """
 
     def __init__(self, iptables: str) -> None:
@@ -249,21 +250,21 @@ class Gate(Helper):
         self._iptables = iptables
 
     def apply(self, device: str, interface: str, old: Mapping[str, Route] | None, new: Mapping[str, Route]) -> None:
-        """Let what the device sends to these addresses wait for its turn, and nothing else.
+        """Lead a device's packets for these addresses through the gate.
 
-        ``old`` is what was applied before in the same namespace, None at first.
+        ``old`` are the routes applied before in the same namespace, or None the first time.
         """
         if old is None:
             with nfqueue.open_socket() as netfilter:
                 self.ask({"do": "open", "device": device}, [netfilter.fileno()])
-        # It must be known what becomes of packets before a rule leads them here.
+        # The gate must know the routes before a rule leads packets here.
         self.ask({"do": "set", "device": device, "routes": {address: asdict(route) for address, route in new.items()}})
         before = None if old is None else gate_rules(interface, old)
         gate_rules(interface, new).apply(self._iptables, before)
 
     def differences(self, interface: str, routes: Mapping[str, Route]) -> list[str]:
-        """Read back, and say where the kernel holds something else."""
+        """Return the differences between the routes and the rules and queues of the kernel."""
         problems = gate_rules(interface, routes).differences(command([self._iptables, "-w", "-S"]))
         if routes and QUEUE not in {row["queue"] for row in nfqueue.kernel_queues()}:
-            problems.append("the queue of the medium is served by nobody")
+            problems.append("the queue of the medium has no reader")
         return problems

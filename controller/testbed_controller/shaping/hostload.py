@@ -1,4 +1,4 @@
-"""How busy the processors of this machine are, for whoever judges a run on it."""
+"""Processor load of this machine, for the verdict about a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 SAMPLE_SECONDS = 0.25
 SATURATED = 0.95
-"""Share of all processors busy from which a sample counts as saturated: work was then waiting for work."""
+"""Share of busy processors above which a sample counts as saturated, that is, tasks were waiting."""
 
 
 @dataclass(frozen=True)
@@ -23,35 +23,35 @@ class _Ticks:
 
     @staticmethod
     def now() -> _Ticks:
-        """Read them from /proc/stat."""
+        """Read the ticks from /proc/stat."""
         fields = [float(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
         idle, total = fields[3] + fields[4], sum(fields[:8])
         return _Ticks(total - idle, fields[7], total)
 
 
 class HostMonitor:
-    """Samples the load of the host between `start` and `stop`. On hosts without /proc it reports nothing."""
+    """A sampler of the host's load between `start` and `stop`. It reports nothing without /proc."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []
         self._first = self._last = _Ticks(0.0, 0.0, 0.0)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="host-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._take_samples, name="host-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         if Path("/proc/stat").exists():
             self._thread.start()
 
     def stop(self) -> dict[str, Any]:
-        """Stop, and return the summary."""
+        """Stop sampling and return the summary."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
         return self.summary()
 
     def summary(self) -> dict[str, Any]:
-        """Return the mean load so far and the share of samples in which the host was saturated."""
+        """Return the mean load, and the share of saturated samples, so far."""
         if not self._samples:
             return {}
         stolen, total = self._last.stolen - self._first.stolen, self._last.total - self._first.total
@@ -62,7 +62,7 @@ class HostMonitor:
             "host_stolen": stolen / total if total > 0 else 0.0,
         }
 
-    def _sample(self) -> None:
+    def _take_samples(self) -> None:
         self._first = self._last = _Ticks.now()
         while not self._stopped.wait(SAMPLE_SECONDS):
             now, last = _Ticks.now(), self._last

@@ -1,7 +1,6 @@
-"""Interfaces of the calling thread's network namespace: found, made and set up over netlink.
+"""Network interfaces in the calling thread's namespace: look-up, creation and configuration over netlink.
 
-Trees of ``tc`` are not made here but written as its own commands (`sender.py`, `netem.py`): those read and compare
-well.
+Trees of ``tc`` are written as ``tc`` commands instead (`sender.py`, `netem.py`), which are easier to read and compare.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from testbed_controller.shaping.namespaces import command
 
 _SIOCETHTOOL = 0x8946
 _LINK_SCOPE = 253
-"""linux/rtnetlink.h: reached directly."""
+"""linux/rtnetlink.h: directly reachable."""
 _MAIN_TABLE = 254
-"""linux/rtnetlink.h: where routes are unless they name another table."""
+"""linux/rtnetlink.h: the default routing table."""
 _OF_BRIDGE = 4
-"""linux/neighbour.h: an entry of the bridge that a port belongs to."""
+"""linux/neighbour.h: an entry of the bridge of a port."""
 _STATIC = 0x40
-"""linux/neighbour.h: an entry that is neither learned nor forgotten."""
+"""linux/neighbour.h: a static entry."""
 _NO_ADDRESS = 1
-"""linux/if_link.h: what the kernel is to do about IPv6 addresses by itself."""
-# linux/ethtool.h: (get, set) of each offload that would merge packets into larger ones.
+"""linux/if_link.h: no automatic IPv6 addresses."""
+# linux/ethtool.h: (get, set) requests of each offload that merges packets into larger ones.
 _OFFLOADS = {"tso": (0x1E, 0x1F), "gso": (0x23, 0x24), "gro": (0x2B, 0x2C)}
 
 
 @dataclass(frozen=True)
 class Interface:
-    """The interface that carries a device's data address."""
+    """The interface with a device's data address."""
 
     name: str
     broadcast: str | None
@@ -56,11 +55,11 @@ def _netlink(purpose: str) -> Iterator[Any]:
 
 
 def interface_of(address: str) -> Interface | None:
-    """Find the interface by its IPv4 address; None where none has it."""
+    """Return the interface with an IPv4 address, or None."""
     with _netlink("looking up the addresses of interfaces") as route:
-        for held in route.get_addr(family=socket.AF_INET):
-            if held.get("local") == address:
-                return Interface(held.get("label"), held.get("broadcast"))
+        for entry in route.get_addr(family=socket.AF_INET):
+            if entry.get("local") == address:
+                return Interface(entry.get("label"), entry.get("broadcast"))
     return None
 
 
@@ -71,38 +70,40 @@ def interface_names() -> set[str]:
 
 
 def make_bridge(name: str) -> None:
-    """Make a bridge that has no address, so that nobody answers there; raises HostError where the kernel has none."""
+    """Create a bridge without an address; raises HostError if the kernel lacks bridges."""
     with _netlink(f"adding the bridge {name}") as route:
-        # Without snooping, which asks for members that nobody announces, multicasts go to all.
+        # Without snooping, multicasts go to all ports; no device announces memberships.
         route.link("add", ifname=name, kind="bridge", br_mcast_snooping=0)
         _bring_up(route, name)
 
 
 def plug(port: str, bridge: str, interface: str, hardware: str, namespace: int) -> None:
-    """Make a pair of interfaces: a port of the bridge here, and one in the network namespace of this descriptor."""
+    """Create a bridge port here, joined to an interface in the network namespace of a descriptor."""
     with _netlink(f"adding the port {port}") as route:
         route.link(
             "add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_fd": namespace, "address": hardware}
         )
         _bring_up(route, port, master=socket.if_nametoindex(bridge))
-        # Until a bridge has learned an address, it sends frames for it to all ports.
+        # A bridge floods frames to all ports until it has learned the address.
         index = socket.if_nametoindex(port)
         route.fdb("add", ifindex=index, lladdr=hardware, flags=_OF_BRIDGE, state=_STATIC)
 
 
 def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
-    """Give an interface the hardware addresses of these IPv4 addresses, for good.
+    """Assign permanent hardware addresses to IPv4 addresses on an interface.
 
-    Nobody then asks for them, and they take no room in the table of neighbours, whose limit holds for all namespaces
-    of the kernel together: 40 devices that all know each other would fill it.
+    Permanent entries need no ARP and do not count against the neighbour table's limit, which all namespaces of the
+    kernel share: 40 devices that all know each other would fill the table.
     """
-    lines = [f"neigh replace {address} lladdr {other} nud permanent dev {name}" for address, other in hardware.items()]
+    lines = []
+    for address, other in hardware.items():
+        lines.append(f"neigh replace {address} lladdr {other} nud permanent dev {name}")
     if lines:
         command(["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def set_address(name: str, address: str, network: IPv4Network) -> None:
-    """Give an interface its address, and bring it up."""
+    """Set the address of an interface and bring it up."""
     with _netlink(f"setting the address of {name}") as route:
         index, broadcast = socket.if_nametoindex(name), str(network.broadcast_address)
         route.addr("add", index=index, address=address, prefixlen=network.prefixlen, broadcast=broadcast, label=name)
@@ -110,7 +111,7 @@ def set_address(name: str, address: str, network: IPv4Network) -> None:
 
 
 def _bring_up(route: Any, name: str, **settings: Any) -> None:
-    """Bring an interface up without an IPv6 address, which no link would hold."""
+    """Bring an interface up without an IPv6 address, since links do not shape IPv6."""
     index = socket.if_nametoindex(name)
     if Path("/proc/thread-self/net/if_inet6").exists():
         none = {"attrs": [["AF_INET6", {"attrs": [["IFLA_INET6_ADDR_GEN_MODE", _NO_ADDRESS]]}]]}
@@ -119,65 +120,65 @@ def _bring_up(route: Any, name: str, **settings: Any) -> None:
 
 
 def add_ifb(name: str) -> None:
-    """Make an intermediate device that packets can be redirected to; raises HostError where the kernel has none."""
+    """Create an intermediate device for redirected packets; raises HostError if the kernel lacks the module ifb."""
     with _netlink(f"adding the intermediate device {name} (kernel module ifb)") as route:
         route.link("add", ifname=name, kind="ifb")
         route.link("set", ifname=name, state="up")
 
 
 def delete(name: str) -> None:
-    """Remove an interface."""
+    """Delete an interface."""
     with _netlink(f"removing the interface {name}") as route:
         route.link("del", ifname=name)
 
 
 def bound_segments(name: str, segments: int) -> None:
-    """Let TCP hand down at most this many packets in one piece: a queue counts that as one and sends it at once."""
+    """Limit the number of packets that TCP passes down in one piece, since a queue sends a piece at once."""
     with _netlink(f"setting gso_max_segs of {name}") as route:
         route.link("set", index=socket.if_nametoindex(name), gso_max_segs=segments)
 
 
 def segments_of(name: str) -> int:
-    """Return how many packets TCP may hand down in one piece."""
+    """Return the maximum number of packets that TCP passes down in one piece."""
     with _netlink(f"looking up {name}") as route:
         [link] = route.get_links(socket.if_nametoindex(name))
         return int(link.get("gso_max_segs"))
 
 
 def route_by_default(name: str) -> None:
-    """Let the interface carry what no other route is for, multicast too, in place of the one that did."""
+    """Make the interface the default route, also for multicast, in place of the existing one."""
     with _netlink(f"making {name} the default route") as route:
-        # Without a gateway: what is not on the network is looked for there, and not found.
+        # Without a gateway, packets for addresses outside the network find no neighbour and are dropped.
         route.route("replace", dst="0.0.0.0/0", oif=socket.if_nametoindex(name), scope=_LINK_SCOPE)
 
 
 def set_congestion_control(name: str, algorithm: str) -> None:
     """Set TCP's congestion control for all connections over the interface's routes.
 
-    The host's default would decide how fast a lossy link is. A route needs neither a writable ``/proc/sys`` nor the
-    host's permission for the algorithm, as a default of the namespace or a socket option would.
+    Otherwise the host's default would determine the throughput of a lossy link. Unlike a namespace default or a socket
+    option, a route needs neither a writable ``/proc/sys`` nor the host's permission for the algorithm.
     """
     index = socket.if_nametoindex(name)
     with _netlink(f"setting TCP's congestion control on {name}") as route:
-        for held in list(route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)):
-            length = held["dst_len"]
-            settings = {"proto": held["proto"], "scope": held["scope"], "metrics": {"cc_algo": algorithm}}
-            for key, value in (("prefsrc", held.get("prefsrc")), ("gateway", held.get("gateway"))):
+        for entry in list(route.get_routes(family=socket.AF_INET, table=_MAIN_TABLE, oif=index)):
+            length = entry["dst_len"]
+            settings = {"proto": entry["proto"], "scope": entry["scope"], "metrics": {"cc_algo": algorithm}}
+            for key, value in (("prefsrc", entry.get("prefsrc")), ("gateway", entry.get("gateway"))):
                 if value is not None:
                     settings[key] = value
-            route.route("replace", dst=f"{held.get('dst', '0.0.0.0')}/{length}", oif=index, **settings)
+            route.route("replace", dst=f"{entry.get('dst', '0.0.0.0')}/{length}", oif=index, **settings)
 
 
 def forbid_offloads(interface: str) -> None:
-    """Make the interface carry packets as the wire would, so that loss and queues count real packets.
+    """Disable offloads, so that loss and queues apply to real packets as on the wire.
 
-    Raises HostError when one of the offloads stays on.
+    Raises HostError if an offload stays enabled.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for name, (read, write) in _OFFLOADS.items():
             _ethtool(control, interface, write, 0)
             if _ethtool(control, interface, read, 0) != 0:
-                raise HostError(f"{name} of {interface} cannot be switched off")
+                raise HostError(f"cannot disable {name} of {interface}")
 
 
 def _ethtool(control: socket.socket, interface: str, request: int, value: int) -> int:

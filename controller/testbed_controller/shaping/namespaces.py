@@ -1,4 +1,4 @@
-"""Work inside another process's network namespace, without leaving one's own for longer than a call."""
+"""Execution of functions and programs in another process's network namespace."""
 
 from __future__ import annotations
 
@@ -20,76 +20,80 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Namespace:
-    """A network namespace, held open by a file descriptor until `close`."""
+    """A network namespace, kept open by a file descriptor until `close`.
+
+    Example::
+
+        namespace = Namespace.of_process(pid)
+        namespace.run(lambda: command(["ip", "link", "set", "lo", "up"]))
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.identity = os.fstat(descriptor).st_ino
-        """The same for two descriptors of one namespace."""
+        """Inode number, equal for all descriptors of one namespace."""
 
     @classmethod
     def of_process(cls, pid: int) -> Namespace:
-        """Open the namespace that a process lives in; raises HostError when there is no such process."""
+        """Open the namespace of a process; raises HostError if the process does not exist."""
         try:
             return cls(os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             raise HostError(
-                f"the network namespace of process {pid} cannot be opened ({error.strerror}): the process is gone, "
+                f"cannot open the network namespace of process {pid} ({error.strerror}): the process has ended, "
                 "or the shaper lacks 'pid: host' or CAP_SYS_PTRACE"
             ) from error
 
     @classmethod
     def scratch(cls) -> Namespace:
-        """Make a new, empty namespace, which ends with its last descriptor."""
+        """Create an empty namespace, which ends with its last descriptor."""
 
         def enter() -> int:
             if _libc.unshare(_CLONE_NEWNET) != 0:
-                raise HostError(f"no network namespace can be made ({os.strerror(ctypes.get_errno())}): be root")
+                raise HostError(f"cannot create a network namespace ({os.strerror(ctypes.get_errno())}): run as root")
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
         return cls(_in_thread(enter))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in a thread inside the namespace; processes and sockets that it makes belong to it."""
+        """Call ``work`` in a thread inside the namespace; new processes and sockets belong to the namespace."""
 
         def enter() -> T:
             if _libc.setns(self.descriptor, _CLONE_NEWNET) != 0:
                 raise HostError(
-                    f"a device's network namespace cannot be entered ({os.strerror(ctypes.get_errno())}): "
+                    f"cannot enter a device's network namespace ({os.strerror(ctypes.get_errno())}): "
                     "the shaper needs CAP_SYS_ADMIN"
                 )
             return work()
 
         return _in_thread(enter)
 
-    def again(self) -> Namespace:
-        """Return a second hold on the namespace, to be closed by itself."""
+    def duplicate(self) -> Namespace:
+        """Return a second handle of the namespace, to be closed separately."""
         return Namespace(os.dup(self.descriptor))
 
     def close(self) -> None:
-        """Let go of the namespace."""
+        """Close the file descriptor."""
         os.close(self.descriptor)
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Call ``work`` in a thread of its own, which ends with it: a thread that has entered a namespace is not reused."""
+    """Call ``work`` in a new thread: a thread that has entered a namespace must not be reused."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(work).result()
 
 
 def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """Run a program with ``text`` as its input, in the namespace of the calling thread; return what it prints.
+    """Run a program with ``text`` as its input in the calling thread's namespace; return its output.
 
-    Raises HostError with what the program complained about when its exit status is not zero.
+    Raises HostError with the program's error output if its exit status is not zero.
     """
     try:
         done = subprocess.run(
             arguments, input=text, capture_output=True, text=True, check=False, timeout=30, env=environment
         )
     except FileNotFoundError as error:
-        raise HostError(
-            f"'{arguments[0]}' is not installed where the links are shaped: install iproute2 and iptables"
-        ) from error
+        raise HostError(f"'{arguments[0]}' is not installed in the shaper: install iproute2 and iptables") from error
     except subprocess.TimeoutExpired as error:
         raise HostError(f"'{' '.join(arguments)}' did not end within 30 s") from error
     if done.returncode != 0:
@@ -99,14 +103,14 @@ def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, 
 
 
 def _failed_line(complaint: str, text: str) -> str:
-    """Quote the line of a batch that iproute2 says (``Command failed -:3``) it failed at."""
-    _, found, number = complaint.rpartition("Command failed -:")
+    """Quote the line of a batch that failed according to iproute2's error (``Command failed -:3``)."""
+    _, separator, number = complaint.rpartition("Command failed -:")
     lines = text.splitlines()
-    if not found or not number.isdigit() or not 0 < int(number) <= len(lines):
+    if not separator or not number.isdigit() or not 0 < int(number) <= len(lines):
         return ""
     return f" ({lines[int(number) - 1]})"
 
 
 def read_proc(path: str) -> str:
-    """Read a file below ``/proc/net`` of the calling thread's namespace."""
+    """Read a file below ``/proc/net`` in the calling thread's namespace."""
     return Path("/proc/thread-self/net", path).read_text()

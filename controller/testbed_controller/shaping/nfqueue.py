@@ -1,7 +1,7 @@
-"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h), as bytes; and whether there are any queues.
+"""NFNETLINK queue messages (linux/netfilter/nfnetlink_queue.h) as bytes, and a check for kernel support.
 
-Packets are asked for without their content, or with as much of it as is needed; a message then names a queue, a
-packet, and perhaps when it arrived.
+Packets are requested without content, or with as much as needed; a message then has the queue, the packet's identity,
+and possibly its arrival time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CONFIG_COMMAND, _CONFIG_PARAMETERS, _CONFIG_MAXLEN = 1, 2, 3
 _COMMAND_BIND = 1
 _COPY_META, _COPY_PACKET = 1, 2
 WHOLE = 0xFFFF
-"""Bytes to ask for when all of a packet is needed."""
+"""Number of bytes that requests whole packets."""
 
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
@@ -48,67 +48,69 @@ _STAMP = struct.Struct(">QQ")
 _FIRST_ATTRIBUTE = 20
 _SEQUENCES = count(1)
 IDENTITY = 4
-"""Bytes that name a packet."""
+"""Size of a packet's identity in bytes."""
 
 
 def open_socket(receive_buffer: int = 64 << 20) -> socket.socket:
-    """Open a socket to the netfilter subsystem of the calling thread's network namespace; raises `HostError`."""
+    """Open a socket to netfilter in the calling thread's network namespace; raises `HostError`."""
     try:
-        opened = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
-        opened.bind((0, 0))
-        opened.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
-        opened.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
+        netfilter = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_NETFILTER)
+        netfilter.bind((0, 0))
+        netfilter.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, receive_buffer)
+        netfilter.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
     except OSError as error:
-        raise HostError(f"no netfilter queue can be opened: {error.strerror} (needs CAP_NET_ADMIN)") from error
-    return opened
+        raise HostError(f"cannot open a netfilter socket: {error.strerror} (needs CAP_NET_ADMIN)") from error
+    return netfilter
 
 
-def _message(kind: int, queue: int, flags: int, sequence: int, attributes: bytes) -> bytes:
+def _make_message(kind: int, queue: int, flags: int, sequence: int, attributes: bytes) -> bytes:
     body = struct.pack(">BBH", 0, 0, queue) + attributes
     return _HEADER.pack(16 + len(body), kind, _NLM_F_REQUEST | flags, sequence, 0) + body
 
 
-def _attribute(kind: int, value: bytes) -> bytes:
+def _make_attribute(kind: int, value: bytes) -> bytes:
     return _ATTRIBUTE.pack(4 + len(value), kind) + value + bytes(-len(value) % 4)
 
 
 def bind(queue: int, sequence: int) -> bytes:
-    """Return the message that binds a queue to the socket it is sent on."""
+    """Return a message that binds a queue to its socket."""
     command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
-    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, _attribute(_CONFIG_COMMAND, command))
+    return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, _make_attribute(_CONFIG_COMMAND, command))
 
 
 def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
-    """Return the message that bounds a queue's length, and asks for this many bytes of each packet's content."""
+    """Return a message that limits a queue's length and requests ``content`` bytes of each packet."""
     parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
-    attributes = _attribute(_CONFIG_PARAMETERS, parameters) + _attribute(_CONFIG_MAXLEN, struct.pack(">I", limit))
-    return _message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
+    attributes = _make_attribute(_CONFIG_PARAMETERS, parameters) + _make_attribute(
+        _CONFIG_MAXLEN, struct.pack(">I", limit)
+    )
+    return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, attributes)
 
 
 def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
-    """Return a verdict up to the packet's identity, which is the last thing in it.
+    """Return a verdict up to the packet's identity, its last field.
 
-    ``batch`` makes it hold for all packets of the queue up to that one.
+    With ``batch``, the verdict applies to all packets of the queue up to the identified one.
     """
-    message = _message(
+    message = _make_message(
         _VERDICT_BATCH if batch else _VERDICT,
         queue,
         0,
         0,
-        _attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
+        _make_attribute(_ATTRIBUTE_VERDICT, struct.pack(">II", verdict, 0)),
     )
     return message[:-4]
 
 
 def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
-    """Return the verdict that lets a packet go with another content."""
+    """Return a verdict that accepts a packet with changed content."""
     verdict = struct.pack(">I", ACCEPT) + identity
-    attributes = _attribute(_ATTRIBUTE_VERDICT, verdict) + _attribute(_ATTRIBUTE_PAYLOAD, packet)
-    return _message(_VERDICT, queue, 0, 0, attributes)
+    attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict) + _make_attribute(_ATTRIBUTE_PAYLOAD, packet)
+    return _make_message(_VERDICT, queue, 0, 0, attributes)
 
 
 def content(data: bytearray, length: int) -> bytes:
-    """Return what a message of type `PACKET` holds of the packet, from its IP header on."""
+    """Return the packet content in a message of type `PACKET`, starting with the IP header."""
     at = _FIRST_ATTRIBUTE
     while at + 4 <= length:
         size, kind = _ATTRIBUTE.unpack_from(data, at)
@@ -119,41 +121,41 @@ def content(data: bytearray, length: int) -> bytes:
 
 
 def packet_queue(data: bytearray) -> int:
-    """Return the queue of a message of type `PACKET`."""
+    """Return the queue number in a message of type `PACKET`."""
     return data[18] << 8 | data[19]
 
 
 def packet_identity(data: bytearray) -> bytearray:
-    """Return what names the packet in a verdict: four bytes, ascending in the order of arrival until they wrap.
+    """Return the identity for verdicts: four bytes, ascending in the order of arrival until they wrap.
 
-    The packet's header always is the first attribute of the message.
+    The packet header is always the first attribute of the message.
     """
     return data[24:28]
 
 
 def check() -> None:
-    """Bind a queue in the calling thread's network namespace and let go of it; raises HostError when there are none.
+    """Bind and release a queue in the calling thread's network namespace; raises HostError without kernel support.
 
-    A socket alone proves nothing: that it can be had without the queues.
+    Opening a socket is no proof: it succeeds without queue support.
     """
     with open_socket() as opened:
         opened.setblocking(False)
         try:
-            agree(opened, partial(bind, 1), bytearray(4096))
+            configure_socket(opened, partial(bind, 1), bytearray(4096))
         except OSError as error:
-            raise HostError(f"no netfilter queue can be bound: {error.strerror or error}") from error
+            raise HostError(f"cannot bind a netfilter queue: {error.strerror or error}") from error
 
 
-def agree(
+def configure_socket(
     opened: socket.socket,
     message: Callable[[int], bytes],
     buffer: bytearray,
     arrived: Callable[[int], None] = lambda length: None,
 ) -> None:
-    """Send a configuration message, made of its sequence number, and wait until the kernel has agreed to it.
+    """Send a configuration message with a sequence number, and wait for the kernel's acknowledgement.
 
-    ``arrived`` is called with the length of each packet's message that comes meanwhile and is in ``buffer``. Raises
-    OSError when the kernel refuses or does not answer within two seconds.
+    ``arrived`` is called with the length of each packet message that arrives meanwhile in ``buffer``. Raises OSError if
+    the kernel refuses or does not respond within two seconds.
     """
     sequence = next(_SEQUENCES)
     opened.send(message(sequence))
@@ -170,19 +172,19 @@ def agree(
                     error, _, _, _, answered = struct.unpack_from("=iIHHI", buffer, 16)
                     if answered == sequence:
                         if error:
-                            raise OSError(-error, f"the kernel refuses a netfilter queue: {os.strerror(-error)}")
+                            raise OSError(-error, f"the kernel refused a netfilter queue: {os.strerror(-error)}")
                         return
-    raise OSError("the kernel did not answer the request for a netfilter queue")
+    raise OSError("the kernel did not respond to the request for a netfilter queue")
 
 
 class Stamps:
-    """Finds the time of arrival in packets' messages, remembering where in them it was found last."""
+    """A reader of arrival times in packet messages, with a cache of their position."""
 
     def __init__(self) -> None:
         self._stamp_at = 48
 
     def read(self, data: bytearray, length: int) -> float | None:
-        """Return when the packet arrived (CLOCK_REALTIME, seconds), or None when the kernel did not note it."""
+        """Return the arrival time (CLOCK_REALTIME, seconds), or None if the kernel did not record it."""
         at = self._stamp_at
         if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
             at = _FIRST_ATTRIBUTE
@@ -199,12 +201,12 @@ class Stamps:
 
 
 def message_type(data: bytearray) -> int:
-    """Return the type of the message in a buffer."""
+    """Return the type of a message."""
     return data[4] | data[5] << 8
 
 
 def kernel_queues() -> list[dict[str, int]]:
-    """Read the netfilter queues of the calling thread's namespace, with what the kernel had to drop."""
+    """Return the netfilter queues of the calling thread's namespace with their drop counters."""
     columns = ("queue", "port", "waiting", "mode", "range", "queue_dropped", "user_dropped")
     text = read_proc("netfilter/nfnetlink_queue")
     return [dict(zip(columns, map(int, line.split()), strict=False)) for line in text.splitlines()]

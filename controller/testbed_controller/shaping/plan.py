@@ -1,4 +1,4 @@
-"""What a device's links ask of its interface, as plain data. Pure: can be read and tested without a kernel."""
+"""The desired configuration of a device's interface as plain data. Pure functions, testable without a kernel."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from testbed.network.impairments import longest_delay
 from testbed.network.link import Link, Pair, least_rate
 
 FRAME = 1514
-"""Bytes of a full Ethernet frame, as the kernel charges it: without preamble and checksum."""
+"""Size of a full Ethernet frame in bytes as the kernel charges it, without preamble and checksum."""
 CEILING = 32_000_000_000
-"""bit/s of an HTB class without a limit: more than any host moves through a veth pair, and still a 32-bit byte rate."""
+"""Rate of an HTB class without a limit, in bit/s: above the capacity of any host, within a 32-bit byte rate."""
 BURST_SECONDS = 2e-4
-"""What an idle link may send at once: enough to bridge a late timer, too little to show in a message's time."""
+"""Burst of an idle link in seconds: enough for a late timer, too short to affect a message's time."""
 MOST_SEGMENTS = 64
-"""Packets of a piece of 64 KiB, the largest there is, and some more."""
+"""Maximum number of packets in one piece of 64 KiB, with a margin."""
 QUEUE_SECONDS = 0.05
-"""A queue holds what its link sends in a round trip and this much more."""
+"""Length of a queue beyond a round trip, in seconds."""
 
 DEFAULT_CLASS = 1
 BROADCAST_CLASS = 2
 ACCESS_CLASS = 3
-"""What all links of a device share in one direction: its uplink, or its downlink."""
+"""Class shared by all links of a device in one direction: its uplink or downlink."""
 FIRST_PEER_CLASS = 0x10
 
 DOWN = Link(up=False)
@@ -31,26 +31,26 @@ DOWN = Link(up=False)
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A device as the shaper finds it."""
+    """A device as attached to the shaper."""
 
     name: str
     pid: int
-    """A process in the device's network namespace, as the shaper's process namespace numbers it; 0 of a device on
-    another host, of which only the address is known here."""
+    """A process in the device's network namespace, by its ID in the shaper's namespace; 0 for a device on another host,
+    known only by its address."""
     address: str
-    """Address of the interface that carries the data network."""
+    """Address of the interface on the data network."""
     uplink: float | None = None
-    """bit/s that it sends to all others together, None without a limit."""
+    """Maximum total rate of sent data in bit/s; None is unlimited."""
     downlink: float | None = None
-    """bit/s that it receives from all others together."""
+    """Maximum total rate of received data in bit/s; None is unlimited."""
     network: str | None = None
-    """The data network, such as ``10.0.0.0/24``, where the shaper is to make the interface and to plug it into a bridge
-    that nothing but devices is on; None: it is there already."""
+    """Data network, such as ``10.0.0.0/24``, if the shaper has to create the interface and plug it into a bridge of
+    devices only; None if the interface exists."""
 
 
 @dataclass(frozen=True)
 class SenderClass:
-    """One HTB class: everything that leaves the device for one address."""
+    """One HTB class, for all packets from the device to one address."""
 
     number: int
     address: str
@@ -62,7 +62,7 @@ class SenderClass:
 
 @dataclass(frozen=True)
 class Access:
-    """The rate that a device's links share in one direction."""
+    """The rate shared by a device's links in one direction."""
 
     rate: int
     """bit/s"""
@@ -72,21 +72,21 @@ class Access:
 
 @dataclass(frozen=True)
 class ReceiverLine:
-    """What becomes of everything that arrives from one address."""
+    """Ingress rules for one source address."""
 
     number: int
-    """The NFQUEUE number or class of this source."""
+    """NFQUEUE number or class of the source."""
     address: str
     link: Link
     limit: int
-    """Packets that may be on their way at once."""
+    """Maximum number of packets in transit."""
     queued: bool
-    """Whether packets have to be delayed, lost, altered or counted, beyond being let through or dropped."""
+    """Whether packets need a queue, because they are delayed, lost, altered or counted."""
 
 
 @dataclass(frozen=True)
 class InterfacePlan:
-    """All that the shaper does to one device's data interface."""
+    """The complete configuration of one device's data interface."""
 
     interface: str
     uplink: Access | None
@@ -94,7 +94,7 @@ class InterfacePlan:
     senders: tuple[SenderClass, ...]
     receivers: tuple[ReceiverLine, ...]
     segments: int
-    """Packets that TCP may hand down in one piece"""
+    """Maximum number of packets that TCP passes down in one piece."""
 
 
 def plan(
@@ -107,10 +107,10 @@ def plan(
 ) -> InterfacePlan:
     """Return the plan of a device's interface.
 
-    ``peers`` maps every device's name to its number (from 1, handed out by counting) and its address. A pair
-    without a link cannot talk: its packets are dropped where they arrive. ``gated`` holds, by address, the rates that
-    the gate sees to already. A link's class keeps its rate all the same, so that a link that becomes slow while packets
-    wait there does not let them go at once; it delays none that come from the gate.
+    ``peers`` maps every device to its number (from 1) and its address. A pair without a link cannot communicate: its
+    packets are dropped on arrival. ``gated`` maps addresses to the rates enforced by the gate. Their classes keep a
+    rate as well, so that waiting packets are not released at once when a link becomes slow; the classes do not delay
+    packets from the gate.
     """
     device, uplink = endpoint.name, endpoint.uplink
     gated = gated or {}
@@ -118,21 +118,21 @@ def plan(
     for peer, (number, address) in sorted(peers.items(), key=lambda item: item[1][0]):
         link = links.get((device, peer))
         if link is not None:
-            senders.append(_sender(FIRST_PEER_CLASS + number, address, link, uplink))
+            senders.append(_make_sender(FIRST_PEER_CLASS + number, address, link, uplink))
             if link.up:
                 rates.append(class_rate(least_rate(gated.get(address), link.rate, uplink)))
         if peer != device:
-            receivers.append(_receiver(number, address, links.get((peer, device), DOWN), endpoint.downlink))
+            receivers.append(_make_receiver(number, address, links.get((peer, device), DOWN), endpoint.downlink))
     outgoing = [link for (source, _), link in links.items() if source == device]
     if broadcast and outgoing:
-        # As on a radio, one transmission for all goes at the rate of the slowest that shall hear it.
+        # As on a radio, one transmission for all receivers uses the rate of the slowest.
         slowest = min(outgoing, key=lambda link: class_rate(link.rate))
         slowest = replace(slowest, rate=None) if broadcast in gated else slowest
-        senders.insert(0, _sender(BROADCAST_CLASS, broadcast, slowest, uplink))
+        senders.insert(0, _make_sender(BROADCAST_CLASS, broadcast, slowest, uplink))
     return InterfacePlan(
         interface,
-        _access(uplink, outgoing),
-        _access(endpoint.downlink, [line.link for line in receivers]),
+        _make_access(uplink, outgoing),
+        _make_access(endpoint.downlink, [line.link for line in receivers]),
         tuple(senders),
         tuple(receivers),
         most_segments(rates),
@@ -141,59 +141,60 @@ def plan(
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
     """Return the addresses of the devices that a device sends to or receives from."""
-    senders = {each.address for each in plan.senders if each.number >= FIRST_PEER_CLASS}
-    return senders | {each.address for each in plan.receivers if each.link.up}
+    senders = {sender.address for sender in plan.senders if sender.number >= FIRST_PEER_CLASS}
+    return senders | {line.address for line in plan.receivers if line.link.up}
 
 
 def most_segments(rates: Iterable[float]) -> int:
-    """Return how many packets TCP may hand down in one piece: what the fastest of these links sends in a bucket's time.
+    """Return the number of packets that TCP may pass down in one piece, from the fastest of these links.
 
-    HTB lets a piece pass at once, however long its rate takes for it: five packets at 250 kbit would be 0.2 s early.
-    Packet by packet, on the other hand, few hosts fill 1 Gbit/s.
+    HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
+    Packet by packet, however, few hosts reach 1 Gbit/s.
     """
     return max(1, min(MOST_SEGMENTS, int(max(rates, default=CEILING) / 8 * BURST_SECONDS / FRAME)))
 
 
-def impaired(link: Link) -> bool:
-    """Say whether a link does anything to packets beyond letting them through at its rate."""
+def is_impaired(link: Link) -> bool:
+    """Return whether a link changes packets beyond limiting their rate."""
     return any((link.delay, link.loss, link.bursts, link.duplicate, link.corrupt))
 
 
-def _sender(number: int, address: str, link: Link, uplink: float | None) -> SenderClass:
+def _make_sender(number: int, address: str, link: Link, uplink: float | None) -> SenderClass:
     rate = class_rate(link.rate)
     return SenderClass(number, address, rate, queue_limit(replace(link, rate=least_rate(rate, uplink))))
 
 
 def class_rate(rate: float | None) -> int:
-    """Return the bit/s of the HTB class for a rate; every class needs one, also that of a link without a rate."""
+    """Return the rate of an HTB class in bit/s; a link without a rate needs a class as well."""
     return CEILING if rate is None else round(rate)
 
 
-def _receiver(number: int, address: str, link: Link, downlink: float | None) -> ReceiverLine:
-    queued = link.up and (impaired(link) or downlink is not None)
+def _make_receiver(number: int, address: str, link: Link, downlink: float | None) -> ReceiverLine:
+    queued = link.up and (is_impaired(link) or downlink is not None)
     return ReceiverLine(number, address, link, line_limit(link), queued)
 
 
-def _access(rate: float | None, links: Iterable[Link]) -> Access | None:
+def _make_access(rate: float | None, links: Iterable[Link]) -> Access | None:
     if rate is None:
         return None
-    return Access(round(rate), queue_limit(Link(rate=rate, delay=max((link.delay for link in links), default=0.0))))
+    longest = max((link.delay for link in links), default=0.0)
+    return Access(round(rate), queue_limit(Link(rate=rate, delay=longest)))
 
 
 def burst(rate: float) -> int:
-    """Return the bytes of HTB's bucket: a millisecond's worth, but one frame at least.
+    """Return the size of HTB's bucket in bytes: `BURST_SECONDS` of the rate, at least about one frame.
 
-    A class may send while its bucket is not in debt, so a bucket of a little less than a frame lets one frame
-    through at once and no second.
+    A class may send while its bucket has no debt, so a bucket slightly smaller than a frame releases one frame at once
+    and no second.
     """
     return max(FRAME - 14, math.ceil(rate / 8 * BURST_SECONDS))
 
 
 def queue_limit(link: Link) -> int:
-    """Return how many full frames may wait at the sender, where the link does not say itself.
+    """Return the number of full frames that may wait at the sender, unless the link defines it.
 
-    Bandwidth times delay of a round trip, and some more. At least 300, because a socket with the kernel's default
-    buffer can hold this many small packets before the sender is blocked.
+    The bandwidth-delay product of a round trip plus a margin; at least 300, because a socket with the kernel's default
+    buffer holds that many small packets before it blocks.
     """
     if link.limit is not None:
         return link.limit
@@ -201,6 +202,6 @@ def queue_limit(link: Link) -> int:
 
 
 def line_limit(link: Link) -> int:
-    """Return how many packets the delay line must hold: it is the wire, not a queue, and must never overflow."""
+    """Return the capacity of the delay line in packets: it represents the wire and must never overflow."""
     smallest_frame = 60
     return min(200_000, max(10_000, math.ceil(1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame)))

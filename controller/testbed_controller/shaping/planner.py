@@ -1,4 +1,4 @@
-"""Plans the interfaces of devices from the links, cells and addresses of a run. Pure."""
+"""Interface plans of all devices from the links, cells and addresses of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ from testbed_controller.shaping.plan import Endpoint, InterfacePlan
 
 @dataclass
 class Planner:
-    """All that the links of a run shall be at one instant."""
+    """The desired state of all links of a run at one instant."""
 
     endpoints: Mapping[str, Endpoint]
     numbers: Mapping[str, int]
     links: Mapping[Pair, Link]
     cells: Sequence[Cell]
     gated: bool = True
-    """Whether there is a gate; without one no route leads through it."""
+    """Whether a gate is available; otherwise no route leads through it."""
 
     def routes(self, name: str, interface: Interface) -> dict[str, Route]:
-        """Return the routes of a device over shared media, by address."""
+        """Return the shared-medium routes of a device, by address."""
         if not self.gated:
             return {}
         return routes(self.endpoints[name], interface.broadcast, self.endpoints, self.links, self.cells)
 
     def plan(self, name: str, interface: Interface) -> InterfacePlan:
         """Return the plan of a device's interface."""
+        peers = {peer: (self.numbers[peer], endpoint.address) for peer, endpoint in self.endpoints.items()}
+        gated = {address: route.rate for address, route in self.routes(name, interface).items()}
         return planning.plan(
             self.endpoints[name],
             interface.name,
             interface.broadcast,
-            {name: (self.numbers[name], each.address) for name, each in self.endpoints.items()},
+            peers,
             self.links,
-            {address: route.rate for address, route in self.routes(name, interface).items()},
+            gated,
         )
 
     def media(self, pairs: Sequence[Pair], interfaces: Mapping[str, Interface]) -> dict[Pair, Route]:
-        """Return the routes of these links, as far as they lead over shared media from a device with an interface."""
+        """Return the shared-medium routes of these links, for senders with an interface on this host."""
         by_source = {name: self.routes(name, interface) for name, interface in interfaces.items()}
         media = {}
         for source, destination in pairs:

@@ -1,4 +1,4 @@
-"""Opens sites and sockets in attached devices for measurements on this host or together with other hosts."""
+"""Namespaces and sockets for measurements on this host or together with other hosts."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from testbed_controller.shaping.trains import Ends, FarEnds, Site, sockets
 
 
 class Prober:
-    """Opens the namespaces and sockets of measurements."""
+    """Provider of namespaces and sockets for measurements."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._open: dict[str, tuple[dict[str, Ends], contextlib.ExitStack]] = {}
-        """Sockets for measurements with other hosts that have not begun."""
+        """Sockets of prepared measurements with other hosts."""
 
     def sites(self, names: Collection[str], stack: contextlib.ExitStack) -> dict[str, Site]:
-        """Return the sites of devices on this host; the stack holds their namespaces."""
+        """Return the sites of devices on this host; the stack owns their namespaces."""
         sites = {}
         for name in names:
             attached = self._registry.devices[name]
-            namespace = attached.namespace.again()
+            namespace = attached.namespace.duplicate()
             stack.callback(namespace.close)
             endpoint = attached.endpoint
             sites[name] = Site(namespace, endpoint.address, endpoint.uplink, endpoint.downlink)
         return sites
 
     def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
-        """Open sockets for a measurement with other hosts; return the port of the receiver of each device here."""
+        """Open sockets for a measurement with other hosts; return the receiver's port of each local device."""
         here = self._registry.devices.keys() & set(chain.from_iterable(pairs))
         with contextlib.ExitStack() as stack:
             ends = stack.enter_context(sockets(self.sites(here, stack), here))
             self._open[run] = ends, stack.pop_all()
-        return {name: each.target[1] for name, each in ends.items()}
+        return {name: device_ends.target[1] for name, device_ends in ends.items()}
 
     def take_ends(
         self, run: str, names: Collection[str], ports: Mapping[str, int]
     ) -> tuple[dict[str, Site], dict[str, Ends | FarEnds], contextlib.ExitStack]:
-        """Return the sites and ends of devices here and elsewhere; the stack closes the sockets of `open_ends`.
+        """Return the sites and ends of local and remote devices; the stack closes the sockets of `open_ends`.
 
-        ``ports`` are those of all devices, of which the ones here are those of `open_ends`.
+        ``ports`` has the ports of all devices; the local ones come from `open_ends`.
         """
         opened, held = self._open.pop(run)
         sites, ends = {}, dict[str, Ends | FarEnds](opened)

@@ -1,9 +1,9 @@
-"""Measures links by packets between sockets inside the devices' own namespaces: one clock, no help of agents.
+"""Link measurement by packets between sockets in the devices' namespaces: a single clock, and no help from agents.
 
-Delay and loss are measured on every link at once, with small packets that are too few to fill any queue. Rates
-are measured on one link of each kind (equal in all that was asked of it), one after another where links share a
-device, by a short train of full frames (`trains.py`). Links
-of one radio cell share its channel, so their packets are spaced as if they were one link.
+Delay and loss are measured on all links at once, with small packets that are too few to fill a queue. Rates are
+measured on one link of each kind (all with equal properties), by a short train of full frames (`trains.py`); links that
+share a device are measured one after another. The links of a radio cell share its channel, so their packets are spaced
+as if they were one link.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ from testbed_controller.shaping.trains import (
 _DELAY_PACKETS = 30
 _FEWEST_PACKETS = 10
 _PACKETS_PER_SECOND = 2500
-"""Packets on all links together: more would make the measurement a load on the host of its own."""
+"""Maximum packet rate over all links: more would load the host noticeably."""
 _MOST_SECONDS = 1.0
 _BEHIND_SECONDS = 30.0
-"""By how much the last packet may be sent later than planned, on a host that cannot keep up."""
+"""Maximum delay of the schedule on an overloaded host, in seconds."""
 _ATTEMPTS = 3
 _AGAIN_SECONDS = 30.0
-"""No further attempt begins after so long: measuring many slow links of different kinds takes minutes by itself."""
+"""Time after which no further attempt begins, in seconds: many slow links of different kinds take minutes."""
 _BETWEEN = 0.1
-"""Seconds between two parts of a measurement by several hosts: more than they know each other's clocks by."""
+"""Pause between two parts of a measurement by several hosts, in seconds, above the uncertainty of their clocks."""
 
 
 @dataclass
 class _Tally:
-    """What was seen of one link."""
+    """The observations on one link."""
 
     pair: Pair
     asked: Link
     link: Link
-    """The same, of the lowest rate on the way."""
+    """The requested link with the lowest rate on its way."""
     packets: int
     medium: Hashable = None
-    """The channel on which a packet spends its transmission time before the delay of the link begins."""
+    """Channel on which a packet spends its transmission time before the delay of the link begins."""
     crowd: int = 1
-    """Turns that the links take that share a channel or an access limit with this one."""
+    """Number of turns of the links that share a channel or an access limit with this one."""
     place: int | None = None
-    """Its turn, from 0; None where it shares nothing."""
+    """Turn of the link, from 0; None without a shared rate."""
     late: bool = False
-    """Whether the lowest rate is the downlink's: packets meet it after the kernel has noted their arrival."""
+    """Whether the downlink has the lowest rate: it delays packets after the kernel has recorded their arrival."""
     sent: int = 0
     delays: dict[int, float] = field(default_factory=dict)
     rate: float | None = None
 
     @property
     def gap(self) -> float:
-        """Return the shortest time between small packets that leaves the link, or its channel, half idle."""
+        """Minimum time between small packets, in seconds, at which the link or its channel is half idle."""
         return 2 * self.link.transmission_time(SMALL_FRAME) * self.crowd
 
     @property
     def gate(self) -> float:
-        """Return the seconds that a small packet waits at the gate before the delay of the link begins."""
+        """Time that a small packet spends at the gate before the delay of the link begins, in seconds."""
         return 0.0 if self.medium is None else self.link.transmission_time(SMALL_FRAME)
 
     def measurement(self) -> LinkMeasurement:
@@ -107,19 +107,19 @@ class _Tally:
 def measure(
     links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route] | None = None
 ) -> list[LinkMeasurement]:
-    """Measure these links; what is outside its tolerance is measured again, since a host may stumble once.
+    """Measure links; repeat for links outside their tolerance, since hosts may stall occasionally.
 
-    ``sites`` holds every device that the pairs name, ``media`` the channel and rate of each link that shares one. The
-    measurements come in the order of ``links``.
+    ``sites`` has every device of the pairs, ``media`` the channel and rate of each link on a shared medium. The results
+    have the order of ``links``.
     """
     results: dict[Pair, LinkMeasurement] = {}
     media = media or {}
-    representatives = _one_of_each(links, sites, media)
+    representatives = _representatives(links, sites, media)
     wanted, until = dict(links), time.monotonic() + _AGAIN_SECONDS
     for _ in range(_ATTEMPTS):
-        tallies = _tallies(wanted, sites, media, representatives)
+        tallies = _make_tallies(wanted, sites, media, representatives)
         with sockets(sites, set(chain.from_iterable(wanted))) as ends:
-            _measure(tallies, representatives, media, ends)
+            _measure_parts(tallies, representatives, media, ends)
         results |= {tally.pair: tally.measurement() for tally in tallies}
         wanted = {pair: link for pair, link in wanted.items() if results[pair].problem}
         if not wanted or time.monotonic() > until:
@@ -127,12 +127,12 @@ def measure(
     return [results[pair] for pair in links]
 
 
-def _one_of_each(links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Pair]:
+def _representatives(links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Pair]:
     """Return the first link of every kind."""
     users = Counter(media[pair].channels for pair in links if pair in media)
     kinds: dict[tuple[Link, Hashable], Pair] = {}
     for pair, link in links.items():
-        # A channel that no other link uses makes no kind of its own.
+        # A channel with a single link does not make a kind of its own.
         shared = media[pair] if pair in media and users[media[pair].channels] > 1 else None
         kinds.setdefault((_on_the_way(pair, link, sites, media), shared), pair)
     return {*kinds.values()}
@@ -146,17 +146,16 @@ def measure_half(
     begin: float,
     media: Mapping[Pair, Route],
 ) -> list[dict[str, Any]]:
-    """Do here what is to be done of measuring links between this host and others, which do theirs at the same time.
+    """Measure the local ends of links to other hosts, which measure their ends at the same time.
 
-    ``begin`` is the instant of this host's monotonic clock at which all of them start, ``run`` the same of all. Returns
-    for each link that begins or ends here how many packets were ``sent`` from here; the ``delays`` of those that
-    arrived here in seconds by their sender's clock and this host's; the ``rate`` in bit/s where it was measured; and
-    the lowest rate ``asked`` on its way; and the ``gate``: seconds that each packet waited there, of which only the
-    sender's host knows, by ``media``.
+    ``begin`` is the common start on this host's monotonic clock, ``run`` a common identifier. Returns for each link
+    that begins or ends here: the number of packets ``sent`` from here; the ``delays`` of packets received here, in
+    seconds between the sender's clock and this host's; the measured ``rate`` in bit/s; the lowest rate ``asked`` on its
+    way; and the time at the ``gate`` in seconds, which only the sender's host knows from ``media``.
     """
-    representatives = _one_of_each(links, sites, {})
-    tallies = _tallies(links, sites, media, representatives)
-    _measure(tallies, representatives, {}, ends, run, begin)
+    representatives = _representatives(links, sites, {})
+    tallies = _make_tallies(links, sites, media, representatives)
+    _measure_parts(tallies, representatives, {}, ends, run, begin)
     return [
         {
             "source": tally.pair[0],
@@ -171,7 +170,7 @@ def measure_half(
     ]
 
 
-def _measure(
+def _measure_parts(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
     media: Mapping[Pair, Route],
@@ -179,70 +178,76 @@ def _measure(
     run: bytes | None = None,
     begin: float | None = None,
 ) -> None:
-    """Measure delays and losses, then rates; where there is an instant to ``begin`` each part as other hosts do."""
+    """Measure delays and losses, then rates; with ``begin``, in step with other hosts."""
     by_pair, due = {tally.pair: tally for tally in tallies}, begin or -math.inf
     time.sleep(max(0.0, due - time.monotonic()))
     due += _measure_delays(tallies, ends, run, begin)
-    for together in _trains(tallies, representatives, media, ends):
+    for together in _make_trains(tallies, representatives, media, ends):
         time.sleep(max(0.0, due - time.monotonic()))
         for pair, rate in rates(together, run).items():
             by_pair[pair].rate = rate
         due += seconds(together) + _BETWEEN
 
 
-def _tallies(
+def _make_tallies(
     links: Mapping[Pair, Link], sites: Mapping[str, Site], media: Mapping[Pair, Route], representatives: set[Pair]
 ) -> list[_Tally]:
-    """Return what is to be measured of each link."""
+    """Return an empty tally for each link."""
     tallies = []
-    turns, crowds = _turns(links, sites, media)
+    turns, crowds = _assign_turns(links, sites, media)
     for pair, asked in links.items():
         tally = _Tally(pair, asked, _on_the_way(pair, asked, sites, media), 0)
         tally.late = tally.link.rate is not None and tally.link.rate == sites[pair[1]].downlink
         tally.crowd, tally.place = crowds.get(pair, 1), turns.get(pair)
         tally.medium = media[pair].channels if pair in media else None
-        tally.packets = _packets(tally, len(links), pair in representatives)
+        tally.packets = _packet_count(tally, len(links), pair in representatives)
         tallies.append(tally)
     return tallies
 
 
-def _turns(
+def _assign_turns(
     pairs: Iterable[Pair], sites: Mapping[str, Site], media: Mapping[Pair, Route]
 ) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    """Return the turn of each link that shares a rate with others, and how many turns those take.
+    """Return the turn of each link with a shared rate, and the number of turns of its group.
 
-    Links of the same turn share nothing, so that their packets do not wait for each other.
+    Links of the same turn share no rate, so their packets do not delay each other.
     """
     shared = {pair: _shared_rates(pair, sites, media) for pair in pairs}
     turns: dict[Pair, int] = {}
     taken: dict[Hashable, set[int]] = defaultdict(set)
     for pair, rates_of_pair in shared.items():
         if rates_of_pair:
-            busy = set[int]().union(*(taken[each] for each in rates_of_pair))
+            busy: set[int] = set()
+            for shared_rate in rates_of_pair:
+                busy |= taken[shared_rate]
             turns[pair] = next(turn for turn in count() if turn not in busy)
-            for each in rates_of_pair:
-                taken[each].add(turns[pair])
-    return turns, {pair: 1 + max(max(taken[each]) for each in shared[pair]) for pair in turns}
+            for shared_rate in rates_of_pair:
+                taken[shared_rate].add(turns[pair])
+    crowds = {}
+    for pair in turns:
+        last = max(max(taken[shared_rate]) for shared_rate in shared[pair])
+        crowds[pair] = 1 + last
+    return turns, crowds
 
 
 def _shared_rates(pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Hashable]:
-    """Return what a link shares with others: an uplink, a downlink, channels."""
+    """Return the rates that a link shares with others: uplink, downlink, channels."""
     source, destination = pair
-    found: set[Hashable] = set(media[pair].channels) if pair in media else set()
+    shared: set[Hashable] = set(media[pair].channels) if pair in media else set()
     if sites[source].uplink is not None:
-        found.add(("uplink", source))
+        shared.add(("uplink", source))
     if sites[destination].downlink is not None:
-        found.add(("downlink", destination))
-    return found
+        shared.add(("downlink", destination))
+    return shared
 
 
-def _trains(
+def _make_trains(
     tallies: Sequence[_Tally],
     representatives: set[Pair],
     media: Mapping[Pair, Route],
     ends: Mapping[str, Ends | FarEnds],
 ) -> list[list[Train]]:
-    """Return a train for each link whose rate is measured; those in one list share no device and are sent together."""
+    """Return a train for each link with a rate measurement; the trains of one list are sent together."""
     trains = {}
     for tally in tallies:
         if tally.link.up and tally.link.rate and tally.pair in representatives:
@@ -251,13 +256,13 @@ def _trains(
 
 
 def _on_the_way(pair: Pair, link: Link, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> Link:
-    """Return a link with the lowest rate on its way: its own, its channel's, or an access limit of its ends."""
+    """Return a link with the lowest rate on its way: its own, its channel's, or an access limit."""
     shared = media[pair].rate if pair in media else None
     return replace(link, rate=least_rate(link.rate, sites[pair[0]].uplink, sites[pair[1]].downlink, shared))
 
 
 def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None) -> list[set[Pair]]:
-    """Split links so that those of one round share no device and no channel."""
+    """Split links into rounds whose links share neither a device nor a channel."""
     made: list[tuple[set[Pair], set[Hashable]]] = []
     for pair in pairs:
         takes: set[Hashable] = {*pair}
@@ -273,14 +278,14 @@ def rounds(pairs: Sequence[Pair], media: Mapping[Pair, Route] | None = None) -> 
     return [members for members, _ in made]
 
 
-def _packets(tally: _Tally, links: int, representative: bool) -> int:
-    """Return how many small packets a link is given."""
+def _packet_count(tally: _Tally, links: int, representative: bool) -> int:
+    """Return the number of small packets for a link."""
     link = tally.link
     fair = int(_PACKETS_PER_SECOND * _MOST_SECONDS / links)
     packets = max(_FEWEST_PACKETS, min(_DELAY_PACKETS, fair))
     loss = expected_loss(link)
     if link.up and loss and representative:
-        # Thirty packets lost bound the loss to about half of itself.
+        # With thirty lost packets, the relative error of the loss is about one half.
         packets = max(packets, min(2000, round(30 / loss)))
     if link.rate:
         packets = min(packets, max(_FEWEST_PACKETS, int(_MOST_SECONDS / tally.gap)))
@@ -290,20 +295,20 @@ def _packets(tally: _Tally, links: int, representative: bool) -> int:
 def _measure_delays(
     tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes | None, begin: float | None
 ) -> float:
-    """Send every link's small packets, all links interleaved, and note how long each was under way.
+    """Send the small packets of all links, interleaved, and record the delay of each.
 
-    Returns within how many seconds that is over, on each of the hosts that take part from the instant ``begin`` on.
+    Returns the planned duration in seconds, equal on all participating hosts.
     """
     began = time.monotonic()
     exchange = _DelayExchange(tallies, ends, run or os.urandom(8))
     for index, tally in enumerate(tallies):
-        exchange.send(index, tally.packets)  # makes the addresses known; its number is no measurement's
+        exchange.send(index, tally.packets)  # resolves the addresses; its number is ignored
     pause = max(tally.gap for tally in tallies) / 2
     time.sleep(0.01 + pause)
     starts, gaps = _schedule(tallies, began + 0.015 + pause)
     rest = max(longest_delay(tally.link) + tally.gap for tally in tallies) + 0.1
     planned = max(starts[index] + gaps[index] * (tally.packets - 1) for index, tally in enumerate(tallies)) + rest
-    # Other hosts measure by the same schedule; by itself a host that falls behind sends later, and loses nothing by it.
+    # Other hosts follow the same schedule; a single host may fall behind without harm.
     latest = planned if begin is not None else planned + _BEHIND_SECONDS
     exchange.start(starts, gaps)
     exchange.finish(rest, planned, latest)
@@ -311,7 +316,7 @@ def _measure_delays(
 
 
 class _DelayExchange:
-    """The small packets of all links: those that are due next, and the arrivals."""
+    """The exchange of the small packets of all links."""
 
     def __init__(self, tallies: Sequence[_Tally], ends: Mapping[str, Ends | FarEnds], run: bytes) -> None:
         self._tallies = tallies
@@ -320,14 +325,14 @@ class _DelayExchange:
         self._coming = [tally for tally in tallies if isinstance(ends[tally.pair[1]], Ends)]
         self._gaps: Sequence[float] = ()
         self._upcoming: list[tuple[float, int, int]] = []
-        """A heap of the instant, the link and the number of the packets to send."""
+        """Heap of (instant, link index, packet number) of packets to send."""
 
     def send(self, index: int, number: int) -> bool:
-        """Send a packet of a link; return whether that is done on this host."""
+        """Send a packet of a link; return whether the sender is on this host."""
         source, destination = (self._ends[name] for name in self._tallies[index].pair)
         if isinstance(source, FarEnds):
             return False
-        # A packet that a full buffer does not take is lost, as on any host that is too slow.
+        # A packet refused by a full buffer counts as lost, as on any host that is too slow.
         source.send(CONTENT.pack(self._run, index, number, time.monotonic()), destination.target)
         return True
 
@@ -338,7 +343,7 @@ class _DelayExchange:
         heapq.heapify(self._upcoming)
 
     def finish(self, rest: float, until: float, latest: float) -> None:
-        """Send all packets until ``latest``; receive until ``until``, or ``rest`` after the last packet."""
+        """Send all packets until ``latest``; receive until ``until``, or ``rest`` seconds after the last packet."""
         sockets_here = receivers(self._ends.values())
         with Listener(sockets_here) as listener:
             while (now := time.monotonic()) < (latest if self._upcoming else until):
@@ -349,18 +354,18 @@ class _DelayExchange:
                 following = self._upcoming[0][0] if self._upcoming else until
                 for receiver in listener.ready(following - time.monotonic()):
                     self._note_arrivals(receiver)
-        for receiver in sockets_here:  # what came while this process was kept from the processor is not lost
+        for receiver in sockets_here:  # packets that arrived while this process was not running
             self._note_arrivals(receiver)
 
     def _send_due(self, now: float) -> bool:
-        """Send the next packet if it is due and schedule its successor; return whether it was due."""
+        """Send the next packet if due and schedule its successor; return whether it was due."""
         if not self._upcoming or self._upcoming[0][0] > now:
             return False
         when, index, number = heapq.heappop(self._upcoming)
         tally = self._tallies[index]
         tally.sent += self.send(index, number)
         if number + 1 < tally.packets:
-            # Not two at once after a stall: the second would wait for the first on a slow link.
+            # After a stall, keep the packets apart: on a slow link the second would wait for the first.
             heapq.heappush(self._upcoming, (max(when + self._gaps[index], now + tally.gap), index, number + 1))
         return True
 
@@ -377,7 +382,7 @@ class _DelayExchange:
 
 
 def _schedule(tallies: Sequence[_Tally], start: float) -> tuple[list[float], list[float]]:
-    """Return of each link when its first small packet is due, and the seconds from one to the next."""
+    """Return the start and the interval of the small packets of each link, in seconds."""
     span = max(0.1, sum(tally.packets for tally in tallies) / _PACKETS_PER_SECOND)
     starts, gaps = [], []
     for index, tally in enumerate(tallies):

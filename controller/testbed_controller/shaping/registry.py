@@ -1,4 +1,4 @@
-"""The devices attached to the shaper: their namespaces, interfaces and numbers, and the bridge between them."""
+"""The devices attached to the shaper: namespaces, interfaces, numbers, and the bridge between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from testbed_controller.shaping.plan import Endpoint, InterfacePlan
 _LOG = logging.getLogger(__name__)
 
 INTERFACE = "eth0"
-"""The name of a device's interface on the data network, the only one it has."""
+"""Name of a device's only interface, on the data network."""
 _BRIDGE = "data"
 
 
@@ -34,18 +34,18 @@ class Attached:
     namespace: Namespace
     interface: Interface
     process: int
-    """Descriptor of the process that the namespace is of; it can be read once that has ended."""
+    """Process descriptor (pidfd) of the device; readable after the end of the process."""
     port: str = ""
-    """On the bridge, where the shaper has plugged the device in."""
+    """Bridge port of a device plugged in by the shaper."""
     plan: InterfacePlan | None = None
-    """The plan last applied and read back; None before that, or when the last attempt failed half way."""
+    """The last verified plan; None before the first, and after a failure."""
     routes: dict[str, Route] | None = None
-    """The routes through the gate, by address; None before the gate was needed here."""
+    """Routes through the gate by address; None before the first use of the gate."""
     neighbours: set[str] = field(default_factory=set)
-    """Addresses whose hardware address the interface was given."""
+    """Addresses with a permanent neighbour entry on the interface."""
 
     def inherit(self, previous: Attached) -> None:
-        """Take over the state of the same namespace as it was attached before."""
+        """Take over the state of an earlier attachment of the same namespace."""
         self.plan, self.routes = previous.plan, previous.routes
         self.port, self.neighbours = previous.port, previous.neighbours
         previous.close()
@@ -57,12 +57,12 @@ class Attached:
 
 
 def hardware_address(address: str) -> str:
-    """Return the hardware address of the device that has an IPv4 address."""
+    """Return the hardware address derived from a device's IPv4 address."""
     return ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *IPv4Address(address).packed))
 
 
 def _any_ended(processes: Iterable[int], seconds: float) -> bool:
-    """Wait up to some seconds until one of the processes with these descriptors has ended; return whether one has."""
+    """Wait up to ``seconds`` for the end of one of the processes; return whether one has ended."""
     poll = select.poll()
     for process in processes:
         poll.register(process, select.POLLIN)
@@ -70,28 +70,30 @@ def _any_ended(processes: Iterable[int], seconds: float) -> bool:
 
 
 class Registry:
-    """Finds, numbers and forgets devices; ``on_removal`` is called with the name of each that has ended."""
+    """The attached devices by name and number; ``on_removal`` is called with the name of each ended device."""
 
     def __init__(self, on_removal: Callable[[str], None]) -> None:
         self.devices: dict[str, Attached] = {}
-        """The devices of this host that run."""
+        """Running devices of this host."""
         self.elsewhere: dict[str, Endpoint] = {}
-        """The devices on other hosts, whose interfaces are shaped there."""
+        """Devices on other hosts, whose interfaces are shaped there."""
         self.numbers: dict[str, int] = {}
-        """The number of each device that was ever attached, from 1."""
+        """Number of each device ever attached, from 1."""
         self.bridge: Namespace | None = None
-        """The namespace of the bridge that devices are plugged into; nobody has an address there."""
+        """Namespace of the bridge between devices; nobody has an address there."""
         self._ports = itertools.count()
         self._on_removal = on_removal
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """Return every device, wherever it is."""
-        return {**self.elsewhere, **{name: each.endpoint for name, each in self.devices.items()}}
+        """All devices, on this host or others."""
+        local = {name: attached.endpoint for name, attached in self.devices.items()}
+        return {**self.elsewhere, **local}
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
-        """Register devices, and again those that restarted; one that is registered keeps its number and state."""
-        self.release_ended()  # before others have their addresses
+        """Register new and restarted devices; a registered device keeps its number and state."""
+        # First, since new devices may have the addresses of ended ones.
+        self.release_ended()
         here = []
         for endpoint in endpoints:
             self.numbers.setdefault(endpoint.name, len(self.numbers) + 1)
@@ -99,10 +101,10 @@ class Registry:
                 here.append(endpoint)
             else:
                 self.elsewhere[endpoint.name] = endpoint
-        if self.bridge is None and any(each.network for each in here):
+        if self.bridge is None and any(endpoint.network for endpoint in here):
             self.bridge = Namespace.scratch()
             self.bridge.run(partial(make_bridge, _BRIDGE))
-        for attached in pool.map(self._find, here):
+        for attached in pool.map(self._attach, here):
             name = attached.endpoint.name
             previous = self.devices.get(name)
             if previous and previous.namespace.identity == attached.namespace.identity:
@@ -111,7 +113,7 @@ class Registry:
                 self._remove(name)
             self.devices[name] = attached
 
-    def _find(self, endpoint: Endpoint) -> Attached:
+    def _attach(self, endpoint: Endpoint) -> Attached:
         with contextlib.ExitStack() as stack:
             namespace = Namespace.of_process(endpoint.pid)
             stack.callback(namespace.close)
@@ -127,7 +129,7 @@ class Registry:
         return Attached(endpoint, namespace, interface, process, port)
 
     def _plug(self, port: str, namespace: Namespace, address: str, network: IPv4Network) -> Interface:
-        """Give a device its interface, of the same hardware address each time: others have been given that."""
+        """Create a device's interface with a fixed hardware address, which other devices have been given."""
         assert self.bridge is not None
         hardware = hardware_address(address)
         self.bridge.run(lambda: plug(port, _BRIDGE, INTERFACE, hardware, namespace.descriptor))
@@ -138,20 +140,20 @@ class Registry:
         _LOG.info("%s has ended: its links are released", name)
         attached = self.devices.pop(name)
         if attached.port and self.bridge is not None:
-            with contextlib.suppress(HostError):  # its other end is gone, and it with that
+            with contextlib.suppress(HostError):  # deleted together with its other end
                 self.bridge.run(partial(delete, attached.port))
         self._on_removal(name)
         attached.close()
 
     def release_ended(self) -> None:
-        """Forget every device that has ended: an open namespace would continue to answer."""
+        """Release every ended device, whose open namespace would otherwise still respond."""
         for name, attached in list(self.devices.items()):
             if _any_ended([attached.process], 0.0):
                 self._remove(name)
 
     def await_end(self, seconds: float) -> bool:
-        """Wait until a device ends, at most so long; return whether one has."""
-        return _any_ended([each.process for each in list(self.devices.values())], seconds)
+        """Wait up to ``seconds`` for the end of a device; return whether one has ended."""
+        return _any_ended([attached.process for attached in list(self.devices.values())], seconds)
 
     def close(self) -> None:
         """Release all namespaces."""

@@ -1,7 +1,7 @@
-"""The shaper of a run: attaches devices, changes and shows their links, and measures them.
+"""The shaper of a run: it attaches devices, changes and reports their links, and measures them.
 
-`Registry` knows the devices, `Planner` says what each interface shall do, `Applier` does that and reads it back, and
-`Prober` opens the sockets that links are measured with.
+`Registry` knows the devices, `Planner` computes the configuration of each interface, `Applier` applies and verifies it,
+and `Prober` opens the sockets of link measurements.
 """
 
 from __future__ import annotations
@@ -37,22 +37,29 @@ _CONNECT_SECONDS = 5.0
 
 
 def refuse(links: Mapping[Pair, Link]) -> None:
-    """Raise InputError for links that no backend can have."""
+    """Raise InputError for links that no backend supports."""
     for (source, destination), link in links.items():
-        if found := problems(link):
-            raise InputError(f"link {source} -> {destination}: {'; '.join(each.text for each in found)}")
+        if errors := problems(link):
+            raise InputError(f"link {source} -> {destination}: {'; '.join(problem.text for problem in errors)}")
 
 
 class Shaping:
-    """All devices of a run on this host and the links between them. Safe to use from several threads."""
+    """All devices of a run on this host, and the links between them. Thread-safe.
+
+    Example::
+
+        shaping = Shaping("auto")
+        shaping.attach(endpoints, {("a", "b"): Link(rate=1e6), ("b", "a"): Link()})
+        shaping.set({("a", "b"): Link(rate=2e6)})
+    """
 
     def __init__(self, links: str = "auto", seed: int = 0) -> None:
-        """Choose the backend of this name, or with ``auto`` the first that the kernel supports.
+        """Select a backend by name, or with ``auto`` the first one that the kernel supports.
 
-        Raises HostError when there is none.
+        Raises HostError without a supported backend.
         """
         self.seed = seed
-        """Seed of the choices which packets are lost."""
+        """Seed of random losses."""
         self._applier = Applier(links, lambda: self.seed)
         self.registry = Registry(self._applier.forget)
         self._prober = Prober(self.registry)
@@ -63,7 +70,7 @@ class Shaping:
         self._pool = ThreadPoolExecutor(max_workers=max(2, os.cpu_count() or 2), thread_name_prefix="shape")
 
     def facts(self) -> dict[str, Any]:
-        """Return kernel, backend and this host's clocks."""
+        """Return kernel, backend and the clocks of this host in seconds."""
         return {
             **self._applier.facts(),
             "kernel": os.uname().release,
@@ -73,7 +80,7 @@ class Shaping:
         }
 
     def host_load(self, reset: bool = False) -> dict[str, Any]:
-        """Return how busy this machine's processors were since the last ``reset``."""
+        """Return the processor load of this machine since the last ``reset``."""
         if reset:
             self._monitor.stop()
             self._monitor = HostMonitor()
@@ -83,24 +90,24 @@ class Shaping:
     def attach(
         self, endpoints: Iterable[Endpoint], links: Mapping[Pair, Link], cells: Iterable[Cell] | None = None
     ) -> None:
-        """Shape the interfaces of these devices, and adapt those of the others to them.
+        """Shape the interfaces of these devices, and adapt the interfaces of the others.
 
-        A device that is attached already in the same namespace is only changed; one that restarted is built again.
-        ``cells`` replace those there are. Raises `InputError` for links of devices that are not attached.
+        A device attached earlier in the same namespace is only changed; a restarted one is configured from scratch.
+        ``cells`` replace the existing ones. Raises `InputError` for links of unattached devices.
         """
         endpoints = list(endpoints)
         refuse(links)
         with self._lock:
             if cells is not None:
                 self._cells = tuple(cells)
-            _LOG.info("attaching %s", ", ".join(each.name for each in endpoints))
+            _LOG.info("attaching %s", ", ".join(endpoint.name for endpoint in endpoints))
             self.registry.add(endpoints, self._pool)
-            if not any(each.pid for each in endpoints):
+            if not any(endpoint.pid for endpoint in endpoints):
                 self._require_known(links)
             self._change(self.registry.devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        """Change these links and nothing else; raises `InputError` for a device that is not attached."""
+        """Change these links only; raises `InputError` for an unattached device."""
         refuse(links)
         with self._lock:
             self._require_known(links)
@@ -109,10 +116,10 @@ class Shaping:
     def _require_known(self, links: Mapping[Pair, Link]) -> None:
         known = self.registry.numbers
         for name in sorted(set(chain.from_iterable(links)) - known.keys()):
-            raise InputError(f"no device '{name}' is attached; there are {', '.join(sorted(known))}")
+            raise InputError(f"device '{name}' is not attached; attached: {', '.join(sorted(known))}")
 
     def _change(self, names: Collection[str], links: Mapping[Pair, Link]) -> None:
-        """Apply these links to the interfaces of the devices among ``names`` that still run."""
+        """Apply links to the interfaces of the running devices among ``names``."""
         self.registry.release_ended()
         planner = self._planner({**self._links, **links})
         changes = []
@@ -124,21 +131,21 @@ class Shaping:
                     raise HostError(f"links to {name}: {problem}")
         self._log_changes(links)
         self._links |= links
-        # Each to its end before an error is raised: a half-changed lab is worse than a late message.
+        # Finish all changes before raising an error: a half-changed lab is worse than a late message.
         outcomes = [self._pool.submit(self._applier.apply, *change) for change in changes]
         errors = [error for outcome in outcomes if (error := outcome.exception()) is not None]
         for error in errors:
             raise error
 
     def _planner(self, links: Mapping[Pair, Link]) -> Planner:
-        """Return a planner of these links, with the gate if a device needs one and there can be one."""
+        """Return a planner for these links, with a gate if needed and possible."""
         planner = Planner(self.registry.endpoints, self.registry.numbers, links, self._cells)
-        if any(planner.routes(name, each.interface) for name, each in self.registry.devices.items()):
+        if any(planner.routes(name, attached.interface) for name, attached in self.registry.devices.items()):
             planner.gated = self._applier.has_gate(required=bool(self._cells))
         return planner
 
     def _log_changes(self, links: Mapping[Pair, Link]) -> None:
-        """Log each link that changes; those of a new lab only together, as they may be thousands."""
+        """Log each changed link; for a new lab only their number, which may be thousands."""
         if not self._links:
             _LOG.info("shaping %d links", len(links))
             return
@@ -148,29 +155,29 @@ class Shaping:
             if changed:
                 _LOG.info("link %s -> %s: %s", *pair, changed)
 
-    def await_death(self, seconds: float) -> None:
-        """Return as soon as a device ends, or after so long."""
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for the end of a device, and release it."""
         if self.registry.await_end(seconds):
-            self.release_the_dead()
+            self.release_ended()
 
-    def release_the_dead(self) -> None:
-        """Release every device that has ended: an open namespace would continue to answer."""
+    def release_ended(self) -> None:
+        """Release every ended device, whose open namespace would otherwise still respond."""
         with self._lock:
             self.registry.release_ended()
 
     def connect(self, name: str, port: int) -> socket.socket:
-        """Return a connection to a port of a device's loopback; raises OSError or `HostError` where nobody answers."""
+        """Return a connection to a port on a device's loopback; raises OSError or `HostError`."""
         attached = self.registry.devices.get(name)
         if attached is None:
-            raise HostError(f"'{name}' does not run")
-        namespace = attached.namespace.again()
+            raise HostError(f"'{name}' is not running")
+        namespace = attached.namespace.duplicate()
         try:
             return namespace.run(lambda: socket.create_connection(("127.0.0.1", port), _CONNECT_SECONDS))
         finally:
             namespace.close()
 
     def show(self) -> dict[str, Any]:
-        """Return the links that were asked for, and per device where the kernel differs, read back now."""
+        """Return the requested links, and each device's differences from the kernel's current state."""
         with self._lock:
             self.registry.release_ended()
             planner = self._planner(self._links)
@@ -186,28 +193,28 @@ class Shaping:
             return {"backend": self._applier.facts()["backend"], "devices": devices, "links": links}
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return drops at queues, the lateness of packets, and bytes sent; ``reset`` resets the lateness."""
+        """Return queue drops, lateness and sent bytes; ``reset`` clears the lateness."""
         with self._lock:
             self.registry.release_ended()
             return self._applier.statistics(self.registry.devices, reset)
 
     def close(self) -> None:
-        """Release everything; the settings of the devices stay."""
+        """Release all resources; the devices keep their settings."""
         with self._lock:
             self.registry.close()
             self._applier.close()
             self._pool.shutdown()
 
     def probe(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
-        """Measure these links; raises InputError for an unknown link or one whose device does not run."""
+        """Measure links; raises InputError for an unknown link or a device that is not running."""
         names = set(chain.from_iterable(pairs))
         with self._lock:
             self.registry.release_ended()
             for pair in pairs:
                 if pair not in self._links:
-                    raise InputError(f"there is no link from {pair[0]} to {pair[1]}")
+                    raise InputError(f"no link from {pair[0]} to {pair[1]}")
             for name in names - self.registry.devices.keys():
-                raise InputError(f"'{name}' does not run: its links cannot be measured")
+                raise InputError(f"'{name}' is not running: cannot measure its links")
             links = {pair: self._links[pair] for pair in pairs}
             media = self._media(pairs)
             with contextlib.ExitStack() as stack:
@@ -218,7 +225,7 @@ class Shaping:
             return measure(links, sites, media) if links else []
 
     def open_ends(self, run: str, pairs: Sequence[Pair]) -> dict[str, int]:
-        """Open sockets for `probe_half`; return the port of the receiver of each device that is here."""
+        """Open sockets for `probe_half`; return the receiver's port of each local device."""
         with self._lock:
             return self._prober.open_ends(run, pairs)
 
@@ -227,7 +234,7 @@ class Shaping:
     ) -> list[dict[str, Any]]:
         """Measure links between this host and others, which do the same; see `probes.measure_half`.
 
-        ``ports`` are those of all devices, of which the ones here are those of `open_ends`.
+        ``ports`` has the ports of all devices; the local ones come from `open_ends`.
         """
         with self._lock:
             links = {pair: self._links[pair] for pair in pairs}
@@ -237,6 +244,6 @@ class Shaping:
             return measure_half(links, sites, ends, bytes.fromhex(run), begin, media)
 
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
-        """Return the channels that these links have at the gate, as far as their senders are on this host."""
-        interfaces = {name: each.interface for name, each in self.registry.devices.items()}
+        """Return the gate's channels of these links, for senders on this host."""
+        interfaces = {name: attached.interface for name, attached in self.registry.devices.items()}
         return self._planner(self._links).media(pairs, interfaces)

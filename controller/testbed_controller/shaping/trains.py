@@ -1,4 +1,4 @@
-"""Measures rates by trains of full frames, whose times are the kernel's, as the frames come off the wire."""
+"""Rate measurement by trains of full frames, with the kernel's arrival times."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from testbed_controller.shaping.namespaces import Namespace
 from testbed_controller.shaping.plan import FRAME, burst, queue_limit
 
 HEADERS = 42
-"""Bytes of Ethernet, IP and UDP before a datagram's content."""
+"""Size of the Ethernet, IP and UDP headers in bytes."""
 CONTENT = struct.Struct("=8sIId")
-"""At the beginning of each: which measurement, which link of it, number, and seconds of sending."""
+"""Content of each datagram: measurement, link index, number, and sending time in seconds."""
 SMALL_FRAME = HEADERS + CONTENT.size
 BUFFER_PER_FRAME = 2304
-"""What the kernel charges to a socket for a full frame."""
+"""Kernel memory charged to a socket for a full frame, in bytes."""
 MOST_FRAMES = 4000
-"""On their way to one socket."""
+"""Maximum number of frames in transit to one socket."""
 SO_TIMESTAMPNS = 35
 ETHERNET = 14
-"""Bytes before a packet."""
+"""Size of the Ethernet header in bytes."""
 _SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
 _SO_RCVBUFFORCE = 33
 _TRAIN_SECONDS = 0.12
 _MOST_SECONDS = 1.0
-"""Seconds of the fewest frames over a slow link, at most: they are smaller there."""
+"""Maximum duration of the smallest train over a slow link, in seconds; its frames are smaller."""
 _FEWEST_FRAMES = 24
 _AT_ONCE = 64
-"""Frames sent to a downlink before arrivals are looked at: they are noticed only then."""
+"""Number of frames sent to a downlink between two checks for arrivals, which have no earlier time stamp."""
 _SO_SNDBUFFORCE, _UDP_SEGMENT = 32, 103
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where one end of a link is."""
+    """The location of one end of a link."""
 
     namespace: Namespace | None
-    """None on another host."""
+    """Namespace of the device; None on another host."""
     address: str
     uplink: float | None = None
     downlink: float | None = None
@@ -55,16 +55,16 @@ class Site:
 
 @dataclass(frozen=True)
 class Ends:
-    """The sockets for measurements on one device of this host."""
+    """The measurement sockets of one device on this host."""
 
     sender: socket.socket
     receiver: socket.socket
     frame: int
-    """Bytes of the largest Ethernet frame that the device sends."""
+    """Size of the device's largest Ethernet frame in bytes."""
 
     @property
     def target(self) -> tuple[str, int]:
-        """Return the address of the receiver."""
+        """Address of the receiver."""
         address: tuple[str, int] = self.receiver.getsockname()
         return address
 
@@ -79,7 +79,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class FarEnds:
-    """The address of the receiver on a device of another host."""
+    """The receiver's address of a device on another host."""
 
     target: tuple[str, int]
     frame: int = FRAME
@@ -87,38 +87,38 @@ class FarEnds:
 
 def receivers(ends: Iterable[Ends | FarEnds]) -> list[socket.socket]:
     """Return the receiving sockets on this host."""
-    return [each.receiver for each in ends if isinstance(each, Ends)]
+    return [device_ends.receiver for device_ends in ends if isinstance(device_ends, Ends)]
 
 
 @contextlib.contextmanager
 def sockets(sites: Mapping[str, Site], names: Iterable[str]) -> Iterator[dict[str, Ends]]:
-    """Open a sending and a receiving socket on a port of their own in each device."""
+    """Open a sending and a receiving socket in each device."""
     with contextlib.ExitStack() as stack:
         ends = {}
         for name in sorted(names):
             site = sites[name]
             assert site.namespace is not None
-            ends[name] = site.namespace.run(partial(_open, site.address))
+            ends[name] = site.namespace.run(partial(_open_ends, site.address))
             stack.enter_context(ends[name].sender)
             stack.enter_context(ends[name].receiver)
         yield ends
 
 
-def _open(address: str) -> Ends:
+def _open_ends(address: str) -> Ends:
     sender, receiver = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
-    for each in (sender, receiver):
-        each.bind((address, 0))
-        each.setblocking(False)
+    for endpoint in (sender, receiver):
+        endpoint.bind((address, 0))
+        endpoint.setblocking(False)
     receiver.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 2 * MOST_FRAMES * BUFFER_PER_FRAME)
     receiver.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-    return Ends(sender, receiver, _largest(sender, address))
+    return Ends(sender, receiver, _largest_frame(sender, address))
 
 
-def _largest(link: socket.socket, address: str) -> int:
-    """Return the bytes of the largest frame of the interface with an address: in a VXLAN less than elsewhere."""
+def _largest_frame(link: socket.socket, address: str) -> int:
+    """Return the size of an interface's largest frame in bytes, given its address: smaller in a VXLAN."""
     for _, name in socket.if_nameindex():
         request = struct.pack("16s24x", name.encode())
-        with contextlib.suppress(OSError):  # it has no address
+        with contextlib.suppress(OSError):  # the interface has no address
             if fcntl.ioctl(link, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(address):
                 mtu: int = struct.unpack_from("=i", fcntl.ioctl(link, _SIOCGIFMTU, request), 16)[0]
                 return min(FRAME, mtu + ETHERNET)
@@ -126,7 +126,7 @@ def _largest(link: socket.socket, address: str) -> int:
 
 
 class Listener:
-    """Waits for several sockets with microseconds, which epoll alone does not."""
+    """A wait for several sockets with a resolution of microseconds, which epoll alone lacks."""
 
     def __init__(self, receivers: Iterable[socket.socket]) -> None:
         self._epoll = select.epoll()
@@ -141,16 +141,16 @@ class Listener:
         self._epoll.close()
 
     def ready(self, seconds: float) -> list[socket.socket]:
-        """Wait at most so long; return the sockets that have something."""
+        """Wait at most ``seconds``; return the sockets with received data."""
         select.select([self._epoll.fileno()], [], [], max(0.0, seconds))
         return [self._receivers[descriptor] for descriptor, _ in self._epoll.poll(0)]
 
 
 @dataclass
 class Train:
-    """Full frames on their way over one link, sent as fast as the link takes them.
+    """Full frames sent over one link as fast as the link accepts them.
 
-    Several frames go to the kernel in one piece, which it cuts up before the wire: frame by frame a host under load
+    Several frames go to the kernel in one piece, which splits it before the wire: sending frame by frame, a loaded host
     would measure itself at high rates.
     """
 
@@ -158,52 +158,52 @@ class Train:
     link: Link
     """The link with the lowest rate on the way."""
     late: bool
-    """Whether that is the downlink's: packets meet it after the kernel has noted their arrival."""
+    """Whether the downlink has the lowest rate: it delays packets after the kernel has recorded their arrival."""
     source: Ends | FarEnds
     destination: Ends | FarEnds
     frame: int
     frames: int
     together: int
-    """Frames handed to the kernel in one piece, which the link's rate lets pass at once: one on all but fast links."""
+    """Number of frames per piece, which the link's bucket releases at once: one, except on fast links."""
     sent: int = 0
     stamps: dict[int, float] = field(default_factory=dict)
-    """Seconds of arrival by the frame's number."""
+    """Arrival times in seconds by frame number."""
 
     @property
     def frame_seconds(self) -> float:
-        """Return the seconds that a frame takes at the link's rate."""
+        """Transmission time of a frame at the link's rate, in seconds."""
         return self.link.transmission_time(self.frame)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds within which all frames that are not lost have arrived."""
+        """Time until all frames have arrived, in seconds."""
         return (2 * self.frames + 1) * self.frame_seconds + longest_delay(self.link) + 0.2
 
     @property
     def quiet(self) -> float:
-        """Return the seconds without an arrival after which no further frame arrives."""
+        """Silence after which no further frame will arrive, in seconds."""
         return longest_delay(self.link) + 0.1 + 10 * self.frame_seconds
 
     @property
     def done(self) -> bool:
-        """Return whether the last frame has arrived, or arrives at another host."""
+        """Whether the last frame has arrived, or arrives at another host."""
         return isinstance(self.destination, FarEnds) or self.frames - 1 in self.stamps
 
     def open(self) -> None:
-        """Prepare the sending socket, if it is on this host."""
+        """Configure the sending socket, if it is on this host."""
         if isinstance(self.source, Ends):
-            # As much as the queue before the link holds may be sent ahead; more would be lost there.
+            # Limit the data sent ahead to the queue of the link, which would drop more.
             buffer = int(0.6 * queue_limit(self.link)) * BUFFER_PER_FRAME
             self.source.sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, buffer // 2)
             self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, self.frame - HEADERS)
 
     def close(self) -> None:
-        """Let the sending socket send single datagrams again."""
+        """Restore the sending socket for single datagrams."""
         if isinstance(self.source, Ends):
             self.source.sender.setsockopt(socket.SOL_UDP, _UDP_SEGMENT, 0)
 
     def send(self, run: bytes, index: int) -> bool:
-        """Send as many frames as the socket takes; return whether frames are left to send from this host."""
+        """Send as many frames as the socket accepts; return whether frames of this host remain."""
         if isinstance(self.source, FarEnds):
             return False
         size = self.frame - HEADERS
@@ -217,13 +217,13 @@ class Train:
         return self.sent < self.frames
 
     def receive(self, number: int, kernel_stamp: float) -> None:
-        """Note the arrival of a frame."""
+        """Record the arrival of a frame."""
         self.stamps[number] = time.monotonic() if self.late else kernel_stamp
 
     def rate(self) -> float | None:
-        """Return bit/s on the wire, without the frames that the bucket let through at once; None if too few arrived."""
+        """Return the rate on the wire in bit/s, without the initial burst; None if too few frames arrived."""
         assert self.link.rate
-        skipped = _unmetered(self.link.rate, self.frame)
+        skipped = _burst_frames(self.link.rate, self.frame)
         counted = sorted(number for number in self.stamps if number >= skipped)
         if len(counted) < 2:
             return None
@@ -231,22 +231,22 @@ class Train:
         return self.frame * 8 / spacing if spacing > 0 else None
 
     def _spacing(self, numbers: Sequence[int], times: Sequence[float]) -> float:
-        """Return the seconds between two frames."""
+        """Return the time between two frames in seconds."""
         if self.late:
-            # Frames that were lost never came to the downlink, so arrivals are counted, whatever their numbers.
+            # Lost frames never reached the downlink, so arrivals count regardless of their numbers.
             return slope_below(sorted(times))
         if self.link.jitter or self.link.reorder:
-            # Of packets that each had a delay of its own, two alone say too little.
+            # With individual delays, two packets alone are too inaccurate.
             return statistics.linear_regression(numbers, times).slope
         return (times[-1] - times[0]) / (numbers[-1] - numbers[0])
 
 
 def slope_below(times: Sequence[float]) -> float:
-    """Return the seconds from one arrival to the next, given at least two instants at which arrivals were noticed.
+    """Return the time from one arrival to the next in seconds, given at least two recorded arrivals.
 
-    An arrival is noticed late, never early: this process sends meanwhile, and others take the processor. So the true
-    arrivals lie on a line below all points, and the edge of the lower convex hull under the middle is that line unless
-    half of the arrivals were noticed late.
+    An arrival may be recorded late, never early, because this process also sends and may lose the processor. The true
+    arrivals are on a line below all points. The edge of the lower convex hull under the middle is that line unless half
+    of the arrivals were recorded late.
     """
     hull: list[int] = []
     for index in range(len(times)):
@@ -260,18 +260,18 @@ def slope_below(times: Sequence[float]) -> float:
 
 
 def _turns_down(times: Sequence[float], first: int, second: int, third: int) -> bool:
-    """Return whether the second point lies on or above the line from the first to the third."""
+    """Return whether the second point is on or above the line from the first to the third."""
     rise, run = times[second] - times[first], second - first
     return rise * (third - first) >= (times[third] - times[first]) * run
 
 
-def _unmetered(rate: float, frame: int) -> int:
-    """Return how many frames of a train to leave out: what a full bucket lets through at once, twice over."""
+def _burst_frames(rate: float, frame: int) -> int:
+    """Return the number of initial frames to ignore: twice the content of a full bucket."""
     return 2 * burst(rate) // frame + 2
 
 
 def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> Train:
-    """Return a train for a link; its frames are small on a slow link, so that it ends in time."""
+    """Return a train for a link; a slow link gets small frames, so that the train ends in time."""
     rate = link.rate
     assert rate
     source, destination = ends[pair[0]], ends[pair[1]]
@@ -279,37 +279,37 @@ def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | Far
     frame = int(min(largest, max(SMALL_FRAME, rate / 8 * _MOST_SECONDS / _FEWEST_FRAMES)))
     frames = int(min(MOST_FRAMES, max(_FEWEST_FRAMES, rate / 8 * _TRAIN_SECONDS / frame)))
     together = max(1, min(40, burst(rate) // FRAME // 2))
-    return Train(pair, link, late, source, destination, frame, _unmetered(rate, frame) + frames, together)
+    return Train(pair, link, late, source, destination, frame, _burst_frames(rate, frame) + frames, together)
 
 
 def seconds(trains: Iterable[Train]) -> float:
-    """Return the seconds within which trains that are sent together have arrived."""
+    """Return the duration of trains that are sent together, in seconds."""
     return max(train.seconds for train in trains)
 
 
 def rates(trains: Sequence[Train], run: bytes | None = None) -> dict[Pair, float | None]:
-    """Send these trains, whose links share no device; return bit/s by link, None where too few frames arrived.
+    """Send trains whose links share no device; return the rate of each link in bit/s, or None with too few arrivals.
 
-    A train from or to another host is sent or received there; ``run`` is then the same on both hosts.
+    Another host sends or receives the remote end of a train; ``run`` is then common to both hosts.
     """
     for train in trains:
         train.open()
-    _exchange(trains, run or os.urandom(8))
+    _run_trains(trains, run or os.urandom(8))
     for train in trains:
         train.close()
-    # A bucket that the last frame has emptied delays no further packet after this.
+    # Wait until the bucket emptied by the last frame no longer delays other packets.
     time.sleep(max(train.frame_seconds for train in trains))
     return {train.pair: train.rate() for train in trains}
 
 
-def _exchange(trains: Sequence[Train], run: bytes) -> None:
-    """Send and receive until all frames have arrived, or none arrives any more."""
+def _run_trains(trains: Sequence[Train], run: bytes) -> None:
+    """Send and receive until all frames have arrived, or no more arrive."""
     deadline = time.monotonic() + seconds(trains)
     quiet = max(train.quiet for train in trains)
-    last_heard = time.monotonic() + 0.2  # another host may begin a little later
+    last_heard = time.monotonic() + 0.2  # another host may begin slightly later
     with Listener(receivers(train.destination for train in trains)) as listener:
         while (now := time.monotonic()) < deadline:
-            pause = _send(trains, run)
+            pause = _send_pieces(trains, run)
             if pause is None and (now > last_heard + quiet or all(train.done for train in trains)):
                 break
             for receiver in listener.ready(0.02 if pause is None else pause):
@@ -317,8 +317,8 @@ def _exchange(trains: Sequence[Train], run: bytes) -> None:
                 _note_arrivals(receiver, run, trains)
 
 
-def _send(trains: Sequence[Train], run: bytes) -> float | None:
-    """Send as much of each train as its socket takes; return for how many seconds to listen, None if all is sent."""
+def _send_pieces(trains: Sequence[Train], run: bytes) -> float | None:
+    """Send a piece of each train; return the time to listen in seconds, or None if all is sent."""
     left = [train.send(run, index) for index, train in enumerate(trains)]
     if not any(left):
         return None
@@ -335,9 +335,9 @@ def _note_arrivals(receiver: socket.socket, run: bytes, trains: Sequence[Train])
 
 
 def _kernel_stamp(ancillary: Iterable[tuple[int, int, bytes]]) -> float:
-    """Return the seconds at which the kernel received a packet."""
+    """Return the kernel's arrival time of a packet in seconds."""
     for level, kind, value in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
             whole, nanoseconds = struct.unpack_from("=qq", value)
             return float(whole + nanoseconds * 1e-9)
-    raise ValueError("the kernel gave no time stamp")
+    raise ValueError("the kernel provided no time stamp")

@@ -11,7 +11,7 @@ from testbed_controller.shaping.backend import LINK_BACKENDS, check_name, enviro
 
 def test_names_are_those_of_the_registry_and_auto() -> None:
     assert [check_name(name) for name in ("auto", *LINK_BACKENDS)] == ["auto", "netem", "userspace"]
-    with pytest.raises(InputError, match="no link backend 'net': use one of auto, netem, userspace"):
+    with pytest.raises(InputError, match="unknown link backend 'net'; available: auto, netem, userspace"):
         check_name("net")
 
 
@@ -23,4 +23,4 @@ def test_only_userspace_correlates_delays() -> None:
     correlated = Link(delay=0.02, jitter=0.004, jitter_correlation=0.5)
     problems = {name: LINK_BACKENDS.find(name).link_problem(correlated, None) for name in LINK_BACKENDS}
     assert problems["userspace"] is None
-    assert "netem does not correlate successive delays" in str(problems["netem"])
+    assert "netem cannot correlate successive delays" in str(problems["netem"])

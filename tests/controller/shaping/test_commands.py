@@ -74,12 +74,12 @@ def test_a_command_that_fails_is_named_with_its_line() -> None:
         namespaces.command(["sh", "-c", "echo 'Command failed -:2' >&2; exit 1"], "the first\nthe second\n")
     with pytest.raises(HostError, match=r"failed: Command failed -:9$"):
         namespaces.command(["sh", "-c", "echo 'Command failed -:9' >&2; exit 1"], "the first\n")
-    with pytest.raises(HostError, match="'no-such-program' is not installed where the links are shaped"):
+    with pytest.raises(HostError, match="'no-such-program' is not installed in the shaper"):
         namespaces.command(["no-such-program"])
 
 
 def test_the_namespace_of_a_process_that_is_gone_is_none() -> None:
-    with pytest.raises(HostError, match="network namespace of process 999999999 cannot be opened"):
+    with pytest.raises(HostError, match="cannot open the network namespace of process 999999999"):
         namespaces.Namespace.of_process(999_999_999)
 
 

@@ -32,7 +32,7 @@ class Remembering:
             raise HostError("the kernel\x1b refuses")
         self.done.append(links)
 
-    def release_the_dead(self) -> None:
+    def release_ended(self) -> None:
         self.done.append("released")
 
     def facts(self) -> dict[str, Any]:
@@ -94,9 +94,9 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
     [
         (link("gone"), 400, "there is no device 'gone'"),
         (link("broken"), 500, "the kernel\\x1b refuses"),
-        ([], 400, "the body of a request is a JSON object"),
-        ({}, 400, "the request was not understood: KeyError('links')"),
-        ({"links": 1}, 400, "the request was not understood: TypeError"),
+        ([], 400, "the body of a request must be a JSON object"),
+        ({}, 400, "malformed request: KeyError('links')"),
+        ({"links": 1}, 400, "malformed request: TypeError"),
     ],
 )
 def test_what_cannot_be_done_is_said(client: FlaskClient, body: Any, status: int, error: str) -> None:

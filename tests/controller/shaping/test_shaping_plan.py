@@ -12,7 +12,7 @@ from testbed_controller.shaping import netem, nfqueue, sender, tolerance
 from testbed_controller.shaping.chain import receiving
 from testbed_controller.shaping.helper import LatenessHistogram
 from testbed_controller.shaping.plan import Endpoint, InterfacePlan, burst, line_limit, plan, queue_limit
-from testbed_controller.shaping.probes import _turns, rounds
+from testbed_controller.shaping.probes import _assign_turns, rounds
 from testbed_controller.shaping.trains import Site
 
 A = Endpoint("a", 1, "198.18.0.2")
@@ -213,8 +213,8 @@ def test_reading_back_names_every_difference() -> None:
         "packets to 198.18.0.3 go to class 1:2 instead of 1:12",
     ]
     assert receiving(wanted).differences("-A INPUT -i eth1 -j TESTBED\n-A TESTBED -s 1.2.3.4/32 -j DROP") == [
-        "rule is missing: -A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2",
-        "rule is too many: -A TESTBED -s 1.2.3.4/32 -j DROP",
+        "missing rule: -A TESTBED -s 198.18.0.3/32 -j NFQUEUE --queue-num 2",
+        "unexpected rule: -A TESTBED -s 1.2.3.4/32 -j DROP",
     ]
 
 
@@ -295,7 +295,7 @@ def test_rounds_share_no_device() -> None:
 def test_links_that_share_an_access_are_probed_in_turn() -> None:
     sites = {name: Site(None, name, uplink, downlink) for name, uplink, downlink in ACCESSES}
     pairs = [(a, b) for a in "abcd" for b in "abcd" if a != b]
-    turns, crowds = _turns(pairs, sites, {})
+    turns, crowds = _assign_turns(pairs, sites, {})
     assert ("a", "d") not in turns, "it shares nothing"
     for name in "bc":
         out = [turns[pair] for pair in pairs if pair[0] == name]

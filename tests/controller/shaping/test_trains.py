@@ -14,7 +14,7 @@ from testbed_controller.shaping.trains import (
     FarEnds,
     Listener,
     Train,
-    _unmetered,
+    _burst_frames,
     make_train,
     slope_below,
 )
@@ -26,7 +26,7 @@ PAIR = ("a", "b")
 def came(rate: float, late: bool = False, lost: int = 0, **link: float) -> Train:
     """Return a train of which frames came at this rate, after a bucketful at once; the first ones metered are lost."""
     train = make_train(PAIR, Link(rate=10e6, **link), late, ENDS)
-    skipped = _unmetered(10e6, train.frame)
+    skipped = _burst_frames(10e6, train.frame)
     train.stamps = {
         number: 5.0 + max(0, number - skipped) * train.frame * 8 / rate
         for number in range(train.frames)
@@ -82,7 +82,7 @@ def test_frames_are_small_on_slow_links_and_never_too_few() -> None:
     for train in (slow, fast):
         # Half of what the bucket lets through at once: the rest of the train keeps the pace.
         assert train.together * train.frame <= burst(train.link.rate or 0) / 2
-        assert train.frames >= 24 + _unmetered(train.link.rate or 0, train.frame)
+        assert train.frames >= 24 + _burst_frames(train.link.rate or 0, train.frame)
     assert make_train(PAIR, Link(rate=1e6, delay=0.5), False, ENDS).seconds > 0.7
 
 
