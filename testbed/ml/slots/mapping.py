@@ -66,11 +66,14 @@ def genetic(wanted: Matrix, ratios: Matrix, seed: int, count: int | None = None)
     """Return the result of Algorithm 2 after ``count`` generations, by default the paper's.
 
     A generation compares the best order so far with a random one and with a rotation of it by one place. As printed, an
-    order equal to the best one replaces it.
+    order equal to the best one replaces it. If all links are alike, no order is better than another, and the devices
+    keep theirs.
     """
+    best: Order = tuple(range(len(wanted)))
+    if len({ratios[a][b] for a in best for b in best if a != b}) < 2:
+        return best
     draws = random.Random(derive(seed, "mapping"))
     value = _make_scorer(wanted, ratios)
-    best: Order = tuple(range(len(wanted)))
     reached = value(best)
     for _ in range(generations(len(wanted)) if count is None else count):
         shuffled, turned = tuple(draws.sample(best, len(best))), (*best[1:], *best[:1])

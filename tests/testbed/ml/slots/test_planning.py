@@ -197,11 +197,13 @@ def test_algorithm_2_misses_the_best_order_by_little():
 
 def test_algorithm_2_takes_an_order_as_good_as_its_best_one():
     every = tuple(tuple(float(a != b) for b in range(4)) for a in range(4))
+    ratios = ((0.0, 0.5, 1.0, 1.0), *every[1:])
     draws = random.Random(derive(3, "mapping"))
     expected = tuple(range(4))
     for _ in range(5):
         expected = tuple(draws.sample(expected, 4))
-    assert genetic(every, every, 3, 5) == expected
+    assert genetic(every, ratios, 3, 5) == expected
+    assert genetic(every, every, 3, 5) == tuple(range(4)), "where all links are alike devices keep their order"
 
 
 def test_mappings_are_seeded_and_never_worse_than_none():
