@@ -26,7 +26,7 @@ from testbed.trace.events import Event
 from testbed_controller.hosts import survey
 from testbed_controller.hosts.contexts import reach
 from testbed_controller.hosts.lab import HostsLab, open_lab
-from testbed_controller.hosts.provision import bring
+from testbed_controller.hosts.provision import copy_images
 from testbed_controller.hosts.removal import remove
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import image_exists
@@ -61,7 +61,7 @@ PLACE = {"source": "h1", "worker1": "h1", "worker2": "h2"}
 ABANDONED = """
 import sys, time
 from tests.integration.test_hosts import PLACE, TREE
-from testbed_controller.hosts.provision import bring
+from testbed_controller.hosts.provision import copy_images
 from testbed_controller.hosts.lab import HostsLab
 from testbed_controller.lab.engine import connect
 from testbed_controller.lab.images import image_exists
@@ -128,7 +128,7 @@ def _an_image_is_brought(hosts: list[str]) -> None:
     here.api.import_image_from_data(archive.getvalue(), repository=name, tag="1")
     try:
         reached = [reach(each) for each in hosts]
-        bring(here, reached, [f"{name}:1"], print)
+        copy_images(here, reached, [f"{name}:1"], print)
         assert all(image_exists(each.client, f"{name}:1") for each in reached)
     finally:
         here.images.remove(f"{name}:1")
@@ -206,7 +206,7 @@ def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
             lose(2)
         elif event.event == "log":
             said.append(event.fields["text"])
-            if "has not been heard of" in said[-1]:
+            if "has been silent for" in said[-1]:
                 at["noticed"] = time.monotonic()
                 threading.Timer(1.0, heal, [2]).start()
 
@@ -214,7 +214,7 @@ def _a_host_is_lost_and_found_again(lab: HostsLab) -> None:
     outcome = emulate(prepared, load_data(prepared), see, standing=lab, accept_links=True)
     assert outcome.status == "finished", (outcome.error, said)
     assert at["noticed"] - at["lost"] < 5.0
-    assert any(text.startswith("worker2 is on the host h2, which has not been heard of for 4") for text in said), said
+    assert any(text.startswith("worker2 is on the host h2, which has been silent for 4") for text in said), said
     assert any("away for" in text for text in said), said
     steps = [event.fields["step"] for event in outcome.events if event.event == "step"]
     assert max(steps) == 59

@@ -45,9 +45,9 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
     checks: list[HostCheck] = []
     diagnosis = examine(measure=measure)
     if where.hosts:
-        from testbed_controller.hosts.survey import checks as of_hosts
+        from testbed_controller.hosts.survey import check_hosts
 
-        diagnosis = chain(diagnosis, of_hosts(where.hosts))
+        diagnosis = chain(diagnosis, check_hosts(where.hosts))
     for check in diagnosis:
         checks.append(check)
         if not as_json:

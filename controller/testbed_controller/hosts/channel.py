@@ -1,7 +1,7 @@
-"""The controller's connection to one host: an exec of the keeper, over a connection to the engine of the context.
+"""The controller's connection to one host: a keeper process, started over the engine connection of the docker context.
 
-To everybody else in this process it is a port of this machine's loopback for each container of that host. By exchanges
-of four time stamps over it the clock of the host is known.
+The channel offers a port on this machine's loopback for each container of the host. Exchanges of time stamps over the
+channel synchronise the host's clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from testbed_controller.lab.engineaddress import CERTIFICATES, EngineAddress
 RELAY = ["python3", "-m", "testbed_controller.hosts.inside.relay"]
 FIRST_EXCHANGES = 32
 LOST_SECONDS = 4.0
-"""Without an answer, after which a host counts as lost."""
+"""Silence after which a host counts as lost, in seconds."""
 _START = """\
 POST /exec/{}/start HTTP/1.1\r
 Host: engine\r
@@ -40,21 +40,21 @@ Content-Length: 2\r
 \r
 {{}}"""
 _OUTPUT = 1
-"""Number of the stream of standard output, in the engine's frames."""
+"""Number of the standard output stream in the engine's frames."""
 _HEAD = struct.Struct(">BxxxL")
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _connected(engine: EngineAddress) -> _Ends:
-    """Connect to an engine; raises OSError where it does not answer."""
+async def _connect(engine: EngineAddress) -> _Ends:
+    """Connect to an engine; raises OSError if the engine does not respond."""
     parts = urlsplit(engine.url)
     if parts.scheme == "unix":
         return await asyncio.open_unix_connection(parts.path)
-    return await asyncio.open_connection(parts.hostname, parts.port, ssl=_tls(engine))
+    return await asyncio.open_connection(parts.hostname, parts.port, ssl=_make_tls_context(engine))
 
 
-def _tls(engine: EngineAddress) -> ssl.SSLContext | None:
+def _make_tls_context(engine: EngineAddress) -> ssl.SSLContext | None:
     if not engine.certificates:
         return None
     ca, certificate, key = (Path(engine.certificates) / name for name in CERTIFICATES)
@@ -69,10 +69,10 @@ def _tls(engine: EngineAddress) -> ssl.SSLContext | None:
 
 
 class Channel(MeasuredClock):
-    """Reaches the containers of a host; `close` ends it."""
+    """A connection to the containers of a host, and a measured clock; ended by `close`."""
 
     def __init__(self, host: Host, keeper: str) -> None:
-        """``keeper`` is the name of the keeper's container, which has to run. Raises HostError where none answers."""
+        """``keeper`` is the name of the running keeper container. Raises HostError if it does not respond."""
         super().__init__()
         self._heard = time.monotonic()
         self._over = threading.Event()
@@ -82,55 +82,55 @@ class Channel(MeasuredClock):
         threading.Thread(target=self._loop.run_forever, name=f"{host.name}-channel", daemon=True).start()
         try:
             started = host.client.api.exec_create(keeper, RELAY, stdin=True)["Id"]
-            asyncio.run_coroutine_threadsafe(self._open(host.reached, started), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._start_relay(host.reached, started), self._loop).result()
         except (APIError, OSError, EOFError) as error:
-            raise HostError(f"{host.name}: its keeper cannot be reached: {error}") from error
+            raise HostError(f"{host.name}: cannot reach the keeper: {error}") from error
         deadline = time.monotonic() + 4 * LOST_SECONDS
         while len(self.clock) < FIRST_EXCHANGES:
             if time.monotonic() > deadline or self._over.is_set():
                 advice = f"see 'docker --context {host.name} logs {keeper}'"
-                raise HostError(f"{host.name}: its keeper does not answer: {advice}")
+                raise HostError(f"{host.name}: the keeper does not respond: {advice}")
             time.sleep(0.01)
 
-    async def _open(self, engine: EngineAddress, started: str) -> None:
-        """Take over the connection on which the engine starts the relay."""
-        reader, self._writer = await _connected(engine)
+    async def _start_relay(self, engine: EngineAddress, started: str) -> None:
+        """Start the relay, and use its connection."""
+        reader, self._writer = await _connect(engine)
         self._writer.write(_START.format(started).encode())
         answer = await reader.readuntil(b"\r\n\r\n")
         if not answer.startswith(b"HTTP/1.1 101"):
             raise ConnectionError(answer.decode(errors="replace").splitlines()[0])
         self._streams = Streams(self._writer.write, self._note_times)
         arriving = asyncio.StreamReader(limit=1 << 30)
-        works = (self._streams.take_in(arriving), self._read(reader, arriving), self._exchange())
+        works = (self._streams.handle_frames(arriving), self._read_output(reader, arriving), self._exchange_times())
         self._works = [asyncio.ensure_future(work) for work in works]
 
-    # To the containers
+    # Connections to containers
 
-    def url(self, _name: str, found: Mapping[str, Any]) -> str:
-        """Return where the control port of an inspected container is reached; empty when it does not run."""
-        pid = int(found["State"]["Pid"])
+    def url(self, _name: str, inspection: Mapping[str, Any]) -> str:
+        """Return the URL of an inspected container's control port; empty if it is not running."""
+        pid = int(inspection["State"]["Pid"])
         if not pid or self._over.is_set():
             return ""
         with self._lock:
             if pid not in self._ports:
-                listening = asyncio.run_coroutine_threadsafe(self._listen(pid), self._loop)
+                listening = asyncio.run_coroutine_threadsafe(self._listen_for(pid), self._loop)
                 self._ports[pid] = f"http://127.0.0.1:{listening.result()}"
             return self._ports[pid]
 
-    async def _listen(self, pid: int) -> int:
-        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _listen_for(self, pid: int) -> int:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._streams.open({"pid": pid, "port": CONTROL_PORT}, reader, writer)
 
-        server = await asyncio.start_server(lead, "127.0.0.1", 0)
+        server = await asyncio.start_server(forward, "127.0.0.1", 0)
         return int(server.sockets[0].getsockname()[1])
 
     @property
     def silent(self) -> float:
-        """Return for how many seconds nothing was heard of the host."""
+        """Seconds since the last sign of life of the host."""
         return time.monotonic() - self._heard
 
-    async def _exchange(self) -> None:
-        # What is sent before the relay has started waits for it, and says little of the clocks.
+    async def _exchange_times(self) -> None:
+        # Frames sent before the relay starts are delayed, so their times are useless.
         self._send_time()
         while not len(self.clock):
             await asyncio.sleep(0.004)
@@ -147,7 +147,7 @@ class Channel(MeasuredClock):
         self.clock.add(Sample(sent, arrived, returned, self._heard))
 
     def rate(self, count: int) -> float:
-        """Measure how many bit/s reach the host over the connection, by so many bytes that go to nobody."""
+        """Measure the rate to the host in bit/s, with ``count`` bytes that the relay discards."""
         return asyncio.run_coroutine_threadsafe(self._measure_rate(count), self._loop).result()
 
     async def _measure_rate(self, count: int) -> float:
@@ -161,8 +161,8 @@ class Channel(MeasuredClock):
             await asyncio.sleep(0.001)
         return count * 8 / (self.clock.last.back - began)
 
-    async def _read(self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader) -> None:
-        """Take the relay's output out of the engine's frames."""
+    async def _read_output(self, reader: asyncio.StreamReader, arriving: asyncio.StreamReader) -> None:
+        """Extract the relay's output from the engine's frames."""
         with suppress(OSError, EOFError):
             while True:
                 number, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
@@ -175,6 +175,6 @@ class Channel(MeasuredClock):
         arriving.feed_eof()
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._over.set()
         self._loop.call_soon_threadsafe(self._writer.close)

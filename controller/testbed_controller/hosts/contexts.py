@@ -1,4 +1,4 @@
-"""Engines of other hosts, by the docker contexts that the user has made: ``unix://``, ``tcp://`` and ``ssh://``."""
+"""Engines of other hosts, reached by docker contexts: ``unix://``, ``tcp://`` and ``ssh://``."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from testbed_controller.lab.engine import ANSWER_SECONDS, connect_to
 from testbed_controller.lab.engineaddress import SOCKET, EngineAddress, find_context
 
 OLDEST = 19
-"""Version of an engine; older ones were never tried on one network with these."""
+"""Oldest supported engine version; older ones are untested in a common network."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """An engine that answers, and what its swarm says of it."""
+    """A responding engine, and its state in the swarm."""
 
     name: str
-    """Name of its docker context."""
+    """Name of the docker context."""
     client: docker.DockerClient
     reached: EngineAddress
-    """The address at which the engine is reached from here."""
+    """Address of the engine from here."""
     socket: str
-    """Where the engine listens on its own host."""
+    """Socket of the engine on its own host."""
     engine: str
-    """Its id: of the node in the swarm, or where it is in none, the engine's own."""
+    """Node ID in the swarm; otherwise the engine's own ID."""
     node: str
-    """Its name in the swarm, which is the host's."""
+    """Node name in the swarm, which is the host name."""
     address: str
-    """In the swarm; empty where it is in none."""
+    """Address in the swarm; empty outside a swarm."""
     manages: bool
-    """Whether it is a manager of the swarm."""
+    """Whether the host is a manager of the swarm."""
     swarm: str
-    """The swarm's id, as managers know it; empty on workers."""
+    """ID of the swarm, known to managers only."""
     managers: tuple[str, ...]
-    """Addresses of the swarm's managers, as the node knows them."""
+    """Addresses of the swarm's managers known to the node."""
     cores: int
     memory: int
     """Bytes."""
@@ -55,24 +55,24 @@ class Host:
 
 
 def reach(name: str) -> Host:
-    """Connect to the engine of a context.
+    """Connect to the engine of a docker context.
 
-    Raises InputError where there is no such context; HostError where no engine answers.
+    Raises InputError for an unknown context, and HostError if the engine does not respond.
     """
     engine = find_context(name)
-    given, where = engine.url, SOCKET
-    if urlsplit(given).scheme == "unix":
-        where = urlsplit(given).path
+    url, where = engine.url, SOCKET
+    if urlsplit(url).scheme == "unix":
+        where = urlsplit(url).path
     elif engine.is_ssh:
-        engine = replace(engine, url=f"unix://{_forwarded(name, given)}")
+        engine = replace(engine, url=f"unix://{_forward_socket(name, url)}")
     elif not engine.certificates and not engine.is_local:
-        text = "is open to everybody on the way: give the context certificates, or use ssh://"
-        raise InputError(f"{name}: {given} {text}")
+        text = "is unprotected on the network: add certificates to the context, or use ssh://"
+        raise InputError(f"{name}: {url} {text}")
     try:
         client = connect_to(engine, ANSWER_SECONDS)
         info = client.info()
     except (DockerException, OSError) as error:
-        raise HostError(f"{name}: no engine answers at {given} ({error}): try 'docker --context {name} info'") from None
+        raise HostError(f"{name}: no engine responds at {url} ({error}): try 'docker --context {name} info'") from None
     swarm = info["Swarm"]
     return Host(
         name=name,
@@ -84,7 +84,7 @@ def reach(name: str) -> Host:
         address=str(swarm.get("NodeAddr", "")),
         manages=bool(swarm.get("ControlAvailable", False)),
         swarm=str((swarm.get("Cluster") or {}).get("ID", "")),
-        managers=tuple(sorted(each["Addr"] for each in swarm.get("RemoteManagers") or ())),
+        managers=tuple(sorted(peer["Addr"] for peer in swarm.get("RemoteManagers") or ())),
         cores=int(info["NCPU"]),
         memory=int(info["MemTotal"]),
         version=str(info["ServerVersion"]),
@@ -93,26 +93,26 @@ def reach(name: str) -> Host:
 
 
 def reach_all(names: Sequence[str]) -> dict[str, Host]:
-    """Connect to several at once.
+    """Connect to several hosts concurrently.
 
-    Raises InputError or HostError as `reach` does, and where two names lead to one engine.
+    Raises InputError or HostError as `reach` does, and InputError if two contexts lead to one engine.
     """
     with ThreadPoolExecutor(len(names)) as pool:
         hosts = dict(zip(names, pool.map(reach, names), strict=True))
     engines: dict[str, str] = {}
     for name, host in hosts.items():
         if (other := engines.setdefault(host.engine, name)) != name:
-            raise InputError(f"--hosts: the contexts {other} and {name} lead to one engine: leave one of them away")
+            raise InputError(f"--hosts: the contexts {other} and {name} lead to the same engine: remove one of them")
     return hosts
 
 
 def manager(hosts: Mapping[str, Host]) -> Host:
-    """Return the host that makes the networks of all; raises HostError where they are not of one swarm."""
+    """Return a host that manages the swarm; raises HostError if the hosts are not in one swarm."""
     outside = [name for name, host in hosts.items() if not host.address]
     if outside:
         raise HostError(
-            f"{', '.join(outside)} is in no swarm: 'docker --context HOST swarm init' on one, and 'swarm join' on the "
-            "others, makes one"
+            f"{', '.join(outside)} is not in a swarm: run 'docker --context HOST swarm init' on one "
+            "host and 'swarm join' on the others"
         )
     for host in hosts.values():
         if int(host.version.split(".")[0]) < OLDEST:
@@ -120,7 +120,7 @@ def manager(hosts: Mapping[str, Host]) -> Host:
     managers = [host for host in hosts.values() if host.manages]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)
-        raise HostError(f"no manager of the swarm is among {', '.join(hosts)}: add the context of one of {known}")
+        raise HostError(f"{', '.join(hosts)} include no manager of the swarm: add the context of one of {known}")
     for host in hosts.values():
         if host.managers != managers[0].managers:
             raise HostError(
@@ -130,12 +130,12 @@ def manager(hosts: Mapping[str, Host]) -> Host:
     return managers[0]
 
 
-def _forwarded(name: str, url: str) -> Path:
-    """Return a socket here that leads to the engine's over one ssh connection, kept open by this process.
+def _forward_socket(name: str, url: str) -> Path:
+    """Return a local socket that leads to a remote engine over one ssh connection of this process.
 
-    Forwarded sockets are no sessions, of which sshd allows ten to a connection; the one session is that of `cat`, whose
-    input ends with this process, also when it is killed, and the connection with it.
-    Raises HostError where there is no ssh here, or it does not reach the host.
+    Forwarded sockets are not ssh sessions, of which sshd allows ten per connection. The only session runs `cat`, which
+    ends, together with the connection, when this process ends or is killed. Raises HostError if ssh is missing or
+    fails.
     """
     if shutil.which("ssh") is None:
         raise HostError(f"{name}: {url} needs ssh, which is not installed here: apt-get install openssh-client")
@@ -143,10 +143,8 @@ def _forwarded(name: str, url: str) -> Path:
     path, parts = folder / "engine", urlsplit(url)
     port = ["-p", str(parts.port)] if parts.port else []
     user = f"{parts.username}@" if parts.username else ""
-    options = [
-        f"-o{each}"
-        for each in ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=2", "ConnectTimeout=6")
-    ]
+    settings = ("BatchMode=yes", "ExitOnForwardFailure=yes", "ServerAliveInterval=2", "ConnectTimeout=6")
+    options = [f"-o{setting}" for setting in settings]
     target = [*port, f"{user}{parts.hostname}"]
     command = ["ssh", "-T", *options, "-L", f"{path}:{parts.path or SOCKET}", *target, "cat"]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
@@ -162,7 +160,9 @@ def _forwarded(name: str, url: str) -> Path:
     while not path.exists():
         if process.poll() is not None or time.monotonic() > deadline:
             assert process.stderr is not None
-            said = process.stderr.read().decode(errors="replace").strip() if process.poll() is not None else "no answer"
-            raise HostError(f"{name}: {url} is not reached by ssh ({said}): try '{' '.join(['ssh', *target])}'")
+            reason = "no response"
+            if process.poll() is not None:
+                reason = process.stderr.read().decode(errors="replace").strip()
+            raise HostError(f"{name}: ssh cannot reach {url} ({reason}): try '{' '.join(['ssh', *target])}'")
         time.sleep(0.05)
     return path

@@ -1,4 +1,4 @@
-"""A lab over several engines: of each a `Lab` with the devices that are there, and what makes one of them."""
+"""A lab over several engines: a `Lab` on each with its devices, combined into one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from testbed.scenario.schema import Trial
 from testbed_controller.hosts.channel import LOST_SECONDS, Channel
 from testbed_controller.hosts.contexts import Host, manager, reach, reach_all
 from testbed_controller.hosts.placement import Capacity, LabPart, place
-from testbed_controller.hosts.provision import KEEPER, MTU, bring, make_keeper, make_overlay
+from testbed_controller.hosts.provision import KEEPER, MTU, copy_images, make_keeper, make_overlay
 from testbed_controller.hosts.removal import remove_everywhere
 from testbed_controller.hosts.shaper import NothingPasses, Shapers
 from testbed_controller.lab import runstate
@@ -47,21 +47,21 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 GOSSIP_SECONDS = 6.0
-"""Within which the hosts of a swarm have heard from each other of new containers."""
+"""Time for the hosts of a swarm to learn about new containers, in seconds."""
 
 
 class HostsLab(RunLab):
-    """The containers and the network of one run over several hosts; to a run it is what a `Lab` is."""
+    """The containers and the network of one run on several hosts, with the interface of a `Lab`."""
 
     def __init__(self, state: runstate.RunState, trial: Trial, hosts: Mapping[str, Host], subnet: IPv4Network) -> None:
-        """``hosts`` are those of the state; a keeper has to run on each."""
+        """``hosts`` are the hosts in the run's state, each with a running keeper."""
         super().__init__(state, trial, subnet)
         self._hosts = hosts
         self.lost: set[str] = set()
-        """Hosts that have not been heard of, whose devices count as down; `_Changes` says which."""
+        """Silent hosts, whose devices count as down; maintained by `_Changes`."""
         self._channels: dict[str, Channel] = {}
         self.parts: dict[str, Lab] = {}
-        """The part on each host."""
+        """The part of the lab on each host."""
         keeper = container_name(state.run, KEEPER)
         try:
             for name, host in hosts.items():
@@ -76,7 +76,7 @@ class HostsLab(RunLab):
                     clock=channel,
                 )
         except BaseException:
-            self._hang_up()
+            self._close_channels()
             raise
 
     @classmethod
@@ -92,21 +92,22 @@ class HostsLab(RunLab):
         keep: bool = False,
         placement: str = "by-load",
     ) -> HostsLab:
-        """Do as `Lab.create` does, on the engines of these docker contexts; ``given`` places devices.
+        """Create a lab on the engines of these docker contexts; ``given`` assigns devices to hosts.
 
-        Raises InputError and HostError as that, and where hosts do not answer or are not of one swarm.
+        Further arguments and errors are those of `Lab.create`; also raises HostError if hosts do not respond or are not
+        in one swarm.
         """
         say = progress or (lambda _text: None)
         check_devices(trial.experiment)
         reached = reach_all(hosts)
         managing = manager(reached)
         placed = placed_on(capacities(reached), trial.experiment, given, placement)
-        # An engine of another machine that the user has chosen may be reached by ssh only, as hosts are.
+        # A remote chosen engine may be reachable only by ssh, which plain clients do not support.
         engine = chosen_engine()
         here = ensure_engine(say, engine) if engine.is_local else next(iter(reached.values())).client
         images = ensure_images(here, say)
         devices = device_images(here, trial.scenario.workload, trial.experiment, images, say)
-        bring(here, reached.values(), [images.shaper, *devices.values()], say)
+        copy_images(here, reached.values(), [images.shaper, *devices.values()], say)
         there = {name: [device for device, host in placed.items() if host == name] for name in reached}
         state = new_state(trial, None, results, keep, hosts=there)
         reaper = Reaper(state.run, "testbed_controller.hosts.removal")
@@ -115,16 +116,16 @@ class HostsLab(RunLab):
             ExitStack() as made,
         ):
             runstate.write(state)
-            say("making the network")
+            say("creating the network")
             subnet = make_overlay(managing, reached.values(), state.run, trial.scenario.network.subnet, len(placed))
             with ThreadPoolExecutor(len(reached)) as pool:
                 list(pool.map(lambda host: make_keeper(host, state, images.shaper), reached.values()))
             lab = cls(state, trial, reached, subnet)
-            made.callback(lab._hang_up)
+            made.callback(lab._close_channels)
             say(f"starting {len(placed)} devices, and a shaper on each host")
-            lab._each(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
-            say("measuring the ways between the hosts")
-            lab._subtract_ways()
+            lab._run_on_all(lambda part: part.populate(devices, images.shaper, links, lambda _text: None))
+            say("measuring the paths between the hosts")
+            lab._subtract_path_delays()
             made.pop_all()
         if not keep:
             lab._reaper = reaper
@@ -134,58 +135,58 @@ class HostsLab(RunLab):
 
     @classmethod
     def open(cls, run_id: str) -> HostsLab:
-        """Find a run that is up, from any process; raises what `Lab.open` does."""
+        """Open an existing lab, from any process; raises the errors of `Lab.open`."""
         state = runstate.read(run_id)
         reached = reach_all([*state.hosts])
-        lab = cls(state, trial_of(state), reached, _overlay(manager(reached).client, run_id))
+        lab = cls(state, trial_of(state), reached, _overlay_subnet(manager(reached).client, run_id))
         lab.refresh()
         return lab
 
-    # What a lab is
+    # Interface of a lab
 
     @property
     def broadcast(self) -> str | None:
-        """The data network's broadcast address; None where devices are on several hosts, which it does not reach."""
+        """The broadcast address of the data network; None on several hosts, between which broadcasts do not work."""
         return str(self.subnet.broadcast_address) if sum(map(bool, self._state.hosts.values())) == 1 else None
 
     @property
     def devices(self) -> MutableMapping[str, DeviceContainer]:
         """The devices of all hosts, in the order of the scenario."""
-        found = ChainMap(*(part.devices for part in self.parts.values()))
-        return {device.name: found[device.name] for device in self.experiment.devices if device.name in found}
+        containers = ChainMap(*(part.devices for part in self.parts.values()))
+        return {device.name: containers[device.name] for device in self.experiment.devices if device.name in containers}
 
     @cached_property
     def shaper(self) -> Shapers:
-        """The shapers of all hosts, as if they were one."""
+        """The combined shapers of all hosts."""
         parts = {name: part.shaper for name, part in self.parts.items()}
         return Shapers(parts, self._state, self._channels, self.experiment.links, self.lost)
 
     def refresh(self) -> None:
-        """Look again what every container of the run is doing."""
-        self._each(lambda part: part.refresh())
+        """Update the state of every container."""
+        self._run_on_all(lambda part: part.refresh())
 
     def states(self) -> dict[str, str]:
-        """Return in the engines' words what the container of each device is doing; ``lost`` on a host that is."""
-        found = {name: device.state for name, device in self.devices.items()}
-        self._each(lambda part: found.update(part.states()))
-        return found
+        """Return the engine's state of each device's container; ``lost`` on a lost host."""
+        states = {name: device.state for name, device in self.devices.items()}
+        self._run_on_all(lambda part: states.update(part.states()))
+        return states
 
     def facts(self) -> dict[str, Any]:
-        """Return what a run's manifest should say: of the first host as of one host, and of each by its name."""
-        found = dict(zip(self.parts, self._each(lambda part: part.facts()), strict=True))
+        """Return the properties for a run's manifest: those of the first host, and of each host by name."""
+        host_facts = dict(zip(self.parts, self._run_on_all(lambda part: part.facts()), strict=True))
         for name, channel in self._channels.items():
-            found[name] |= {"devices": self._state.hosts[name], "node": self._hosts[name].node}
-            found[name] |= {"clock": channel.clock.facts()}
-        return {**next(iter(found.values())), "hosts": found}
+            host_facts[name] |= {"devices": self._state.hosts[name], "node": self._hosts[name].node}
+            host_facts[name] |= {"clock": channel.clock.facts()}
+        return {**next(iter(host_facts.values())), "hosts": host_facts}
 
     def container_logs(self) -> dict[str, Iterator[bytes]]:
-        """Return what each container of the run has written; the shaper of a host is ``shaper.HOST``."""
+        """Return the output of each container; the shaper of a host is ``shaper.HOST``."""
         logs: dict[str, Iterator[bytes]] = {}
         for host, part in self.parts.items():
             if host not in self.lost:
-                found = part.container_logs()
-                logs[f"{SHAPER}.{host}"] = found.pop(SHAPER)
-                logs |= found
+                host_logs = part.container_logs()
+                logs[f"{SHAPER}.{host}"] = host_logs.pop(SHAPER)
+                logs |= host_logs
         return logs
 
     def agent(self, name: str) -> Agent:
@@ -193,31 +194,31 @@ class HostsLab(RunLab):
         return self._part(name).agent(name)
 
     def changes(self, on_return: Callable[[float], None]) -> _Changes:
-        """Return what follows the containers of the run on all hosts."""
+        """Return an iterator over the container changes on all hosts."""
         return _Changes(self, on_return)
 
     def kill(self, name: str) -> None:
-        """End the device's container at once."""
+        """Kill the device's container."""
         self._part(name).kill(name)
 
     def start(self, name: str) -> None:
-        """Switch the device on again."""
+        """Start the device again."""
         self._part(name).start(name)
 
     def admit(self, name: str, links: Mapping[Pair, Link] | None = None) -> None:
-        """Return when the links of a device that was switched on are shaped and its agent is healthy."""
+        """Shape the links of a started device and wait until its agent is healthy."""
         self._part(name).admit(name, None if links is None else self.shaper.imposed(links))
 
     def pause(self, name: str) -> None:
-        """Freeze every process of the device."""
+        """Freeze all processes of the device."""
         self._part(name).pause(name)
 
     def resume(self, name: str) -> None:
-        """Let a paused device go on."""
+        """Continue a paused device."""
         self._part(name).resume(name)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return how a container ended, else None; of the shapers, the first that has. See `Health.ending`."""
+        """Return the cause of a container's end, or None if it is running; for the shapers, the first ended one."""
         if name != SHAPER:
             host = next(host for host, devices in self._state.hosts.items() if name in devices)
             return Ending(self.silence(host)) if host in self.lost else self.parts[host].ending(name, patience)
@@ -227,43 +228,46 @@ class HostsLab(RunLab):
         return None
 
     def down(self) -> bool:
-        """Remove everything of the run from all hosts; see `Lab.down`. What a lost one has is removed in background."""
+        """Remove the run from all hosts; see `Lab.down`. Lost hosts are cleaned up in the background."""
         for part in self.parts.values():
             part.over.set()
         lost = {name for name in self.lost if self._channels[name].silent > LOST_SECONDS}
-        self._hang_up()
+        self._close_channels()
         return self._take_down(partial(remove_everywhere, self.run_id, self._hosts.values(), lost=lost))
 
-    # Inside
+    # Internals
 
-    def _subtract_ways(self) -> None:
-        """Have links across hosts delay by so much less as the ways between the hosts do."""
+    def _subtract_path_delays(self) -> None:
+        """Reduce the emulated delay of links between hosts by the delay of the real paths."""
         deadline = time.monotonic() + GOSSIP_SECONDS
         while True:
             try:
-                ways = self.shaper.measured_ways()
+                ways = self.shaper.measure_path_delays()
                 break
             except NothingPasses as error:
-                if time.monotonic() > deadline:
-                    raise HostError(_narrow(*error.ends) if error.small else self._closed(*error.ends)) from None
+                # The overlay network carries packets only after the hosts have learned about the containers.
+                if time.monotonic() <= deadline:
+                    continue
+                explain = _explain_small_mtu if error.small else self._explain_blocked_path
+                raise HostError(explain(*error.ends)) from None
         self._state = replace(self._state, ways=ways)
         runstate.write(self._state)
         del self.shaper
         self.shaper.set({pair: link for pair, link in self.experiment.links.items() if self.shaper.crosses(pair)})
 
-    def _closed(self, source: str, destination: str) -> str:
-        """Say which ports are closed where nothing passes from one host to another."""
+    def _explain_blocked_path(self, source: str, destination: str) -> str:
+        """Return an error message with the ports to open between two hosts."""
         network = manager(self._hosts).client.api.inspect_network(network_name(self.run_id, "data"), verbose=True)
-        peers = {str(each["IP"]) for each in network.get("Peers") or ()}
+        peers = {str(peer["IP"]) for peer in network.get("Peers") or ()}
         ends = [self._hosts[source], self._hosts[destination]]
-        ports = "UDP 4789" if all(each.address in peers for each in ends) else "TCP and UDP 7946, and UDP 4789"
-        names = " and ".join(f"{each.name} ({each.address})" for each in ends)
+        ports = "UDP 4789" if all(end.address in peers for end in ends) else "TCP and UDP 7946, and UDP 4789"
+        names = " and ".join(f"{end.name} ({end.address})" for end in ends)
         return (
             f"the overlay network carries nothing from {source} to {destination}: open {ports} between {names}; if "
             f"they are open, 'docker swarm leave' and 'join' {destination} again"
         )
 
-    def _hang_up(self) -> None:
+    def _close_channels(self) -> None:
         for channel in self._channels.values():
             channel.close()
 
@@ -273,18 +277,18 @@ class HostsLab(RunLab):
                 raise HostError(f"{device} {self.silence(name)}")
             if device in devices:
                 return self.parts[name]
-        known = ", ".join(each.name for each in self.experiment.devices)
-        raise InputError(f"there is no device '{device}' in {self.run_id}: {known}")
+        known = ", ".join(spec.name for spec in self.experiment.devices)
+        raise InputError(f"unknown device '{device}'; {self.run_id} has {known}")
 
     def silence(self, host: str) -> str:
-        """Return what is to be said of something on a host that is lost."""
+        """Return a description of a container on a lost host."""
         silent = self._channels[host].silent
-        return f"is on the host {host}, which has not been heard of for {silent:.1f} s: it is lost, or cut off"
+        return f"is on the host {host}, which has been silent for {silent:.1f} s: the host is lost or disconnected"
 
-    def _each(self, act: Callable[[Lab], T]) -> list[T]:
-        """Do something at once on all hosts that are not lost; return what came of it, in the order of the hosts.
+    def _run_on_all(self, act: Callable[[Lab], T]) -> list[T]:
+        """Call a function for each part on a present host concurrently; return the results in host order.
 
-        Raises HostError naming the host where it fails.
+        Raises HostError with the name of a failed host.
         """
 
         def attempt(host: str) -> T:
@@ -297,75 +301,79 @@ class HostsLab(RunLab):
             return list(pool.map(attempt, [name for name in self.parts if name not in self.lost]))
 
 
-def _overlay(client: docker.DockerClient, run_id: str) -> IPv4Network:
-    """Return the subnet of a run's data network; raises InputError where that is gone."""
+def _overlay_subnet(client: docker.DockerClient, run_id: str) -> IPv4Network:
+    """Return the subnet of a run's data network; raises InputError if the network was removed."""
     try:
         return subnet_of(client, run_id, "data")
     except NotFound:
-        text = f"the run '{run_id}' has no network any more: remove it with 'testbed down {run_id}'"
+        text = f"the network of run '{run_id}' was removed: clean up with 'testbed down {run_id}'"
         raise InputError(text) from None
 
 
-def _narrow(source: str, destination: str) -> str:
+def _explain_small_mtu(source: str, destination: str) -> str:
     return (
-        f"small packets get from {source} to {destination}, and full frames of the overlay network, {MTU} bytes in "
-        f"UDP, do not: the way between carries less than 1500 bytes: give both hosts' interfaces the MTU of that way "
-        "('ip link set dev INTERFACE mtu ...'), or the way 1500"
+        f"small packets pass from {source} to {destination}, but full frames of the overlay network ({MTU} bytes in "
+        "UDP) do not: the path carries less than 1500 bytes: set the MTU of both hosts' interfaces to the path's "
+        "('ip link set dev INTERFACE mtu ...'), or raise the path's to 1500"
     )
 
 
 def capacities(hosts: Mapping[str, Host]) -> dict[str, Capacity]:
-    """Return what each host has for devices."""
+    """Return the capacity of each host for devices."""
     return {name: Capacity(host.cores, host.memory) for name, host in hosts.items()}
 
 
 def placed_on(
     hosts: Mapping[str, Capacity], experiment: Experiment, given: Mapping[str, str], placement: str
 ) -> dict[str, str]:
-    """Return the host of each device; those of a radio cell, whose packets wait for each other, are on one."""
+    """Return the host of each device; the devices of a radio cell share a host, since their packets queue together."""
     cells = [cell.devices for cell in experiment.cells]
     return place(experiment.devices, experiment.links, hosts, given, cells, placement)
 
 
-def struck(found: Sequence[Trial], where: LabPart) -> list[Trial]:
-    """Return trials with the faults of hosts among their own; raises what `LabPart.struck` and `place` do."""
-    there = capacities(reach_all(where.hosts))
-    return [where.struck(each, placed_on(there, each.experiment, where.place, where.placement)) for each in found]
+def struck(original: Sequence[Trial], where: LabPart) -> list[Trial]:
+    """Return trials extended by host faults; raises the errors of `LabPart.struck` and `place`."""
+    host_capacities = capacities(reach_all(where.hosts))
+    trials = []
+    for trial in original:
+        placed = placed_on(host_capacities, trial.experiment, where.place, where.placement)
+        trials.append(where.struck(trial, placed))
+    return trials
 
 
 class _Changes:
-    """What happens to containers on several hosts, as `ContainerChanges` says it of one, and to the hosts themselves.
+    """An iterator over container changes on several hosts, and over the loss of hosts.
 
-    A host that is not heard of is lost, and its devices with it; one that is heard of again goes on as it is.
+    A silent host is lost, together with its devices; when it responds again, it continues in its current state.
     """
 
     def __init__(self, lab: HostsLab, on_return: Callable[[float], None]) -> None:
         self._lab = lab
         self._on_return = on_return
         self._parts = {name: part.changes(on_return) for name, part in lab.parts.items()}
-        self._found: queue.SimpleQueue[DeviceContainer | Exception | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[DeviceContainer | Exception | None] = queue.SimpleQueue()
         self._over = threading.Event()
 
     def __iter__(self) -> Iterator[DeviceContainer]:
-        """Yield each container when it has changed; raises HostError where an engine does not answer any more."""
+        """Yield each changed container; raises HostError if an engine stops responding."""
         for host, part in self._parts.items():
             threading.Thread(target=self._follow, args=(host, part), name="changes", daemon=True).start()
-        threading.Thread(target=self._listen, name="hosts", daemon=True).start()
-        while (found := self._found.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        threading.Thread(target=self._watch_hosts, name="hosts", daemon=True).start()
+        while (change := self._queue.get()) is not None:
+            if isinstance(change, Exception):
+                raise change
+            yield change
 
     def _follow(self, host: str, part: Iterable[DeviceContainer]) -> None:
         try:
-            for found in part:
+            for container in part:
                 if host not in self._lab.lost:
-                    self._found.put(found)
-        except Exception as error:  # noqa: BLE001 - handed to whoever iterates
+                    self._queue.put(container)
+        except Exception as error:  # noqa: BLE001 - raised by the iteration
             if host not in self._lab.lost:
-                self._found.put(error)
+                self._queue.put(error)
 
-    def _listen(self) -> None:
+    def _watch_hosts(self) -> None:
         longest: dict[str, float] = {}
         while not self._over.wait(0.5):
             for host, channel in self._lab._channels.items():
@@ -375,55 +383,55 @@ class _Changes:
                     if host not in self._lab.lost:
                         self._lab.lost.add(host)
                         _LOG.info("the host %s is lost: silent for %.1f s", host, silent)
-                        self._note(host, lambda found: replace(found, state="lost", control_url=""))
+                        self._update(host, lambda container: replace(container, state="lost", control_url=""))
                 elif host in self._lab.lost:
-                    self._welcome(host, longest[host])
+                    self._readmit(host, longest[host])
 
-    def _note(self, host: str, change: Callable[[DeviceContainer], DeviceContainer]) -> None:
+    def _update(self, host: str, change: Callable[[DeviceContainer], DeviceContainer]) -> None:
         part = self._lab.parts[host]
-        for name, found in part.devices.items():
-            part.devices[name] = change(found)
-            self._found.put(part.devices[name])
+        for name, container in part.devices.items():
+            part.devices[name] = change(container)
+            self._queue.put(part.devices[name])
 
-    def _welcome(self, host: str, silent: float) -> None:
-        """Take a host in again, unless its keeper has removed the run there: without a shaper it stays lost."""
+    def _readmit(self, host: str, silent: float) -> None:
+        """Readmit a host, unless its keeper has removed the run there: without a shaper the host stays lost."""
         part = self._lab.parts[host]
         with suppress(HostError, DockerException, requests.RequestException):
             if part.ending(SHAPER) is None:
                 part.refresh()
                 self._lab.lost.discard(host)
-                _LOG.info("the host %s answers again after %.1f s", host, silent)
+                _LOG.info("the host %s responds again after %.1f s", host, silent)
                 self._on_return(silent)
-                self._note(host, lambda found: found)
+                self._update(host, lambda container: container)
 
     def close(self) -> None:
-        """Let whoever iterates come to an end."""
+        """End the iteration."""
         self._over.set()
         for part in self._parts.values():
             part.close()
-        self._found.put(None)
+        self._queue.put(None)
 
 
 AnyLab = Lab | HostsLab
-"""What a run goes on."""
+"""A lab on one engine or on several."""
 
 
 def create_lab(trial: Trial, where: LabPart, **options: Any) -> AnyLab:
-    """Make a lab on this machine's engine, or on those of some hosts; options and errors are those of `Lab.create`."""
+    """Create a lab on this machine's engine or on several hosts; options and errors are those of `Lab.create`."""
     if where.hosts:
         return HostsLab.create(trial, where.hosts, where.place, placement=where.placement, **options)
     return Lab.create(trial, **options)
 
 
 def open_lab(run_id: str) -> AnyLab:
-    """Find a run that is up, on one engine or on several; raises what `Lab.open` does."""
+    """Open an existing lab on one engine or several; raises the errors of `Lab.open`."""
     return HostsLab.open(run_id) if runstate.hosts_of(run_id) else Lab.open(run_id)
 
 
 def engine_of(run_id: str, device: str) -> docker.DockerClient:
-    """Return the engine on which a device of a run is; raises HostError where it does not answer.
+    """Return the engine of a run's device; raises HostError if it does not respond.
 
-    A run that this user has not started is looked for on the engine that this user means.
+    Runs of other users are expected on the chosen engine.
     """
     hosts = runstate.hosts_of(run_id)
     if not hosts:

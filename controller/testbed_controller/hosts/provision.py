@@ -1,7 +1,6 @@
-"""What a run over several hosts needs of each: the images, a keeper through which it is reached, and one network.
+"""Provision of hosts for a run: images, a keeper as the access point, and a common network.
 
-Images are built on one engine and brought to the others over their contexts, as far as they lack them. There is no
-control network.
+Images are built on one engine and copied to the others over their contexts if missing. There is no control network.
 """
 
 from __future__ import annotations
@@ -37,75 +36,75 @@ from testbed_controller.lab.runstate import RunState
 
 KEEPER = "keeper"
 LEASE_SECONDS = 15.0
-"""How long a host keeps what a run has there, when it does not hear of the controller."""
+"""Lifetime of a run's containers on a host without contact to the controller, in seconds."""
 MTU = 1450
-"""Bytes of a packet in a VXLAN over Ethernet."""
+"""Maximum packet size in a VXLAN over Ethernet, in bytes."""
 _MEMORY = 256 << 20
-"""Bytes."""
+"""Memory limit of the keeper in bytes."""
 _SAID = 200 << 20
-"""Bytes between two reports of how far it is."""
+"""Amount of copied data between two progress reports, in bytes."""
 
 
-def bring(source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say) -> None:
-    """Return when every host has these images; several hosts at once.
+def copy_images(source: docker.DockerClient, hosts: Iterable[Host], tags: Iterable[str], say: Say) -> None:
+    """Copy missing images to all hosts, several at once.
 
-    Raises HostError where one cannot take them.
+    Raises HostError if a host refuses.
     """
     wanted = sorted(set(tags))
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda host: _bring(source, host, wanted, say), hosts))
+        list(pool.map(lambda host: _copy_to_host(source, host, wanted, say), hosts))
 
 
-def _bring(source: docker.DockerClient, host: Host, tags: list[str], say: Say) -> None:
+def _copy_to_host(source: docker.DockerClient, host: Host, tags: list[str], say: Say) -> None:
     lacking = [tag for tag in tags if not image_exists(host.client, tag)]
     if not lacking:
         return
     size = sum(int(source.images.get(tag).attrs["Size"]) for tag in lacking)
-    say(f"{host.name}: bringing {', '.join(lacking)} ({format_size(size)} at most)")
+    say(f"{host.name}: copying {', '.join(lacking)} ({format_size(size)} at most)")
     try:
-        # One archive: layers that images share travel once.
+        # One archive for all images transfers shared layers only once.
         url = f"{source.api.base_url}/v{source.api.api_version}/images/get"
         with source.api.get(url, params={"names": lacking}, stream=True, timeout=600) as response:
             response.raise_for_status()
-            found = _counted(response.iter_content(1 << 20), host.name, say)
-            host.client.images.load(found)  # type: ignore[arg-type]
+            archive = _report_progress(response.iter_content(1 << 20), host.name, say)
+            host.client.images.load(archive)  # type: ignore[arg-type]
     except (APIError, DockerException, requests.RequestException) as error:
-        said = str(getattr(error, "explanation", error))
-        room = f": make room there, by 'docker --context {host.name} system prune' or a larger disk"
-        full = "no space left" in said
-        raise HostError(f"{host.name}: it does not take the images ({said}){room if full else ''}") from error
+        reason = str(getattr(error, "explanation", error))
+        room = f": free some space with 'docker --context {host.name} system prune', or use a larger disk"
+        full = "no space left" in reason
+        raise HostError(f"{host.name}: the engine refused the images ({reason}){room if full else ''}") from error
 
 
-def _counted(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:
-    """Yield what comes, and say how much it was."""
-    total = said = 0
+def _report_progress(pieces: Iterable[bytes], host: str, say: Say) -> Iterator[bytes]:
+    """Yield pieces and report their total size."""
+    total = reported = 0
     for piece in pieces:
         total += len(piece)
-        if total - said >= _SAID:
-            said = total
-            say(f"{host}: {format_size(total)} brought")
+        if total - reported >= _SAID:
+            reported = total
+            say(f"{host}: copied {format_size(total)}")
         yield piece
 
 
 def make_overlay(manager: Host, hosts: Iterable[Host], run: str, within: str, devices: int) -> IPv4Network:
-    """Make a run's overlay network; return its subnet.
+    """Create a run's overlay network; return its subnet.
 
-    The first half is the devices'; each engine takes an address for itself out of the second. Raises HostError where
-    the manager refuses, or every subnet is taken on one of the hosts.
+    The devices use the first half of the subnet; each engine takes an address from the second. Raises HostError if the
+    manager refuses, or if every subnet is taken on a host.
     """
     routed = host_routes(within)
-    held = {host.name: subnets(host.client) for host in hosts}
-    taken = [*routed, *chain.from_iterable(held.values())]
+    host_subnets = {host.name: subnets(host.client) for host in hosts}
+    taken = [*routed, *chain.from_iterable(host_subnets.values())]
     free = free_subnets(within, 2 * devices + 4, taken)
-    pools = (IPAMPool(subnet=str(each), iprange=str([*each.subnets()][1])) for each in free)
-    complaint = describe_obstacles(within, routed, held)
+    pools = (IPAMPool(subnet=str(subnet), iprange=str([*subnet.subnets()][1])) for subnet in free)
+    complaint = describe_obstacles(within, routed, host_subnets)
     settings = {"driver": "overlay", "internal": True, "attachable": True}
     make_network(manager.client, run, "data", pools, f"{manager.name}: the overlay network", complaint, **settings)
     return subnet_of(manager.client, run, "data")
 
 
 def make_keeper(host: Host, state: RunState, image: str) -> str:
-    """Make and start the keeper of a run on a host; return the name of its container."""
+    """Create and start a run's keeper on a host; return the name of its container."""
     lease = {} if state.lease is None else {LEASE: f"{LEASE_SECONDS:g}"}
     settings = {
         **container_settings(
@@ -114,7 +113,7 @@ def make_keeper(host: Host, state: RunState, image: str) -> str:
             {ROLE: KEEPER},
             lease,
             auto_remove=True,
-            # To enter the containers' network namespaces, and to be scheduled in time.
+            # For entering the containers' network namespaces, and for real-time scheduling.
             cap_add=["SYS_ADMIN", "SYS_PTRACE", "SYS_NICE"],
             log_config=LogConfig(type=LogConfig.types.JSON, config={"max-size": "1m"}),
             mem_limit=_MEMORY,

@@ -1,4 +1,4 @@
-"""Takes a run over several hosts away, from all of them. As a program: the reaper of such a run."""
+"""Removal of a run from several hosts. As a program: the reaper of such a run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from testbed_controller.lab.removal import remove_from, remove_run
 def remove_everywhere(
     run: str, hosts: Iterable[Host | str], *, settle: bool = False, lost: Collection[str] = ()
 ) -> int:
-    """Remove everything of a run; return how many containers, networks and stray volumes there were.
+    """Remove a run; return the number of containers, networks and stray volumes.
 
-    Hosts are given as they were reached, or by the names of their contexts. Raises the error of a host where something
-    does not go away, or that does not answer, once all is gone from the others. Those that are ``lost`` are not asked.
-    A network of the swarm stays as long as a host is away.
+    Hosts are given as connections or context names. Raises the error of a failed or silent host after all others are
+    cleaned up; ``lost`` hosts are skipped. The swarm's network stays while a host is absent.
     """
 
-    def reached(host: Host | str) -> Host | TestbedError:
+    def connect(host: Host | str) -> Host | TestbedError:
         if isinstance(host, Host):
-            return (
-                HostError(f"{host.name}: it is lost, and may still have some of {run}") if host.name in lost else host
-            )
+            if host.name in lost:
+                return HostError(f"{host.name}: the host is lost and may still have parts of {run}")
+            return host
         try:
             return reach(host)
         except TestbedError as error:
@@ -43,11 +42,11 @@ def remove_everywhere(
         except TestbedError as error:
             return error
 
-    given = list(hosts)
-    with ThreadPoolExecutor(max(1, len(given))) as pool:
-        found = list(pool.map(reached, given))
-        whole = all(isinstance(each, Host) for each in found)
-        counts = list(pool.map(remove, found))
+    targets = list(hosts)
+    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+        connections = list(pool.map(connect, targets))
+        whole = all(isinstance(connection, Host) for connection in connections)
+        counts = list(pool.map(remove, connections))
     for count in counts:
         if isinstance(count, TestbedError):
             raise count
@@ -64,5 +63,5 @@ def remove(run: str, client: docker.DockerClient | None, *, settle: bool = True)
 
 
 if __name__ == "__main__":
-    # What somebody else has removed has no state file any more.
+    # A run removed by another process has no state file any more.
     reaper.main(sys.argv[1], lambda run: remove(run, None) if run in runstate.runs() else 0)

@@ -1,6 +1,6 @@
-"""The shapers of several hosts as one: each shapes what its devices send, and what arrives there.
+"""The combined shapers of several hosts: each shapes the traffic that its devices send and receive.
 
-What the way between two hosts adds to links that cross it is measured, and only the rest imposed.
+The delay of the real path between two hosts is measured, and only the remaining delay is emulated.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from testbed_controller.lab.runstate import RunState
 from testbed_controller.shaping import tolerance
 
 Way = tuple[str, str]
-"""From one host to another."""
+"""A path: (source host, destination host)."""
 T = TypeVar("T")
 _ATTEMPTS = 3
 _AHEAD = 0.3
-"""Seconds until a measurement begins: every host has been asked for it by then."""
+"""Time until a measurement begins, in seconds; by then every host has its request."""
 _LEAST = 5e-5
-"""Seconds of a round trip of which nothing is known."""
+"""Unknown part of a round trip, in seconds."""
 
 
 def combined(
@@ -40,22 +40,22 @@ def combined(
     host: Mapping[str, str],
     offsets: Mapping[str, float],
 ) -> tuple[list[LinkMeasurement], dict[Way, tuple[float, float]]]:
-    """Put together what hosts measured of links between them; also return what `_between` does.
+    """Combine the measurements of hosts for links between them; also return the result of `_between`.
 
-    ``halves`` are those of `testbed_controller.shaping.probes.measure_half` by host, ``host`` says where each device
-    is, and ``offsets`` what each host's clock shows beyond ours, in seconds.
+    ``halves`` are the results of `testbed_controller.shaping.probes.measure_half` by host, ``host`` is the host of each
+    device, and ``offsets`` are the offsets of the hosts' clocks from ours in seconds.
     """
-    found = {(name, each["source"], each["destination"]): each for name, half in halves.items() for each in half}
+    reports = {(name, each["source"], each["destination"]): each for name, half in halves.items() for each in half}
     raw: dict[Pair, list[float]] = {}
     for source, destination in asked:
-        gate = found[host[source], source, destination]["gate"]
-        raw[source, destination] = [each - gate for each in found[host[destination], source, destination]["delays"]]
+        gate = reports[host[source], source, destination]["gate"]
+        raw[source, destination] = [each - gate for each in reports[host[destination], source, destination]["delays"]]
     moved = _between({pair: (link, statistics.median(raw[pair])) for pair, link in asked.items() if raw[pair]}, host)
     measured = []
     for (source, destination), link in asked.items():
-        way, here = (host[source], host[destination]), found[host[destination], source, destination]
+        way, here = (host[source], host[destination]), reports[host[destination], source, destination]
         difference, _ = moved.get(way, (offsets[way[1]] - offsets[way[0]], 0.0))
-        there = found[way[0], source, destination]
+        there = reports[way[0], source, destination]
         delays = [each - difference for each in raw[source, destination]]
         sent = there["sent"]
         delay = statistics.median(delays) if delays else None
@@ -77,23 +77,22 @@ def combined(
 
 
 def _between(raw: Mapping[Pair, tuple[Link, float]], host: Mapping[str, str]) -> dict[Way, tuple[float, float]]:
-    """Return what the clock at the end of a way shows beyond that at its beginning, where packets went both ways.
+    """Return the clock difference between two hosts, and the round trip beyond the requested delays, in seconds.
 
-    And the round trip that the ways have beside what is asked of their links.
-
-    What is more than asked on one way and less on the other is the clocks'. Packets of the data network say it much
-    better than the connections of the contexts do.
+    A delay above the request in one direction and below in the other results from the clocks. Packets of the data
+    network reveal it more accurately than the connections of the docker contexts. Only pairs of hosts with packets in
+    both directions are included.
     """
     beyond: dict[Way, list[float]] = {}
     for pair, (link, delay) in raw.items():
         beyond.setdefault((host[pair[0]], host[pair[1]]), []).append(delay - median_delay(link))
-    least = {way: statistics.median(found) for way, found in beyond.items()}
-    both = [way for way in least if way[::-1] in least]
-    return {(a, b): ((least[a, b] - least[b, a]) / 2, max(0.0, least[a, b] + least[b, a])) for a, b in both}
+    excess = {way: statistics.median(found) for way, found in beyond.items()}
+    pairs = [way for way in excess if way[::-1] in excess]
+    return {(a, b): ((excess[a, b] - excess[b, a]) / 2, max(0.0, excess[a, b] + excess[b, a])) for a, b in pairs}
 
 
 def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
-    """Return for each way between hosts the link that says most of it: fast, and with little chance in its delay."""
+    """Return the most informative link for each path between hosts: fast, and with little random delay."""
     best: dict[Way, tuple[tuple[float, float, float], Pair]] = {}
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
@@ -103,8 +102,8 @@ def samples(links: Mapping[Pair, Link], host: Mapping[str, str]) -> list[Pair]:
     return [pair for _, pair in best.values()]
 
 
-def ways(measured: Iterable[LinkMeasurement], host: Mapping[str, str]) -> dict[Way, float]:
-    """Return by how many seconds more than asked each way delays, given measurements of links imposed as asked."""
+def path_delays(measured: Iterable[LinkMeasurement], host: Mapping[str, str]) -> dict[Way, float]:
+    """Return the delay of each path in seconds beyond the request, given measurements of unmodified links."""
     return {
         (host[each.source], host[each.destination]): max(0.0, each.delay - median_delay(each.requested))
         for each in measured
@@ -113,35 +112,35 @@ def ways(measured: Iterable[LinkMeasurement], host: Mapping[str, str]) -> dict[W
 
 
 def imposed_links(links: Mapping[Pair, Link], host: Mapping[str, str], delays: Mapping[Way, float]) -> dict[Pair, Link]:
-    """Return what shapers are to do so that links are as asked: what is asked without what their ways have already.
+    """Return the links to emulate: the requested links minus the delays of their paths.
 
-    Raises InputError for a link that is asked to be shorter than its way.
+    Raises InputError for a link with a shorter delay than its path.
     """
-    found = {}
+    imposed = {}
     for pair, link in links.items():
         way = host[pair[0]], host[pair[1]]
-        there = delays.get(way, 0.0)
-        if link.up and there > link.delay + tolerance.delay_tolerance(link.delay):
+        path_delay = delays.get(way, 0.0)
+        if link.up and path_delay > link.delay + tolerance.delay_tolerance(link.delay):
             raise InputError(
-                f"the link {pair[0]} -> {pair[1]} asks for a delay of {link.delay * 1e3:g} ms, and the way from "
-                f"{way[0]} to {way[1]} has {there * 1e3:.2f} ms already: put both on one host with --place, or give "
+                f"the link {pair[0]} -> {pair[1]} needs a delay of {link.delay * 1e3:g} ms, but the path from "
+                f"{way[0]} to {way[1]} has {path_delay * 1e3:.2f} ms: put both on one host with --place, or give "
                 "the link a longer delay"
             )
-        found[pair] = replace(link, delay=max(0.0, link.delay - there)) if there else link
-    return found
+        imposed[pair] = replace(link, delay=max(0.0, link.delay - path_delay)) if path_delay else link
+    return imposed
 
 
 class NothingPasses(HostError):  # noqa: N818 - a state of the way
-    """Packets of the data network do not get from one host to another, or only ``small`` ones."""
+    """Packets of the data network do not pass from one host to another, or only ``small`` ones."""
 
     def __init__(self, source: str, destination: str, small: bool = False) -> None:
-        super().__init__(f"nothing passes from {source} to {destination}")
+        super().__init__(f"no packets pass from {source} to {destination}")
         self.ends = source, destination
         self.small = small
 
 
 class Shapers:
-    """As `Shaper`, of several."""
+    """The shapers of several hosts, with the interface of `Shaper`."""
 
     def __init__(
         self,
@@ -151,7 +150,7 @@ class Shapers:
         links: Mapping[Pair, Link],
         lost: Collection[str] = (),
     ) -> None:
-        """``links`` are those that the scenario asks for; nothing is asked of hosts while they are ``lost``."""
+        """``links`` are the links of the scenario; ``lost`` hosts are skipped."""
         self._lost = lost
         self._parts = parts
         self._host = {name: host for host, names in state.hosts.items() for name in names}
@@ -160,40 +159,42 @@ class Shapers:
         self._asked = dict(links)
 
     def crosses(self, pair: Pair) -> bool:
-        """Say whether a link leads from one host to another."""
+        """Return whether a link leads from one host to another."""
         return self._host[pair[0]] != self._host[pair[1]]
 
     def imposed(self, links: Mapping[Pair, Link]) -> dict[Pair, Link]:
-        """Return what shapers are to do to links so that they are as asked; see `imposed_links`."""
+        """Return the links to emulate for the requested links; see `imposed_links`."""
         return imposed_links(links, self._host, self._ways)
 
-    def measured_ways(self) -> list[tuple[str, str, float]]:
-        """Measure what the ways between the hosts add to links; imposed are those that the scenario asks for.
+    def measure_path_delays(self) -> list[tuple[str, str, float]]:
+        """Measure the delays of the paths between hosts, while links are emulated as requested.
 
-        Raises `NothingPasses` where nothing arrived over one of them, or no full frame.
+        Raises `NothingPasses` if no packets or no full frames arrive over a path.
         """
-        found = self._across(samples(self._asked, self._host))
+        measurements = self._probe_between_hosts(samples(self._asked, self._host))
         limited, rates = [], []
-        for each in found:
+        for each in measurements:
             if each.delay is None:
                 if expected_loss(each.requested) < 1:
                     raise NothingPasses(self._host[each.source], self._host[each.destination])
             elif each.requested.rate:
                 limited.append(each)
                 rates.append(each.rate)
-        # Of links of one kind one has its rate measured.
+        # Only one link of each kind has a rate measurement.
         if limited and not any(rates):
             raise NothingPasses(self._host[limited[0].source], self._host[limited[0].destination], small=True)
-        return [(*way, delay) for way, delay in ways(found, self._host).items()]
+        return [(*way, delay) for way, delay in path_delays(measurements, self._host).items()]
 
     def set(self, links: Mapping[Pair, Link]) -> None:
-        """Change these links, live; no other link notices."""
+        """Change these links while running; other links are unaffected."""
         imposed = self.imposed(links)
         self._asked |= links
-        self._each(lambda host, shaper: shaper.set({p: link for p, link in imposed.items() if self._is_at(p, host)}))
+        self._call_all(
+            lambda host, shaper: shaper.set({p: link for p, link in imposed.items() if self._is_at(p, host)})
+        )
 
     def probe(self, pairs: Iterable[Pair]) -> list[LinkMeasurement]:
-        """Measure these links between the devices themselves."""
+        """Measure links between the devices themselves."""
         wanted, across = list(pairs), []
         within: dict[str, list[Pair]] = defaultdict(list)
         for pair in wanted:
@@ -201,23 +202,23 @@ class Shapers:
                 across.append(pair)
             else:
                 within[self._host[pair[0]]].append(pair)
-        measured = self._across(across) if across else []
+        measured = self._probe_between_hosts(across) if across else []
         for host, own in within.items():
             measured += self._parts[host].probe(own)
-        found = {(each.source, each.destination): each for each in measured}
-        return [found[pair] for pair in wanted]
+        by_pair = {(each.source, each.destination): each for each in measured}
+        return [by_pair[pair] for pair in wanted]
 
-    def _across(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
-        """Measure links between hosts; what is outside its tolerance again, since a host may stumble once."""
-        found: dict[Pair, LinkMeasurement] = {}
+    def _probe_between_hosts(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
+        """Measure links between hosts; repeat for links outside their tolerance."""
+        latest: dict[Pair, LinkMeasurement] = {}
         again = list(pairs)
         for _ in range(_ATTEMPTS):
             if not again:
                 break
             for each in self._measure_once(again):
-                found[each.source, each.destination] = each
-            again = [pair for pair in again if found[pair].problem]
-        return [found[pair] for pair in pairs]
+                latest[each.source, each.destination] = each
+            again = [pair for pair in again if latest[pair].problem]
+        return [latest[pair] for pair in pairs]
 
     def _measure_once(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
         asked = {pair: self._asked[pair] for pair in pairs}
@@ -230,32 +231,32 @@ class Shapers:
             offsets = {host: self._channels[host].clock.offset.there(begin) - begin for host in hosts}
             halves = pool.map(lambda host: hosts[host].probe_half(run, pairs, ports, begin + offsets[host]), hosts)
             found, moved = combined(asked, dict(zip(hosts, halves, strict=True)), self._host, offsets)
-        self._align(begin, offsets, moved)
+        self._align_clocks(begin, offsets, moved)
         return found
 
-    def _align(
+    def _align_clocks(
         self, at: float, offsets: Mapping[str, float], moved: Mapping[tuple[str, str], tuple[float, float]]
     ) -> None:
-        """Set the clocks by what packets between the hosts say, which is more than the contexts' connections do.
+        """Set the clocks from packets between hosts, which are more accurate than the contexts' connections.
 
-        So clocks agree among the hosts; by how much all of them are off together, no event can show.
+        This aligns the hosts' clocks with each other; a common error of all hosts affects no event.
         """
         first = next(iter(offsets))
         for host in offsets:
             if (first, host) in moved:
                 difference, round_trip = moved[first, host]
-                # What the ways have themselves is no longer beside what is asked, and as little known to be equal.
+                # The paths' own delays, now part of the requested ones, may also be asymmetric.
                 round_trip += self._ways.get((first, host), 0.0) + self._ways.get((host, first), 0.0)
                 self._channels[host].clock.pin(at, offsets[first] + difference, round_trip + _LEAST)
                 self._channels[first].clock.pin(at, offsets[first], round_trip + _LEAST)
 
     def renew(self) -> None:
-        """Let the containers live for another lease."""
-        self._each(lambda _host, shaper: shaper.renew())
+        """Renew the lease of the containers."""
+        self._call_all(lambda _host, shaper: shaper.renew())
 
     def show(self) -> dict[str, Any]:
-        """Return what `Shaper.show` does, of all devices and links."""
-        shown = self._each(lambda _host, shaper: shaper.show())
+        """Return the result of `Shaper.show` for all devices and links."""
+        shown = self._call_all(lambda _host, shaper: shaper.show())
         links = {(link["source"], link["destination"]): link for each in shown for link in each["links"]}
         return {
             "backend": ", ".join(sorted({each["backend"] for each in shown})),
@@ -264,22 +265,22 @@ class Shapers:
         }
 
     def host_load(self, reset: bool = False) -> dict[str, Any]:
-        """Return how busy the processors of the busiest host were."""
-        return merged(self._each(lambda _host, shaper: shaper.host_load(reset)))
+        """Return the processor load of the busiest host."""
+        return merge_statistics(self._call_all(lambda _host, shaper: shaper.host_load(reset)))
 
     def statistics(self, reset: bool = False) -> dict[str, Any]:
-        """Return drops at queues and bytes sent by device, and of what is one figure a host, the largest.
+        """Return queue drops and sent bytes by device, and the maximum of values per host.
 
-        Also ``hosts``, the devices of each; ``ways``, the delay beneath the links from one to another in seconds; and
-        ``clocks``, by how many seconds each may be off.
+        Also ``hosts``, the devices of each host; ``ways``, the delays of paths in seconds; and ``clocks``, the
+        uncertainty of each clock in seconds.
         """
         hosts: dict[str, list[str]] = {}
         for name, host in self._host.items():
             hosts.setdefault(host, []).append(name)
-        found = self._each(lambda _host, shaper: shaper.statistics(reset))
+        reports = self._call_all(lambda _host, shaper: shaper.statistics(reset))
         return {
-            **merged(found),
-            "processor_seconds": sum(each["processor_seconds"] for each in found),
+            **merge_statistics(reports),
+            "processor_seconds": sum(each["processor_seconds"] for each in reports),
             "hosts": hosts,
             "ways": [[*way, delay] for way, delay in self._ways.items()],
             "clocks": {host: channel.clock.offset.uncertainty for host, channel in self._channels.items()},
@@ -288,20 +289,20 @@ class Shapers:
     def _is_at(self, pair: Pair, host: str) -> bool:
         return host in (self._host[pair[0]], self._host[pair[1]])
 
-    def _each(self, act: Callable[[str, Shaper], T]) -> list[T]:
+    def _call_all(self, act: Callable[[str, Shaper], T]) -> list[T]:
         there = [(host, shaper) for host, shaper in self._parts.items() if host not in self._lost]
         with ThreadPoolExecutor(len(self._parts)) as pool:
             return list(pool.map(lambda each: act(*each), there))
 
 
-def merged(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what several shapers say as one: of each number the largest, of each text the first."""
-    found: dict[str, Any] = {}
+def merge_statistics(statistics: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the statistics of several shapers: the largest number, and the first text, of each key."""
+    result: dict[str, Any] = {}
     for each in statistics:
         for name, value in each.items():
-            known = found.get(name)
+            known = result.get(name)
             if isinstance(value, dict):
-                found[name] = merged([known or {}, value])
+                result[name] = merge_statistics([known or {}, value])
             elif known is None or (isinstance(value, int | float) and value > known):
-                found[name] = value
-    return found
+                result[name] = value
+    return result

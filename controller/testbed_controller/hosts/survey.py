@@ -1,4 +1,4 @@
-"""The facts that `testbed setup hosts` shows of engines: identity, images, distance from here, missing parts."""
+"""Facts about engines for `testbed setup hosts`: identity, images, distance, and missing requirements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BRINGS = "which the first run brings"
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host; times in seconds, what could not be had is None."""
+    """The report about one host; times in seconds, unavailable values are None."""
 
     context: str
     node: str = ""
@@ -34,54 +34,54 @@ class HostReport:
     engine: str = ""
     manager: bool = False
     images: tuple[str, ...] = ()
-    """The kinds of ours that are there."""
+    """Kinds of present images."""
     offset: float | None = None
-    """Its clock minus the one here."""
+    """The host's clock minus the controller's, in seconds."""
     uncertainty: float | None = None
     round_trip: float | None = None
-    """Over the connection of its context."""
+    """Round trip over the docker context's connection, in seconds."""
     rate: float | None = None
-    """Bit/s, over that connection."""
+    """Rate over the connection in bit/s."""
     missing: tuple[str, ...] = field(default=())
-    """What is in the way of a run there, each with what helps."""
+    """Obstacles to a run on the host, with remedies."""
 
 
 def survey(wanted: Sequence[str]) -> list[HostReport]:
-    """Return a report of each of these docker contexts; of all there are where none is named."""
+    """Return a report about each of these docker contexts, or about all by default."""
     asked = list(wanted) or context_names()
     with ThreadPoolExecutor(len(asked)) as pool:
-        reached = list(pool.map(_reach, asked))
+        reached = list(pool.map(_try_reach, asked))
         engines: dict[str, str] = {}
         doubled = {
             each.name: other
             for each in reached
             if isinstance(each, Host) and (other := engines.setdefault(each.engine, each.name)) != each.name
         }
-        return list(pool.map(lambda each: _report(each, doubled), zip(asked, reached, strict=True)))
+        return list(pool.map(lambda each: _make_report(each, doubled), zip(asked, reached, strict=True)))
 
 
-def checks(wanted: Sequence[str]) -> Iterator[HostCheck]:
-    """Yield of each of these docker contexts whether runs can go there."""
-    for found in survey(wanted):
-        name, lacking = f"host {found.context}", [each for each in found.missing if not each.endswith(BRINGS)]
-        detail = "; ".join(lacking) or f"Docker {found.engine}, {found.cores} cores, {found.address or found.node}"
+def check_hosts(wanted: Sequence[str]) -> Iterator[HostCheck]:
+    """Yield a check for each of these docker contexts."""
+    for report in survey(wanted):
+        name, lacking = f"host {report.context}", [each for each in report.missing if not each.endswith(BRINGS)]
+        detail = "; ".join(lacking) or f"Docker {report.engine}, {report.cores} cores, {report.address or report.node}"
         yield HostCheck(name, "missing" if lacking else "ok", detail, needed=True)
 
 
-def _reach(name: str) -> Host | str:
+def _try_reach(name: str) -> Host | str:
     try:
         return reach(name)
     except TestbedError as error:
         return str(error)
 
 
-def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostReport:
+def _make_report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostReport:
     name, host = asked
     if isinstance(host, str):
         return HostReport(name, missing=(host,))
     tags = present_names(host.client)
     there = tuple(kind for kind in _KINDS if image_exists(host.client, tags.by_kind[kind]))
-    missing = [f"the same engine as {doubled[name]}: leave one of them away"] if name in doubled else []
+    missing = [f"the same engine as {doubled[name]}: remove one of them"] if name in doubled else []
     try:
         manager({name: host})
     except TestbedError as error:
@@ -91,7 +91,7 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     facts: dict[str, float] = {}
     if "shaper" in there:
         try:
-            facts = _measured(host, tags.shaper)
+            facts = _measure_host(host, tags.shaper)
         except TestbedError as error:
             missing.append(str(error))
     return HostReport(
@@ -111,8 +111,8 @@ def _report(asked: tuple[str, Host | str], doubled: dict[str, str]) -> HostRepor
     )
 
 
-def _measured(host: Host, image: str) -> dict[str, float]:
-    """Return clock, round trip and rate over the connection of a context, by a keeper that is removed at once."""
+def _measure_host(host: Host, image: str) -> dict[str, float]:
+    """Return clock, round trip and rate over a context's connection, using a temporary keeper."""
     state = RunState(new_id("hosts"), "", lease=1.0)
     try:
         channel = Channel(host, make_keeper(host, state, image))

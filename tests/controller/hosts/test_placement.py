@@ -55,8 +55,8 @@ def test_devices_that_share_a_medium_stay_together() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"x": "a"}, "there is no device 'x'"),
-        ({"p": "c"}, "p is to be on 'c', which is not among the hosts a, b"),
+        ({"x": "a"}, "unknown device 'x'"),
+        ({"p": "c"}, "unknown host 'c' of p; the hosts are a, b"),
         ({"p": "a", "q": "b"}, "p and q share a medium"),
     ],
 )
@@ -134,7 +134,7 @@ def test_hosts_are_cut_off_by_their_devices_for_a_while(tmp_path: Path) -> None:
         ("place: {worker1: b}\n", "need 'hosts'"),
         ("hosts: [a]\nfaults: [{kill: worker1, at: 1s}]\n", "kill"),
         ("hosts: [a]\nfaults: [{kill_host: a, restart_host: a, at: 1s}]\n", "exactly one of"),
-        ("hosts: [a]\nfaults: [{kill_host: a, after: 1s}]\n", "no fault of hosts before the first one"),
+        ("hosts: [a]\nfaults: [{kill_host: a, after: 1s}]\n", "the first host fault cannot"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_with_its_name(tmp_path: Path, text: str, says: str) -> None:

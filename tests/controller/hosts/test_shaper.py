@@ -13,7 +13,7 @@ from testbed_controller.lab.runstate import RunState
 def test_where_no_link_crosses_hosts_there_are_no_ways() -> None:
     links = {("p", "q"): Link(rate=1e6, delay=0.01), ("q", "p"): Link(rate=1e6, delay=0.01)}
     state = RunState("run", "token", hosts={"a": ["p", "q"], "b": []})
-    assert Shapers({}, state, {}, links).measured_ways() == []
+    assert Shapers({}, state, {}, links).measure_path_delays() == []
 
 
 HOST = {"p": "a", "q": "a", "r": "b"}
@@ -81,7 +81,7 @@ def test_a_way_that_is_a_little_longer_than_asked_is_within_tolerance() -> None:
 
 
 def test_a_way_that_is_longer_than_asked_is_refused_with_both_figures() -> None:
-    said = r"p -> r asks for a delay of 5 ms, and the way from a to b has 7.00 ms already: .*--place"
+    said = r"p -> r needs a delay of 5 ms, but the path from a to b has 7.00 ms: .*--place"
     with pytest.raises(InputError, match=said):
         imposed_links({("p", "r"): LINK}, HOST, {("a", "b"): 0.007})
 

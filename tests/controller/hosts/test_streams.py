@@ -16,8 +16,8 @@ class Ends:
         self.controller = Streams(to_host.feed_data, self.times.append)
         self.host = Streams(to_controller.feed_data, lambda times: self.host.send(CLOCK, 0, times + b"!"), _connect)
         self.tasks = [
-            asyncio.ensure_future(self.controller.take_in(to_controller)),
-            asyncio.ensure_future(self.host.take_in(to_host)),
+            asyncio.ensure_future(self.controller.handle_frames(to_controller)),
+            asyncio.ensure_future(self.host.handle_frames(to_host)),
         ]
 
     async def port(self, target: int) -> int:

@@ -1,1 +1,1 @@
-"""What runs in the keeper, a container of each host: the far end of the controller's connection, and the reaper."""
+"""Code of the keeper, a container on each host: the remote end of the controller's connection, and the reaper."""

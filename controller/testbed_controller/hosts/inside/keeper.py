@@ -1,7 +1,7 @@
-"""``python -m testbed_controller.hosts.inside.keeper``: removes what a run has here once its controller falls silent.
+"""``python -m testbed_controller.hosts.inside.keeper``: removes a run from its host after its controller falls silent.
 
-It asks the engine of its own host, over the engine's socket, so that no connection has to stand for it. The container
-that it runs in removes itself when this ends. Without ``TESTBED_LEASE`` it waits until it is removed.
+The keeper uses the engine's socket on its own host, so it needs no network connection. Its container removes itself
+when the program ends. Without ``TESTBED_LEASE``, the keeper waits until it is removed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN = "testbed.run"
 _TICK = 1.0
 _AT_ONCE = 8
 _PATIENCE = 24 * 3600.0
-"""Seconds for what cannot be removed yet: the overlay network stays while a host that is away uses it."""
+"""Time for attempts to remove the run, in seconds: the overlay network stays while an absent host uses it."""
 
 
 class Engine(http.client.HTTPConnection):
@@ -43,7 +43,7 @@ class Engine(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
     def ask(self, method: str, path: str) -> Any:
-        """Return what the engine answers to a request, as JSON; raises OSError where it refuses."""
+        """Return the engine's JSON response to a request; raises OSError for a refusal."""
         self.request(method, path)
         response = self.getresponse()
         content = response.read()
@@ -64,11 +64,11 @@ def remove(run: str, path: str = ENGINE) -> int:
     volumes = engine.ask("GET", f"/volumes?filters={filters}")["Volumes"] or []
     ways += [f"/volumes/{each['Name']}" for each in volumes]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda way: _delete(path, way), ways))
+        list(pool.map(lambda way: _delete_object(path, way), ways))
     return len(ways)
 
 
-def _delete(path: str, way: str) -> None:
+def _delete_object(path: str, way: str) -> None:
     try:
         Engine(path).ask("DELETE", way)
     except (OSError, http.client.HTTPException) as error:
@@ -76,17 +76,17 @@ def _delete(path: str, way: str) -> None:
 
 
 def main() -> int:
-    """Wait as long as the lease is renewed; then remove the run."""
+    """Wait while the lease is renewed; then remove the run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     lease, run = float(os.environ.get("TESTBED_LEASE") or "inf"), os.environ["TESTBED_RUN"]
     alive = Path(ALIVE)
     alive.touch()
     left, seen = lease, 0
     while left > 0:
-        time.sleep(_TICK)  # counted in waking time: a host that was suspended has not lost its controller
+        time.sleep(_TICK)  # not the wall clock: a suspended host has not lost its controller
         now = alive.stat().st_mtime_ns
         left, seen = (lease if now != seen else left - _TICK), now
-    print(f"{run}: its controller was not heard of for {lease:g} s: removing what is here of it", flush=True)
+    print(f"{run}: the controller was silent for {lease:g} s: removing the run from this host", flush=True)
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
         try:

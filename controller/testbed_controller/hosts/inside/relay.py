@@ -1,7 +1,7 @@
-"""``python -m testbed_controller.hosts.inside.relay``: the far end of a controller's connection to a host.
+"""``python -m testbed_controller.hosts.inside.relay``: the remote end of a controller's connection to a host.
 
-Speaks `streams` over its standard input and output, which the engine's own exec carries. Connections lead into the
-network namespaces of containers, to ports of their loopback: nothing listens outside of them.
+The relay speaks the protocol of `streams` over its standard input and output, carried by an exec of the engine.
+Connections lead into the network namespaces of containers, to ports on their loopback; nothing listens outside of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from testbed_controller.hosts.inside.streams import CLOCK, TIMES, Streams
 from testbed_controller.shaping.namespaces import Namespace
 
 ALIVE = "/run/alive"
-"""Touched whenever the controller is heard of; the keeper looks at it."""
+"""File touched at every sign of life of the controller; the keeper watches it."""
 CONNECT_SECONDS = 5.0
 
 
@@ -47,14 +47,14 @@ async def _main() -> None:
     def answer(times: bytes) -> None:
         arrived = time.monotonic()
         sent, _, _ = TIMES.unpack(times)
-        Path(ALIVE).touch()  # the keeper itself may just be starting
+        Path(ALIVE).touch()  # touch creates the file if the keeper is still starting
         streams.send(CLOCK, 0, TIMES.pack(sent, arrived, time.monotonic()))
 
     streams = Streams(transport.write, answer, _connect)
-    await streams.take_in(reader)
+    await streams.handle_frames(reader)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):  # ahead of the devices' own work, which else would be in the clocks' offsets
+    with contextlib.suppress(OSError):  # a low priority would distort the clock offsets
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     asyncio.run(_main())

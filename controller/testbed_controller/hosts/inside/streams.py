@@ -1,8 +1,8 @@
-"""Many connections over one pair of byte streams. Both ends run this: the controller, and the keeper on a host.
+"""Multiplexing of connections over one pair of byte streams, used by the controller and the keeper of a host.
 
-A frame is its kind, the number of its connection, the length of what follows, and that. A connection is opened by the
-controller; each end may send `WINDOW` bytes that the other has not passed on yet, so that one slow connection keeps
-none of the others waiting.
+A frame has its kind, the number of its connection, the length of its content, and the content. The controller opens
+connections; each end may send `WINDOW` bytes before the other has forwarded them, so that a slow connection does not
+block the others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import Any
 
 OPEN, DATA, TAKEN, END, CLOCK = range(5)
-"""Kinds of frames: a connection, with what it leads to as JSON; bytes; how many were passed on; no more; times."""
+"""Frame types: open a connection (target as JSON), data, number of forwarded bytes, end of data, clock times."""
 HEAD = struct.Struct(">BII")
 TIMES = struct.Struct(">ddd")
-"""Seconds when a frame `CLOCK` was sent, arrived, and was sent back."""
+"""Instants in seconds at which a `CLOCK` frame was sent, received, and returned."""
 PIECE = 1 << 16
 WINDOW = 1 << 20
 
@@ -26,20 +26,20 @@ Connect = Callable[[dict[str, Any]], Awaitable[tuple[asyncio.StreamReader, async
 
 
 class _Connection:
-    """One of the connections."""
+    """The state of one connection."""
 
     def __init__(self) -> None:
         self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
-        """What is to be passed on; an empty piece is the end."""
+        """Data to forward; an empty piece marks the end."""
         self.room = WINDOW
         self.more_room = asyncio.Event()
 
 
 class Streams:
-    """One end; ``send`` passes on a frame and keeps nobody waiting.
+    """One end of the multiplexer; ``send`` transmits a frame without waiting.
 
-    ``connect`` makes what a connection that the other end opens leads to; ``on_clock`` takes the times of a frame
-    `CLOCK` that has arrived.
+    ``connect`` creates the target of a connection opened by the other end; ``on_clock`` receives the times of `CLOCK`
+    frames.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Streams:
         self._last = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def take_in(self, reader: asyncio.StreamReader) -> None:
-        """Handle the frames that arrive, until there are no more; then end all connections."""
+    async def handle_frames(self, reader: asyncio.StreamReader) -> None:
+        """Handle arriving frames until the end of the stream; then close all connections."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 kind, number, length = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -62,11 +62,11 @@ class Streams:
             self._stop(connection)
 
     async def open(self, target: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect these two ends to a target at the other end, until one side ends it."""
+        """Connect a reader and a writer to a target at the other end, until either side closes."""
         self._last += 1
         number, self._connections[self._last] = self._last, _Connection()
         self.send(OPEN, number, json.dumps(target).encode())
-        await self._serve(number, reader, writer)
+        await self._forward(number, reader, writer)
 
     def send(self, kind: int, number: int, content: bytes) -> None:
         """Send a frame."""
@@ -78,11 +78,11 @@ class Streams:
             self._on_clock(content)
         elif kind == OPEN:
             self._connections[number] = _Connection()
-            task = asyncio.get_running_loop().create_task(self._lead(number, json.loads(content)))
+            task = asyncio.get_running_loop().create_task(self._connect_target(number, json.loads(content)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif connection is None:
-            pass  # it has ended here, which the other end will hear
+            pass  # already closed here; the other end gets an END frame
         elif kind == DATA:
             connection.arrived.put_nowait(content)
         elif kind == TAKEN:
@@ -94,20 +94,20 @@ class Streams:
     def _stop(self, connection: _Connection) -> None:
         connection.arrived.put_nowait(b"")
 
-    async def _lead(self, number: int, target: dict[str, Any]) -> None:
+    async def _connect_target(self, number: int, target: dict[str, Any]) -> None:
         assert self._connect is not None
         try:
             reader, writer = await self._connect(target)
-        except Exception:  # noqa: BLE001 - whatever it is, nobody is there: the connection ends
+        except Exception:  # noqa: BLE001 - the target is unreachable, whatever the reason
             self._connections.pop(number, None)
             self.send(END, number, b"")
             return
-        await self._serve(number, reader, writer)
+        await self._forward(number, reader, writer)
 
-    async def _serve(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass on in both directions until either side ends."""
+    async def _forward(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward data in both directions until either side closes."""
         connection = self._connections[number]
-        ways = [asyncio.ensure_future(each) for each in (self._out(number, reader), self._into(number, writer))]
+        ways = [asyncio.ensure_future(way) for way in (self._out(number, reader), self._into(number, writer))]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         if not ways[1].done() and not connection.arrived.empty():
             connection.arrived.put_nowait(b"")
