@@ -120,7 +120,7 @@ def manager(hosts: Mapping[str, Host]) -> Host:
     managers = [host for host in hosts.values() if host.manages]
     if not managers:
         known = ", ".join(next(iter(hosts.values())).managers)
-        raise HostError(f"{', '.join(hosts)} include no manager of the swarm: add the context of one of {known}")
+        raise HostError(f"no manager of the swarm among {', '.join(hosts)}: add the context of one of {known}")
     for host in hosts.values():
         if host.managers != managers[0].managers:
             raise HostError(

@@ -89,7 +89,7 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
 
 def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(folder: Path) -> None:
     context(folder, "a", "tcp://10.0.0.7:2375")
-    with pytest.raises(InputError, match=r"tcp://10.0.0.7:2375 is unprotected .* certificates, or use ssh://"):
+    with pytest.raises(InputError, match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://"):
         reach("a")
 
 
@@ -104,7 +104,7 @@ def test_hosts_have_to_be_of_one_swarm_with_a_manager_among_them() -> None:
     assert manager({"b": b, "a": a}) is a
     with pytest.raises(HostError, match=r"b is not in a swarm: .*swarm init"):
         manager({"a": a, "b": replace(b, address="")})
-    with pytest.raises(HostError, match=r"no manager of the swarm is among b: add the context of one of 10.0.0.1:2377"):
+    with pytest.raises(HostError, match=r"no manager of the swarm among b: add the context of one of 10.0.0.1:2377"):
         manager({"b": b})
     with pytest.raises(HostError, match=r"a and b are in two swarms: 'docker --context b swarm leave'"):
         manager({"a": a, "b": replace(b, managers=("10.0.0.9:2377",))})
