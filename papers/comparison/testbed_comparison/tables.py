@@ -116,7 +116,7 @@ def _remarks(row: Row) -> str:
 def _sensitivity(system: System) -> str:
     if not system.figures.sensitivity:
         return ""
-    lines = ["### Sensitivity", "", "One parameter is changed at a time.", ""]
+    lines = ["### Sensitivity", "", "One parameter is changed at a time, unless several are named.", ""]
     lines += ["| row | paper | default | parameter | value | ours |", "|---|---|---|---|---|---|"]
     for each in system.figures.sensitivity:
         row = system.figures.row(each.row)
