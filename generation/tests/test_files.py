@@ -70,23 +70,14 @@ def generate(file: Path, changes: dict[str, Any]) -> tuple[list[int], dict[str, 
     return [event.fields["token"] for event in run.outcome.events if event.event == "token"], run.metrics
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}])
-@pytest.mark.parametrize(
-    ("draft", "least", "most"),
-    [
-        ({"preset": TINY}, 1.0, 1.0),
-        ({"preset": TINY, "layers": 3}, 0.01, 0.99),
-        ({"preset": TINY, "width": 32}, 0, 0.5),
-    ],
-)
-def test_a_draft_changes_no_text(
-    file: Path, sampling: dict[str, Any], draft: dict[str, Any], least: float, most: float
-) -> None:
-    same = {"workload.tokens": 30, "workload.sampling.temperature": sampling.get("temperature", 0)}
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("draft", [{}, {"layers": 3}, {"width": 32}])
+def test_a_draft_changes_no_text(file: Path, temperature: float, draft: dict[str, Any]) -> None:
+    same = {"workload.tokens": 30, "workload.sampling.temperature": temperature}
     tokens, _ = generate(file, same)
-    drafted, metrics = generate(file, {**same, "workload.draft": draft})
+    drafted, metrics = generate(file, {**same, "workload.draft": {"preset": TINY, **draft}})
     assert drafted == tokens
-    assert least <= metrics["draft_accepted"] <= most
+    assert (metrics["draft_accepted"] == 1.0) == (draft == {})
 
 
 def test_a_draft_that_is_right_saves_time(file: Path) -> None:
@@ -101,6 +92,7 @@ def test_a_draft_survives_the_loss_of_a_stage(file: Path) -> None:
     tokens, metrics = generate(file, {**same, "faults": [kill]})
     assert tokens == generate(file, {"workload.tokens": 30})[0]
     assert metrics["recoveries"] == 1
+    assert 0 < metrics["draft_accepted"] < 1
 
 
 PROBLEMS = {
