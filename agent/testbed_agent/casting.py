@@ -49,13 +49,13 @@ Hears = Callable[[Message, int, int], Message | None]
 
 
 def mark(run: str) -> bytes:
-    """Return four bytes that distinguish the datagrams of one run from those of others."""
+    """Return four bytes to distinguish the datagrams of one run from other ones."""
     return hashlib.sha256(b"cast " + run.encode()).digest()[:4]
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """The addresses from which broadcasts arrive and to which they are sent."""
+    """The source and destination addresses of broadcasts."""
 
     listen: Address
     broadcast: Address | None

@@ -20,7 +20,7 @@ from testbed_agent.settings import Address, Settings, address
 
 @dataclass(frozen=True)
 class Peer:
-    """A device with links to and from this one."""
+    """A device with links to and from the own device."""
 
     address: Address
     slowness: float
@@ -33,7 +33,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The controller's instructions for this device."""
+    """The controller's instructions for the device."""
 
     work: Workload
     method: Method

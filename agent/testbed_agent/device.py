@@ -84,7 +84,7 @@ class RealDevice:
         self._closed = False
 
     def close(self) -> None:
-        """Stop all threads, abandon pending work and drop messages that still arrive."""
+        """Stop all threads, abandon pending work and drop late messages."""
         self._closed = True
         self.processors.close()
         self._caster.close()
@@ -114,7 +114,7 @@ class RealDevice:
         self._log.append(Event(instant - self._origin, self.name, event, fields).to_json())
 
     def expose(self, weights: Callable[[], Mapping[str, Any]], part: bool = False) -> None:
-        """Register the function that returns the weights on request."""
+        """Register the function for requests of the weights."""
         self.exposed[part] = weights
 
     async def save(self, name: str, message: Message) -> None:
@@ -179,7 +179,7 @@ class RealDevice:
         return fixed(self._spec.seconds(cost))
 
     def on_timer(self, instant: float) -> None:
-        """Note a timer of the program's loop, which was set to this monotonic instant."""
+        """Note a timer of the program's loop, set to the given monotonic instant."""
         self._time.advance_to(instant)
 
     def _settle_future(

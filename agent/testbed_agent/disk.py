@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def disk_usage(folder: Path) -> int:
-    """Return the disk space of a folder and its content, in bytes."""
+    """Return the disk space of a folder with all content, in bytes."""
     blocks = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -27,7 +27,7 @@ def disk_usage(folder: Path) -> int:
 
 
 class Disk:
-    """Messages by name, in a folder for each workload, so that workloads do not see each other's files."""
+    """Messages by name, in a separate folder for each workload."""
 
     def __init__(self, settings: Settings, origin: float) -> None:
         """``origin`` is the start of the workload, equal for all starts of the device within the workload."""

@@ -16,7 +16,7 @@ class Refused(Exception):  # noqa: N818 - what the agent does, in the caller's w
 
 
 def announced_length(text: str, encoding: str, limit: int) -> int:
-    """Return the size of a request's body in bytes, from its Content-Length and Transfer-Encoding headers.
+    """Return the size of a request's body in bytes, from Content-Length and Transfer-Encoding.
 
     Raises Refused if the size is unknown or above ``limit``.
     """

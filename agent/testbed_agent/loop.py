@@ -27,7 +27,7 @@ class _Selector(selectors.EpollSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop that reports fired timers, so that the device's time advances to the instant of the timer."""
+    """An event loop with reports of fired timers, which advance the device's time to the instant of the timer."""
 
     def __init__(self) -> None:
         super().__init__(_Selector())

@@ -58,7 +58,7 @@ class Pace:
         self._watchers: list[threading.Event] = []
 
     def watch(self) -> threading.Event:
-        """Return an event that is set at each speed change, for a thread that waits for the end of a task."""
+        """Return an event, set at each speed change, for a thread waiting for the end of a task."""
         changed = threading.Event()
         with self._lock:
             self._watchers.append(changed)
@@ -75,7 +75,7 @@ class Pace:
         return self._steps[-1][1]
 
     def set(self, factor: float) -> None:
-        """Compute at a share of the processors' own speed from now on; raises ValueError unless it is positive."""
+        """Compute at a positive share of the processors' own speed from now on; raises ValueError otherwise."""
         if not 0 < factor < math.inf:
             raise ValueError(f"the speed factor must be positive and finite, not {factor}")
         with self._lock:
@@ -124,7 +124,7 @@ class DeviceTime:
         instant."""
 
     def advance_to(self, instant: float) -> None:
-        """Note that the program is about to learn of an event at this instant."""
+        """Advance to the instant of an event before the program learns of it."""
         self.latest = max(self.latest, instant)
 
     def now(self) -> float:
@@ -181,7 +181,7 @@ class Processors:
         self._queue.put(_PacedWork(work, charge, begin, end, time.monotonic() if ready is None else ready))
 
     def between_works(self, call: Callable[[], T]) -> T:
-        """Call a function in a processor's thread, or in this one after the processors have closed.
+        """Call a function in a processor's thread, or directly after the processors have closed.
 
         Blocks until the function returns, and raises its errors.
         """
@@ -210,7 +210,7 @@ class Processors:
 
     @property
     def waiting(self) -> int:
-        """Number of tasks that have not begun."""
+        """Number of waiting tasks."""
         return self._queue.qsize()
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Processors:
 
 
 def precise_sleep() -> None:
-    """Ask the kernel to wake this thread on time, not up to 50 us later to save power."""
+    """Ask the kernel for punctual wake-ups of the calling thread, instead of up to 50 us later to save power."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1000), 0, 0, 0)
@@ -282,7 +282,7 @@ def _wait_for_event(event: threading.Event, seconds: float) -> None:
 
 
 class WaitingTime:
-    """A meter of the time that threads of this process waited for a processor of the host."""
+    """A meter of the process's waiting time for a processor of the host."""
 
     def __init__(self, without: Collection[int] = ()) -> None:
         """``without`` are kernel thread IDs to leave out."""

@@ -56,7 +56,7 @@ class Inbox:
     def __init__(
         self, peers: Mapping[str, str], limit: int, deliver: Callable[[Arrival], None], largest: int = 1 << 30
     ) -> None:
-        """``peers`` maps each peer to the token of its messages; ``largest`` is the maximum message size in bytes."""
+        """``peers`` maps each peer to a token for messages; ``largest`` is the maximum message size in bytes."""
         self.largest = largest
         self.arriving: dict[str, float] = {}
         """Monotonic instant of the last received bytes, for each sender with an incomplete message."""
@@ -85,7 +85,7 @@ class Inbox:
             return True
 
     def release(self, size: int) -> None:
-        """Free the room of a message that was received by the program or discarded."""
+        """Free the room of a received or discarded message."""
         with self._lock:
             self.bytes -= size
 
@@ -229,7 +229,7 @@ class _Connection:
             raise
 
     def _refuse(self, refused: Refused) -> None:
-        """Send the reason, and close the connection after the peer has had time to read it."""
+        """Send the reason, and close the connection after a pause for reading."""
         self._requests.close()
         self._reading = False
         text = json.dumps({"error": str(refused)}).encode() + b"\n"

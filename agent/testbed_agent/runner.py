@@ -160,7 +160,7 @@ class Runner:
                 self.device.set_slowness(changes["slowness"])
 
     def set_speed(self, factor: float) -> None:
-        """Compute at this share of the device's own speed from now on."""
+        """Compute at a share of the device's own speed from now on."""
         _LOG.info("computing at %g times the device's own speed", factor)
         self.pace.set(factor)
 
@@ -169,7 +169,7 @@ class Runner:
         self._data.slowness = max(self._slowness.values(), default=0.0)
 
     def _receive_filter(self, deployment: Deployment) -> Hears:
-        """Return a function that decides about the loss of broadcasts, with the links of the moment."""
+        """Return a function for the loss of broadcasts, according to the links of the moment."""
         from testbed.network.broadcast import heard, received
 
         problem, name = deployment.problem, self.settings.device
@@ -217,7 +217,7 @@ class Runner:
             raise Refused(409, "the program ignored its cancellation: kill the device")
 
     def leave(self) -> None:
-        """Request a graceful shutdown; the controller stops the device after its program has returned."""
+        """Request a graceful shutdown; the controller stops the device after the end of the program."""
         with self._lock:
             _LOG.info("asked to leave")
             if self.device is not None:
@@ -243,7 +243,7 @@ class Runner:
             self._task.cancel()
 
     async def _finish(self, program: asyncio.Task[None], origin: float) -> None:
-        """Wait for the end of the program and of its remaining tasks, and report the result."""
+        """Wait for the program and all remaining tasks to end, and report the result."""
         await asyncio.wait([program])
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
@@ -338,7 +338,7 @@ async def _record_host_load(device: RealDevice) -> None:
 
 
 async def _enforce_disk_quota(device: RealDevice, program: asyncio.Task[None] | None) -> None:
-    """Cancel the program if its disk usage exceeds the quota; raises `HostError` then."""
+    """Cancel the program if the disk usage exceeds the quota; raises `HostError` then."""
     while True:
         await asyncio.sleep(DISK_SECONDS)
         try:

@@ -79,7 +79,7 @@ class Connection:
         self._stall_seconds = STALL_SECONDS + slowness
 
     def set_slowness(self, slowness: float) -> None:
-        """Adapt all time-outs to a link that has become slower or faster.
+        """Adapt all time-outs to a slower or faster link.
 
         The time-out of an open connection grows at once but shrinks only with the next response, since data sent
         earlier still takes the old time.
@@ -233,7 +233,7 @@ class Connection:
 
 
 def _parse_response(received: bytes) -> tuple[Answer, bytes] | None:
-    """Return the first response and the bytes after it, or None while it is incomplete.
+    """Return the first response and the remaining bytes, or None for an incomplete response.
 
     The agent's own server always sends a Content-Length and no chunks.
     """
@@ -260,7 +260,7 @@ class Rejected(Exception):  # noqa: N818 - what the peer did
 
 @dataclass(frozen=True)
 class Delivery:
-    """Monotonic instants of a message's first byte and of its acknowledgement."""
+    """Monotonic instants of a message's first byte and acknowledgement."""
 
     begun: float
     ended: float
@@ -407,7 +407,7 @@ class Lane:
                 self._handle_answer(answer)
 
     def _write_due(self) -> tuple[bool, float | None]:
-        """Write all messages that may leave now.
+        """Write all due messages.
 
         Returns whether the kernel's buffer is full, and the instant at which the next message may leave.
         """
@@ -421,7 +421,7 @@ class Lane:
             self._advance(written)
 
     def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
-        """Return the pieces that may leave now, for one call, or the later instant of the next message."""
+        """Return the due pieces for one call, or the later instant of the next message."""
         now, offset, room, total = time.monotonic(), self._offset, WINDOW - self._unacknowledged, 0
         pieces: list[bytes | memoryview] = []
         for index in range(self._written, len(self._messages)):

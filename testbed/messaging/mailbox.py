@@ -34,7 +34,7 @@ class _Send:
 
 
 class Sends:
-    """Messages sent in the background, in the order of the calls, until they are acknowledged."""
+    """Messages sent in the background, in the order of the calls, until acknowledged."""
 
     def __init__(self, device: Device, links: Mapping[Pair, Link], tasks: Tasks, limit: int) -> None:
         """``limit`` is the maximum number of unacknowledged messages to one peer."""
@@ -50,8 +50,7 @@ class Sends:
         """Callback for each acknowledged message: peer, size on the wire in bytes, and the instant of posting."""
 
     def post(self, peer: str, message: Message) -> asyncio.Task[None]:
-        """Send a message after all earlier ones to the peer; the runtime retries until it is acknowledged or
-        withdrawn.
+        """Send a message after all earlier ones to the peer; the runtime retries until acknowledgement or withdrawal.
 
         The returned task ends with the acknowledgement and may be ignored. Raises `MailboxFullError`.
         """
@@ -239,11 +238,11 @@ class Mailbox:
         self._deliver(decode(kind, message if codec is None else codec.unpack(message)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a background task: its failure fails the program, and the program's end cancels it."""
+        """Run a background task whose failure fails the program; the end of the program cancels the task."""
         return self._tasks.start(work)
 
     def start_in_configuration(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a background task that is cancelled when the current configuration ends."""
+        """Run a background task until the current configuration ends."""
         task = self._tasks.start(work)
         self._in_configuration[task] = None
         task.add_done_callback(lambda _: self._in_configuration.pop(task, None))
@@ -314,7 +313,7 @@ class Mailbox:
             self._waiters.remove(waiter)
 
     async def peek(self, kind: type[K]) -> K:
-        """Wait for a message of a kind and return the oldest one without removing it."""
+        """Wait for a message of a kind and return the oldest one without removal."""
         while not self._kept.get(kind.kind):
             await self.changed()
         return next(iter(self._kept[kind.kind].values()))  # type: ignore[return-value]

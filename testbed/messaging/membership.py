@@ -27,7 +27,7 @@ class Hello(Typed, kind="hello"):
 
 @dataclass(frozen=True)
 class Probe(Numbered, kind="probe", opens=True):
-    """Message from the coordinator that requests an `Alive`; lower configurations become void."""
+    """Message from the coordinator to request an `Alive`; lower configurations become void."""
 
     question: int
 
@@ -74,7 +74,7 @@ class Status:
 
 
 class Presence:
-    """The part of every device that replies to the coordinator's probes."""
+    """The replies of a device to the coordinator's probes."""
 
     def __init__(self, mailbox: Mailbox, coordinator: str, status: Callable[[], Status]) -> None:
         self.incarnation = mailbox.device.now()
@@ -84,11 +84,11 @@ class Presence:
         mailbox.on(Probe, self._answer_probe)
 
     def greet(self) -> None:
-        """Report to the coordinator that this device has started without state."""
+        """Report the start of the device, without state, to the coordinator."""
         self._mailbox.post(self._coordinator, Hello(self.incarnation))
 
     def answer(self) -> Alive:
-        """Return this device's own `Alive` message."""
+        """Return the device's own `Alive` message."""
         return self._compose_reply(self._status(), self._mailbox.configuration, 0)
 
     def _answer_probe(self, probe: Probe) -> None:
@@ -142,12 +142,12 @@ class Membership:
         self.mark_configured()
 
     def mark_configured(self) -> None:
-        """Treat devices that restart from now on as having lost their new role."""
+        """Treat devices restarted from now on as having lost their new role."""
         self.restarted.clear()
         self.known = dict(self.present)
 
     def exclude(self, names: Collection[str]) -> None:
-        """Ban devices from roles for good, although they reply: the other devices make no progress with them."""
+        """Ban devices from roles for good, although they reply: the other devices make no progress."""
         for name in sorted({*names} - self.excluded):
             self._device.record(
                 "log", text=f"{name} is excluded: it replies, but the other devices make no progress with it"
@@ -170,7 +170,7 @@ class Membership:
         enough: Callable[[], bool] = lambda: False,
         arriving: Mapping[str, float] = _NOBODY,
     ) -> set[str]:
-        """Probe devices and return those that stay silent.
+        """Probe devices and return the silent ones.
 
         ``allowed`` is the time of each device in seconds, counted from the due acknowledgement of earlier messages.
         ``arriving`` is its time while one of its messages is arriving, since the reply queues behind that message. The
@@ -195,7 +195,7 @@ class Membership:
         return set()
 
     async def gather(self, deadlines: Mapping[str, float], greeted: bool = False) -> None:
-        """Probe all other devices and wait for those in ``deadlines``, each until its instant.
+        """Probe all other devices and wait for the ``deadlines`` of the named ones.
 
         With ``greeted``, a `Hello` in this configuration counts as a reply.
         """
@@ -274,7 +274,7 @@ class RoleHolder:
         mailbox.on_open(self._drop_role)
 
     def follow(self, configure: type[Typed], role_of: Callable[[Any], Role]) -> None:
-        """Assume each role that a message of kind ``configure`` assigns; the message opens its configuration."""
+        """Assume each role assigned by a message of kind ``configure``; the message opens its configuration."""
 
         def assume_role(message: Any) -> None:
             if self.assume(message.configuration, lambda: role_of(message)):
@@ -295,7 +295,7 @@ class RoleHolder:
         self._mailbox.start_in_configuration(self._run_role())
 
     def ready(self) -> None:
-        """Report to the coordinator that this device is ready for its role."""
+        """Report to the coordinator: the device is ready for its role."""
         configured = Configured(self._mailbox.configuration, self.presence.incarnation)
         self._mailbox.post(self._coordinator, configured)
 

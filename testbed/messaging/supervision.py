@@ -78,7 +78,7 @@ class Supervisor:
         timeouts: Timeouts,
         backlog: Callable[[Piece], float],
     ) -> None:
-        """``presence`` is this device's own presence.
+        """``presence`` is the coordinator's own presence.
 
         ``backlog`` returns the number of bytes that a device may be sending here when it is probed.
         """
@@ -109,13 +109,13 @@ class Supervisor:
         self.membership.assigned = frozenset(part.device for part in layout)
 
     def start(self, layout: Sequence[Piece]) -> None:
-        """Open the first configuration, with a number above those of earlier programs on this device."""
+        """Open the first configuration, with a number above all earlier ones of the device."""
         self.watch(layout)
         # Milliseconds of the run's clock: a restarted coordinator must not reuse a number.
         self.mailbox.open(int(self.device.now() * 1000) + 1)
 
     def begin(self) -> None:
-        """Note the assignment of roles: a device that restarts from now on has lost its role."""
+        """Note the assignment of roles: a later restart loses the role."""
         self.membership.mark_configured()
         self._still = (-1, 0.0)
 
@@ -127,7 +127,7 @@ class Supervisor:
         return message
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Wait until messages have brought something about; raises `Lost` when they cannot any more."""
+        """Wait for a condition that messages from the devices fulfil; raises `Lost` when a device fails first."""
         while not done():
             if restarted := self.membership.restarted & self.membership.assigned:
                 raise Lost(restarted, back=restarted)
@@ -157,7 +157,9 @@ class Supervisor:
             self.patience = min(2 * self.patience, most)
 
     def _count_news(self) -> int:
-        """Return the number of messages in this configuration without replies: it rises as long as devices work."""
+        """Return the number of messages in the current configuration without replies, which rises as long as devices
+        work.
+        """
         return self.mailbox.arrived - self.membership.answered
 
     async def _probe_devices(self) -> None:
@@ -185,7 +187,7 @@ class Supervisor:
         self._check_movement()
 
     def _transfer_seconds(self, part: Piece) -> float:
-        """Return the predicted transfer time of everything that a device may be sending here before its reply."""
+        """Return the predicted transfer time of everything queued by a device before its reply."""
         return transfer_time(self.mailbox.links, part.device, self.device.name, size_around(self._backlog(part)))
 
     def _check_movement(self) -> None:
@@ -225,7 +227,7 @@ MAX_RETRIES = 20
 
 
 class ResumableWork(Protocol):
-    """Work that can resume after the loss of devices."""
+    """Work with the ability to resume after the loss of devices."""
 
     @property
     def start(self) -> int:
@@ -236,7 +238,7 @@ class ResumableWork(Protocol):
 
 
 class RecoveryPolicy(Protocol):
-    """A strategy that assigns roles to devices, also after a loss."""
+    """A strategy for the assignment of roles to devices, also after a loss."""
 
     async def establish(self) -> None:
         """Send every device its role and wait until all are ready. Raises `Lost`."""
@@ -248,7 +250,7 @@ class RecoveryPolicy(Protocol):
 async def run_with_recovery(
     work: ResumableWork, recovery: RecoveryPolicy, supervisor: Supervisor, recovering: bool = False
 ) -> None:
-    """Run the work to its end, and recover from each loss of devices.
+    """Run the work to the end, and recover from each loss of devices.
 
     Set ``recovering`` if devices were lost before the call. Raises `TestbedError` after too many fruitless recoveries.
     Example::

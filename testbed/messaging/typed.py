@@ -61,7 +61,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Numbered(Typed):
-    """Base class of messages that are valid in one configuration; see `testbed.messaging.mailbox.Mailbox`."""
+    """Base class of messages valid in one configuration; see `testbed.messaging.mailbox.Mailbox`."""
 
     configuration: int
 

@@ -21,22 +21,22 @@ _MODULES = {"numpy": "testbed.wire.numpyarrays", "torch": "testbed.ml.arrays"}
 
 
 class ArrayLibrary(Protocol):
-    """The functions that a module must provide to send and receive arrays of one library."""
+    """The required functions of a module for sending and receiving arrays of one library."""
 
     def to_raw(self, arrays: Mapping[str, Any]) -> list[Raw]:
-        """Return arrays of any shapes as bytes, as views where they are contiguous.
+        """Return arrays of any shapes as bytes; contiguous arrays become views.
 
         Raises TensorError for a type that has no wire encoding.
         """
 
     def from_raw(self, raws: Sequence[Raw]) -> dict[str, Any]:
-        """Return arrays that share writable memory with the buffer.
+        """Return arrays of the given shapes, sharing writable memory with the buffer.
 
         Raises TensorError for types and shapes that the library lacks.
         """
 
     def copy(self, array: Any) -> Any:
-        """Copy the values of an array without its gradient or graph, as the receiver sees them."""
+        """Copy the values of an array, for the receiver, without gradient or graph."""
 
     def mask(self, array: Any, gaps: npt.NDArray[np.bool_]) -> tuple[Any, Any]:
         """Return an array with zeros where ``gaps`` is True, and ``gaps`` as an array of the same library and shape."""
@@ -79,7 +79,7 @@ class _Chosen:
 
 
 def choose(name: str) -> None:
-    """Decode the arrays of all further messages in this process with the named library.
+    """Decode the arrays of all further messages in the process with the named library.
 
     Example::
 
@@ -107,7 +107,7 @@ def to_raw(arrays: Mapping[str, Any]) -> list[Raw]:
 
 
 def from_raw(raws: Sequence[Raw]) -> dict[str, Any]:
-    """Return arrays of the chosen library; raises TensorError for types and shapes that the library lacks."""
+    """Return arrays of the chosen library; raises TensorError for unsupported types and shapes."""
     return library(_Chosen.name).from_raw(raws)
 
 

@@ -102,7 +102,7 @@ class CastForm:
         return b"".join([self.header(message, peers), *values, bytes(message.padding)])
 
     def decode(self, data: bytes | bytearray) -> tuple[Message, int] | None:
-        """Return a message and the size of its header in bytes, or None if it is not addressed to this device.
+        """Return a message and the size of its header in bytes, or None for a broadcast to other devices.
 
         Raises WireError for bytes that `encode` cannot have written.
         """

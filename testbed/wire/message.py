@@ -82,7 +82,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Envelope:
-    """A received message with the numbers that identify retransmissions."""
+    """A received message with the numbers for detecting retransmissions."""
 
     message: Message
     incarnation: int
@@ -118,11 +118,10 @@ def encode(message: Message, sender: str, incarnation: int = 0, sequence: int = 
 
 
 def content_size(message: Message, sender: str) -> int:
-    """Return the number of bytes that `encode` returns for a message, without encoding the message.
+    """Return the encoded size of a message in bytes, without encoding the message.
 
     The result is exact if the incarnation and the sequence number have their usual number of digits. Raises WireError
-    as
-    `encode` does.
+    as `encode` does.
     """
     return _content_size(message, sender, _read_back(message)[1])
 
@@ -180,7 +179,7 @@ def _content_size(message: Message, sender: str, fields: int) -> int:
 
 
 def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
-    """Return the fields as JSON would return them (tuples become lists), and their size in JSON bytes."""
+    """Return the fields as read back from JSON (tuples become lists), and the JSON size in bytes."""
     fields = message.fields
     length = _flat_size(fields) if fields else 2
     if length:
@@ -191,7 +190,7 @@ def _read_back(message: Message) -> tuple[Mapping[str, Any], int]:
 
 @lru_cache(10_000)
 def _size_around(kind: str, sender: str, padding: int) -> int:
-    """Return the size of a header without its fields."""
+    """Return the size of a header without the fields."""
     return _SIZE_WITHOUT_TEXTS + _quoted_size(kind) + _quoted_size(sender) + len(str(padding))
 
 

@@ -44,7 +44,7 @@ def refusal(text: str) -> str:
 
 
 class Body(io.RawIOBase):
-    """The body of a request, read from the connection on demand by the thread that answers the request."""
+    """The body of a request, read on demand by the thread of the request."""
 
     def __init__(self, channel: Channel, length: int, early: bytes, expected: bool) -> None:
         self.left = length
@@ -89,7 +89,7 @@ class Body(io.RawIOBase):
 
 
 class Request(HTTPRequestParser):
-    """A request that counts as complete after its head, so that it can be refused before its body arrives."""
+    """A request complete after its head, and therefore refusable before the body arrives."""
 
     expect_continue: bool = False
     # Waitress uses the version in its response and logs the path, even for a head that it cannot parse.
@@ -101,7 +101,7 @@ class Request(HTTPRequestParser):
         self._channel = channel
 
     def received(self, data: bytes) -> int:
-        """Parse a piece of the head, or its end with the first bytes of the body; return the number of bytes used."""
+        """Parse a piece of the head, possibly with the first bytes of the body; return the number of bytes used."""
         count = int(super().received(data))
         if self.empty or not self.headers_finished:
             return count

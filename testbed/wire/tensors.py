@@ -87,7 +87,7 @@ def write(tensors: Sequence[Raw], metadata: Mapping[str, str] | None = None, off
 
 
 def size(tensors: Mapping[str, Any], offset: int = 0) -> int:
-    """Return the number of bytes that `write` returns for tensors of any shapes; raises TensorError as `write` does."""
+    """Return the size of `write`'s result in bytes for tensors of any shapes; raises TensorError as `write` does."""
     # Each entry has a trailing comma, and the last one replaces a brace.
     header = len("{}") - 1
     end = 0

@@ -56,7 +56,7 @@ _TICK = 5.0
 
 
 class Lease:
-    """A timer that calls ``end`` unless it is renewed in time.
+    """A timer with a call of ``end`` unless renewed in time.
 
     Time is counted in short sleeps of this process, so a paused or starved process does not use up its lease.
     """

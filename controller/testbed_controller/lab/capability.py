@@ -68,7 +68,7 @@ def in_shaper(client: docker.DockerClient, image: str, command: list[str], backe
 
 
 def store(measured: Capability) -> None:
-    """Store a measurement for later runs on this host."""
+    """Store a measurement for later runs."""
     path = _storage_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
@@ -77,12 +77,12 @@ def store(measured: Capability) -> None:
 
 
 def known() -> list[Capability]:
-    """Return the measurements of this host with its current kernel, possibly none."""
+    """Return the measurements of the host with the current kernel, possibly none."""
     return [Capability(**fields) for name, fields in _load().items() if name != "host"]
 
 
 def check(experiment: Experiment, backend: str) -> None:
-    """Refuse rates above the measured capacity of this host; ``auto`` allows the fastest backend.
+    """Refuse rates above the host's measured capacity; ``auto`` allows the fastest backend.
 
     Raises InputError with the link and the highest possible rate.
     """
@@ -108,7 +108,7 @@ def _storage_path() -> Path:
 
 
 def _host_identity() -> list[object]:
-    """Return the validity of the measurements: another kernel or number of processors makes them void."""
+    """Return host name, kernel and number of processors: any change makes measurements void."""
     return [os.uname().nodename, os.uname().release, os.cpu_count()]
 
 

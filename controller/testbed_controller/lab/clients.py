@@ -181,7 +181,7 @@ class Agent:
         return self._request_json("GET", "/facts")
 
     def deploy(self, deployment: bytes) -> dict[str, Any]:
-        """Send a deployment (`testbed.deployment`); return when the device is ready to start its program."""
+        """Send a deployment (`testbed.deployment`); return when the device is ready to start the program."""
         return self._request_json("PUT", "/deployment", seconds=WORK_SECONDS, data=deployment)
 
     def put_data(self, body: bytes) -> None:
@@ -193,12 +193,12 @@ class Agent:
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:
-        """Run the program from ``origin`` on, an instant of this host's monotonic clock; a past instant means now."""
+        """Run the program from ``origin`` on, an instant of the controller's monotonic clock; a past instant means now."""
         self._origin = origin, self._clock.there(origin)
         self._request("POST", "/start", json={"origin": self._origin[1]})
 
     def stop(self) -> None:
-        """Cancel the program and wait for its end."""
+        """Cancel the program and wait for the end."""
         self._request("POST", "/stop", seconds=CONNECT_SECONDS, data=b"")
 
     def leave(self) -> None:
@@ -224,7 +224,7 @@ class Agent:
         self._request("PUT", "/links", json=changes)
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """Yield the events from number ``after`` on as they are recorded, until the end of the program.
+        """Yield the events from number ``after`` on as recorded, until the end of the program.
 
         Raises AgentGone if the stream breaks, for example when the device is killed, and AgentError if these events
         were dropped or do not exist yet.
@@ -242,7 +242,7 @@ class Agent:
                 raise AgentGone(f"{self._name}: the event stream ended before the program: {error}") from error
 
     def _convert_times(self, event: Event) -> Event:
-        """Convert the times of an event from the device's clock to this host's clock."""
+        """Convert the times of an event from the device's clock to the controller's clock."""
         here, there = self._origin
         moved = self._clock.here(there + event.time) - here - event.time
         if not moved:

@@ -87,7 +87,7 @@ class Offset:
 
 
 class HostClock:
-    """An estimate of a host's clock from exchanges: a line through those with the smallest round trips."""
+    """An estimate of a host's clock: a line through the exchanges with the smallest round trips."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=KEPT)

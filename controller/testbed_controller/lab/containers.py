@@ -75,7 +75,7 @@ class RunningContainer:
 
 
 def running_labs(client: docker.DockerClient) -> dict[str, list[RunningContainer]]:
-    """Return the containers of every run on the engine, by run, whoever owns it."""
+    """Return the containers of every run on the engine, by run, whoever the owner is."""
     labs: dict[str, list[RunningContainer]] = {run: [] for run in sorted(labelled_runs(client))}
     urls: dict[str, str] = {}
     for entry in client.api.containers(all=True, filters={"label": RUN}):
@@ -122,7 +122,7 @@ def device_url(shaper: str, name: str) -> str:
 
 
 def published_url(inspection: Mapping[str, Any]) -> str:
-    """Return the URL of an inspected container's published control port; empty if it is not published."""
+    """Return the URL of an inspected container's published control port; empty without one."""
     bindings = (inspection["NetworkSettings"]["Ports"] or {}).get(f"{CONTROL_PORT}/tcp")
     return f"http://127.0.0.1:{bindings[0]['HostPort']}" if bindings else ""
 
@@ -214,7 +214,7 @@ def container_settings(
 
 
 def make_container(client: docker.DockerClient, run: str, name: str, settings: dict[str, Any]) -> None:
-    """Create and start a container. Its fixed name makes a repeated request harmless.
+    """Create and start a container. A fixed name makes a repeated request harmless.
 
     Raises `HostError` if the engine refuses.
     """

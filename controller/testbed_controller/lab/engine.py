@@ -73,7 +73,7 @@ def connect_to_run(run: str) -> docker.DockerClient:
 
 
 def connect_to_all() -> dict[EngineAddress, docker.DockerClient]:
-    """Return clients of the chosen engine and of all engines with runs of this user.
+    """Return clients of the chosen engine and of all engines with runs of the user.
 
     Unresponsive engines are skipped; raises HostError if none responds.
     """
@@ -116,7 +116,7 @@ def _retry_requests(client: docker.DockerClient) -> None:
 
 
 class _Patient(BaseAdapter):
-    """A transport adapter that repeats requests while the engine is silent, for example during a restart.
+    """A transport adapter with repeated requests while the engine is silent, for example during a restart.
 
     Raises HostError after `PATIENCE` seconds. A repeated request may already have been executed, so callers choose
     names themselves and treat a name conflict as success.
@@ -185,7 +185,7 @@ _REFUSED_OPTIONS = {
 
 
 def refuse_unusable(client: docker.DockerClient, engine: EngineAddress) -> None:
-    """Raise HostError for an engine that cannot host a lab."""
+    """Raise HostError for an engine without the requirements of a lab."""
     problem = lab_problem(client, engine)
     if problem is not None:
         raise HostError("; ".join([*problem, SIMULATE]))
@@ -196,7 +196,7 @@ _LIMITS = {"memory": "MemoryLimit", "processes": "PidsLimit"}
 
 
 def facts(client: docker.DockerClient) -> dict[str, Any]:
-    """Return properties of the engine and its machine.
+    """Return properties of the engine and the machine.
 
     ``memory`` is in bytes; ``unlimited`` lists the container limits that the machine's kernel ignores.
     """
@@ -290,7 +290,7 @@ def _shorten_error(text: str) -> str:
 
 
 def _start_engine(say: Say) -> docker.DockerClient:
-    """Start the installed engine, through systemd if available, and wait for its response."""
+    """Start the installed engine, through systemd if available, and wait for a response."""
     if Path("/run/systemd/system").is_dir():
         say("starting the Docker engine: systemctl start docker")
         subprocess.run(["systemctl", "start", "docker"], check=False, stdin=subprocess.DEVNULL)
@@ -366,7 +366,7 @@ def _iptables_works(iptables: str) -> bool:
 
 
 def _last_error(log: Path) -> str:
-    """Return the last line of the engine's log that reports an error."""
+    """Return the last error in the engine's log."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     serious = [line for line in lines if "level=" not in line or "level=error" in line or "level=fatal" in line]
     return (serious or lines or ["no reason given"])[-1]

@@ -70,7 +70,7 @@ class EngineAddress:
 
 
 def chosen_engine() -> EngineAddress:
-    """Return the engine that docker's own commands would use now.
+    """Return the engine chosen for docker's own commands.
 
     The context is read here because docker-py follows contexts only since version 7.2. Raises HostError for a missing
     context.

@@ -57,7 +57,7 @@ class Ending:
 
 
 class Health:
-    """Health checks of a run's containers; ``memory`` maps each device to its limit in bytes."""
+    """Health checks of a run's containers; ``memory`` has the limit of each device in bytes."""
 
     def __init__(self, client: docker.DockerClient, run: str, memory: Mapping[str, float]) -> None:
         self._client = client
@@ -97,7 +97,7 @@ class Health:
                 self._check_port(name, url)
 
     def ending(self, name: str, patience: float = 0.0) -> Ending | None:
-        """Return the cause of a container's end, or None if it is running.
+        """Return the cause of a container's end, or None for a running one.
 
         Waits up to ``patience`` seconds for the end of a running container.
         """
@@ -128,7 +128,7 @@ class Health:
         return Ending("was ended from outside (SIGKILL)")
 
     def _wait_for_all_to_end(self) -> bool:
-        """Wait for the end of all containers; return whether they ended.
+        """Wait for the end of all containers; return whether all ended.
 
         An engine that shuts down in order ends its containers first, without reporting events.
         """

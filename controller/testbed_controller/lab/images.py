@@ -177,7 +177,7 @@ def ensure_agent(client: docker.DockerClient, say: Say) -> str:
 
 
 def _ensure_image(client: docker.DockerClient, kind: str, code: Mapping[str, bytes], target: Target, say: Say) -> str:
-    """Return the tag of an image with our code, after building the image and its base if missing."""
+    """Return the tag of an image with our code, after building missing layers."""
     runtime, base = _runtime_tag(kind, target), _base_tag()
     tag = _code_tag(kind, code, runtime)
     if image_exists(client, tag):
@@ -227,7 +227,7 @@ def _is_abandoned(stage: Image) -> bool:
 
 
 def _remove_image(client: docker.DockerClient, reference: str) -> bool:
-    """Remove one image and return True, unless a container or another image uses it."""
+    """Remove one unused image and return True; return False for an image in use."""
     try:
         client.images.remove(reference)
     except ImageNotFound:
@@ -441,7 +441,7 @@ def image_size(client: docker.DockerClient, tag: str) -> int:
 
 
 def image_folder(info: Mapping[str, Any]) -> Path:
-    """Return the folder in which an engine stores images, given its info."""
+    """Return the image folder of an engine, given the engine's info."""
     store = dict(info.get("DriverStatus") or ()).get("driver-type", "")
     daemon = str((info.get("Containerd") or {}).get("Address", ""))
     if store.startswith("io.containerd.snapshotter") and daemon in _SYSTEM_CONTAINERD:

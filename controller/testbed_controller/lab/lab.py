@@ -81,7 +81,7 @@ class RunLab:
 
     @property
     def run_id(self) -> str:
-        """The ID of the run, the label of all its containers."""
+        """The ID of the run, the label of all containers."""
         return self._state.run
 
     @property
@@ -90,7 +90,7 @@ class RunLab:
         return self._state.token
 
     def check_serves(self, trial: Trial) -> None:
-        """Raise InputError if a trial needs other devices, links or images than this lab has."""
+        """Raise InputError if a trial needs other devices, links or images than the lab has."""
         now, wanted = self.experiment, trial.experiment
         names = [device.name for device in now.devices]
         images = []
@@ -276,7 +276,7 @@ class Lab(RunLab):
         return Shaper(self._shaper_url, self._state.token_of(SHAPER))
 
     def agent(self, name: str) -> Agent:
-        """Return a client of a device's agent at its current port; raises `TestbedError` if the device is off."""
+        """Return a client of a device's agent at the current port; raises `TestbedError` if the device is off."""
         url = self._device(name).control_url
         if not url:
             raise TestbedError(f"{name} is {self.devices[name].state}: its agent does not run")
@@ -356,7 +356,7 @@ class Lab(RunLab):
         self.look(name)
 
     def down(self) -> bool:
-        """Remove everything that belongs to the run.
+        """Remove all parts of the run.
 
         Returns False after an interruption or without a response of the engine; the removal then continues in the
         background.

@@ -17,7 +17,7 @@ TORCH_AGENT = 172e6
 
 
 def device_memory(device: DeviceSpec, *, torch: bool = True) -> float:
-    """Return the minimum memory of a device in bytes; its limit, if that is smaller."""
+    """Return the minimum memory of a device in bytes, or a smaller limit."""
     return min(device.memory, TORCH_AGENT if torch else AGENT)
 
 

@@ -56,7 +56,7 @@ def device_addresses(subnet: IPv4Network, names: Sequence[str]) -> dict[str, IPv
 
 
 def host_routes(within: str) -> list[IPv4Network]:
-    """Return the networks within a range to which this machine has routes, in any routing table.
+    """Return the networks within a range with a route on the machine, in any routing table.
 
     A wider route is no obstacle, because the route of a new network within the range is more specific: VPNs take all
     addresses by a default route or its two halves. All tables count, since a policy rule (``ip rule``) may precede the

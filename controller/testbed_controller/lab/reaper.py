@@ -71,7 +71,7 @@ class Reaper:
 
     @contextmanager
     def guarding(self, remove: Callable[[], object], keep: bool) -> Iterator[None]:
-        """Remove the run if its creation fails or is interrupted; dismiss the reaper afterwards with ``keep``."""
+        """Remove the run after a failed or interrupted creation; dismiss the reaper afterwards with ``keep``."""
         try:
             yield
         except BaseException as error:

@@ -99,7 +99,7 @@ def remove_from(client: docker.DockerClient, run: str, *, settle: bool = True, n
 def _phases(
     client: docker.DockerClient, label: dict[str, str], networks: bool
 ) -> list[tuple[Callable[[], list[str]], Callable[[str], Any]]]:
-    """Return functions that list and remove labelled objects, in the required order."""
+    """Return functions for listing and removing labelled objects, in the required order."""
     api = client.api
 
     def list_containers() -> list[str]:
@@ -127,7 +127,7 @@ def _is_manager(client: docker.DockerClient) -> bool:
 
 
 def _remove_all(ids: Iterable[str], remove: Callable[[str], Any]) -> list[str]:
-    """Remove objects concurrently; return the engine's reasons for objects that remain for now."""
+    """Remove objects concurrently; return the engine's reasons for the remaining ones."""
 
     def attempt(id_: str) -> str | None:
         try:

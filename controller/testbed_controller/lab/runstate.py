@@ -48,12 +48,12 @@ def new_id(scenario: str) -> str:
 
 
 def path_of(run: str) -> Path:
-    """Return the path of a run's state file, whether or not it exists."""
+    """Return the path of a run's state file, existing or not."""
     return state_folder() / f"{run}.json"
 
 
 def write(state: RunState) -> None:
-    """Write or replace the state file atomically, readable by its owner only."""
+    """Write or replace the state file atomically, readable by the owner only."""
     _write_private(path_of(state.run), asdict(state))
 
 

@@ -93,7 +93,7 @@ class Target:
 
 
 def host_machine() -> str:
-    """Return the processor architecture of this machine, by Linux's name."""
+    """Return the machine's processor architecture, by Linux's name."""
     return machine_name(platform.machine())
 
 
@@ -317,7 +317,7 @@ def _wheel_requirements(path: Path) -> list[str]:
 
 
 def _find_wheel(folder: Path, requirement: Requirement, supported: set[tags.Tag]) -> Path | None:
-    """Return the newest wheel in a folder that meets a requirement and fits the image."""
+    """Return the newest wheel in a folder with a matching requirement and platform."""
     wheels: dict[Version, Path] = {}
     wanted = canonicalize_name(requirement.name)
     for path in folder.glob("*.whl"):

@@ -90,7 +90,7 @@ def answer(request: Request, containers: DockerFaultTarget, record: Record = lam
 
 
 def _active_actions(containers: DockerFaultTarget) -> dict[str, FaultAction[Any]]:
-    """Return the actions that `undo` can revert, by handle."""
+    """Return the revertible actions by handle."""
     actions = dict(containers.shown.in_force)
     for device, state in containers.states().items():
         if state in _CAUSES:
@@ -108,7 +108,7 @@ def _state_handle(action: FaultAction[Any]) -> str:
 
 
 def _parse_strike(request: Request, containers: DockerFaultTarget) -> FaultOperation:
-    """Validate an action and assign its handle."""
+    """Validate an action and assign a handle."""
     action = parse(ActionPart, request.get("strike", {})).action
     run = containers.experiment
     devices = [device.name for device in run.devices]
@@ -142,7 +142,7 @@ def _summarise(step: FaultOperation, changed: StateDiff, containers: DockerFault
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """New link properties that replace those of the scenario; active faults still apply on top."""
+    """New link properties in place of the scenario's; active faults still apply on top."""
 
     pairs: Sequence[Pair]
     part: LinkPart
@@ -193,7 +193,7 @@ def choose_links(links: Iterable[Pair], source: str | None, destination: str | N
 
 
 def reach(run_id: str) -> Callable[[Request], Answer]:
-    """Return a function that executes requests about a lab: in its active run, or else in this process.
+    """Return a function for requests about a lab: to the active run, or else executed in the own process.
 
     Raises InputError for an unknown lab.
     """

@@ -63,7 +63,7 @@ End = tuple[Status, str | None]
 
 
 class KeyedExecutor:
-    """An executor that runs jobs with equal keys in order, and others concurrently.
+    """An executor for jobs with keys: equal keys run in order, others concurrently.
 
     A waiting job occupies a worker of the pool; the job it waits for has already begun, so no deadlock can occur.
     """
@@ -73,7 +73,7 @@ class KeyedExecutor:
         self._last: dict[Hashable, Future[None]] = {}
 
     def submit(self, key: Hashable, job: Callable[[], None]) -> None:
-        """Run a job after all earlier ones with its key."""
+        """Run a job after all earlier ones with the same key."""
         predecessor = self._last.get(key)
 
         def in_turn() -> None:
@@ -193,7 +193,7 @@ class Execution:
             return None
 
     def _deploy(self, name: str) -> int:
-        """Deploy the program; return the number of events that the device has recorded in earlier runs."""
+        """Deploy the program; return the number of events recorded by the device in earlier runs."""
         agent = self._lab.agent(name)
         answer = agent.deploy(self._deployments.of(name))
         after = int(answer["events"])
@@ -226,7 +226,7 @@ class Execution:
         return device.name in self._reports and self._reports[device.name][0] == device.pid
 
     def _listen(self, name: str, pid: int, seen: int) -> None:
-        """Forward a device's events from number ``seen`` on, until its program ends or the device restarts."""
+        """Forward a device's events from number ``seen`` on, until the program ends or the device restarts."""
         problem = ""
         while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
             try:
@@ -314,7 +314,7 @@ class Execution:
             self._news.put(partial(self._note_end, name, ending))
 
     def _admit_unasked(self, name: str) -> None:
-        """Admit a device that was started from another terminal or by the engine."""
+        """Admit a device started from another terminal or by the engine."""
         try:
             self._admit(name)
         except Exception as error:  # noqa: BLE001 - the device may have ended, or the engine may be stopping
@@ -334,7 +334,7 @@ class Execution:
         return None
 
     def _describe_missing(self) -> str:
-        """Name the devices that are down, as a suffix of a message."""
+        """Name the missing devices, as a suffix of a message."""
         down: list[str] = []
         with suppress(HostError):
             down = [name for name, state in self._containers.states().items() if state != "up"]
@@ -412,7 +412,7 @@ class Execution:
             return None, []
 
     def _gather_parts(self) -> dict[str, bytes]:
-        """Return the part of the model from each device that responds and exposes weights."""
+        """Return the exposed part of the model from each responding device."""
 
         def ask(name: str) -> bytes | None:
             with suppress(TestbedError):  # killed, or without exposed weights

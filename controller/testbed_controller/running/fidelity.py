@@ -67,7 +67,7 @@ def verify_links(
     accept: bool,
     patience: float = 20.0,
 ) -> list[LinkMeasurement]:
-    """Measure links; raise `LinksError` if one stays outside its tolerance and ``accept`` is False.
+    """Measure links; raise `LinksError` if one stays outside the tolerance and ``accept`` is False.
 
     Links outside their tolerance are measured again for ``patience`` seconds, since shared hosts are often slow for a
     few seconds only.
@@ -145,7 +145,7 @@ def _find_causes(measurements: Sequence[LinkMeasurement], host: Mapping[str, flo
 
 
 def _beyond_the_host(measurements: Sequence[LinkMeasurement]) -> LinkMeasurement | None:
-    """Return the link with the largest rate deficit, unless this host reached its rate on another link."""
+    """Return the link with the largest rate deficit, unless the host reached an equal rate on another link."""
     reached = [link.rate for link in measurements if link.rate and not link.problem]
     highest = max(reached, default=0.0)
     candidates = []

@@ -92,7 +92,7 @@ class LiveProgress:
 
 
 def _describe_event(event: Event) -> tuple[str, str] | None:
-    """Return the text and style of an event, or None if it is not displayed."""
+    """Return the text and style of a displayed event, or None."""
     fields, bad = event.fields, "bold red"
     match event.event:
         case "failed":

@@ -77,7 +77,7 @@ class DockerFaultTarget:
         return SystemState.of(self.experiment.devices, self.experiment.links, self.experiment.radio)
 
     def links(self) -> dict[Pair, Link]:
-        """Return every link in its current state."""
+        """Return every link in the current state."""
         state = self.shown
         return {pair: state.link(pair) for pair in state.links}
 
@@ -112,7 +112,7 @@ class DockerFaultTarget:
         self._lab.kill(device)
 
     def restart(self, device: str) -> None:
-        """Start a device with its current links and speed."""
+        """Start a device with the current links and speed."""
         self._lab.start(device)
         self._admit(device)
 
@@ -136,7 +136,7 @@ class DockerFaultTarget:
         self.kill(device)
 
     def pause(self, device: str) -> None:
-        """Freeze a device; its computation halts first, since a frozen device must not use up paced time."""
+        """Freeze a device; computation halts first, since a frozen device must not use up paced time."""
         self._send_speeds({device: HALTED})
         self._lab.pause(device)
 
@@ -146,7 +146,7 @@ class DockerFaultTarget:
         self.inform(device, fresh=False)
 
     def inform(self, name: str, *, fresh: bool = True) -> None:
-        """Send a device the current properties of its links and its speed.
+        """Send a device the current properties of all links and of the speed.
 
         ``fresh`` means a device that was just booted or deployed and knows only its deployment; otherwise the device
         was unreachable for a while.
@@ -230,12 +230,12 @@ def _from_json(document: Mapping[str, Any], untouched: SystemState) -> SystemSta
 
 
 def events_of(step: RecordedStep, changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and fields of each event that records a step and its changes; see `changes_of`."""
+    """Return the name and fields of the events for a step and the resulting changes; see `changes_of`."""
     return [*step.events(), *changes_of(changed, speeds)]
 
 
 def changes_of(changed: StateDiff, speeds: Mapping[str, float]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and fields of each event that records changed links and devices.
+    """Return the name and fields of the events for changed links and devices.
 
     ``speeds`` are those of the scenario, in FLOP/s.
     """

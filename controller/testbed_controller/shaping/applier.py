@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Applier:
-    """The link backend, with a gate for links that need one."""
+    """The link backend, with an optional gate."""
 
     def __init__(self, links: str, seed: Callable[[], int]) -> None:
         self._backend, self._refused = choose(links, seed)
@@ -43,7 +43,7 @@ class Applier:
         """Reason why a gate is impossible; empty if it is possible."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the backend, its scheduling priority, and that of the gate."""
+        """Return the backend, and the scheduling priorities of backend and gate."""
         return {
             "backend": self._backend.name,
             "congestion_control": CONGESTION_CONTROL,
@@ -53,7 +53,7 @@ class Applier:
         }
 
     def has_gate(self, required: bool) -> bool:
-        """Start the gate on first use; return whether it is available. Raises HostError if ``required`` fails.
+        """Start the gate on first use; return whether a gate is available. Raises HostError if ``required`` fails.
 
         Without a gate, HTB paces broadcasts and slow links; only a radio cell requires a gate.
         """
@@ -175,7 +175,7 @@ class Applier:
 
 
 def _add_gate(figures: dict[str, Any], gate: Mapping[str, Any]) -> None:
-    """Add the statistics of the gate to those of the backend."""
+    """Add the statistics of the gate to the backend's."""
     figures["gate"] = gate
     lateness = figures.get("lateness", {})
     figures["lateness"] = {key: max(value, lateness.get(key, 0.0)) for key, value in gate["lateness"].items()}

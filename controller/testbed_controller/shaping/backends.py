@@ -94,13 +94,13 @@ class Userspace(Backend):
 
     @classmethod
     def check_kernel(cls, trial: InterfacePlan) -> str:
-        """Return an iptables program that can lead packets into a queue; raises HostError without one."""
+        """Return an iptables program with support for packet queues; raises HostError without one."""
         nfqueue.check()
         return _iptables_for_a_queue()
 
     @classmethod
     def open(cls, kernel: str, seed: Callable[[], int]) -> Self:
-        """Return a backend that uses the given iptables program."""
+        """Return a backend for the given iptables program."""
         return cls(kernel, seed)
 
     def __init__(self, iptables: str, seed: Callable[[], int]) -> None:
@@ -185,7 +185,7 @@ class Netem(Backend):
 
     @classmethod
     def link_problem(cls, link: Link, downlink: Access | None) -> str | None:
-        """Return the property of a link that netem does not support with a remedy, or None."""
+        """Return a property of a link without support in netem, with a remedy, or None."""
         return netem.problem(link, downlink)
 
     @classmethod
@@ -271,7 +271,7 @@ def choose(wanted: str, seed: Callable[[], int]) -> tuple[Backend, dict[str, str
 
 
 def _explain_failures(problems: Mapping[str, str]) -> dict[str, str]:
-    """Return the missing kernel modules of each failed backend, or its problem if no module is missing."""
+    """Return the missing kernel modules of each failed backend, or the problem if no module is missing."""
     reasons = {}
     for name, problem in problems.items():
         lacking = _find_missing(LINK_BACKENDS.find(name).requirements)
@@ -296,7 +296,7 @@ def backend_problems() -> dict[str, str]:
 
 
 def queueing_iptables() -> str:
-    """Return an iptables program that leads packets into queues; raises HostError without kernel support."""
+    """Return an iptables program with support for packet queues; raises HostError without kernel support."""
     return str(_run_in_scratch(Userspace.check_kernel))
 
 

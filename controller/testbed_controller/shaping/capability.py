@@ -60,7 +60,7 @@ class Capability:
 
 
 def measure(backend: str = "auto") -> Capability:
-    """Measure the link capacity in a few seconds. Raises HostError if this kernel cannot shape links."""
+    """Measure the link capacity in a few seconds. Raises HostError without kernel support."""
     from testbed_controller.shaping.shaper import (
         Shaping,  # late: imports pyroute2, which readers of stored results do not need
     )

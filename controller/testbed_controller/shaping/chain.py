@@ -10,7 +10,7 @@ from testbed_controller.shaping.plan import InterfacePlan
 
 @dataclass(frozen=True)
 class RuleChain:
-    """A desired chain in the syntax of ``iptables-restore``, so that one step replaces all rules."""
+    """A desired chain in the syntax of ``iptables-restore``: one step replaces all rules."""
 
     name: str
     entry: tuple[str, ...]
@@ -24,7 +24,7 @@ class RuleChain:
         return [f"-A {self.name} {rule}" for rule in self.rules]
 
     def restore(self) -> str:
-        """Return the input for ``iptables-restore --noflush`` that replaces all rules."""
+        """Return the input for ``iptables-restore --noflush`` to replace all rules."""
         return "\n".join(["*filter", f":{self.name} - [0:0]", *self.lines, "COMMIT", ""])
 
     def _entry_rule(self) -> str:

@@ -21,7 +21,7 @@ _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
 def confine() -> None:
-    """Make the system calls in `DENIED` fail with EPERM, for this process and its children.
+    """Make the system calls in `DENIED` fail with EPERM, for the process and all children.
 
     Raises OSError if the library is missing or the kernel rejects the filter.
     """

@@ -197,7 +197,7 @@ class Loop:
     def _hold(
         self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
     ) -> None:
-        """Store a packet, or a copy, until its delay is over."""
+        """Store a packet, or a copy, until the end of the delay."""
         due = arrived + (line.constant if line.delay is None else line.delay())
         if due < line.latest or entry[2] is not None:
             line.ordered = False
@@ -248,7 +248,7 @@ class Loop:
             self._send_verdicts(port)
 
     def _pop_due(self, port: _Port, line: _DelayQueue, ripe: float) -> int:
-        """Move due packets from a line to the device or its downlink; return their number."""
+        """Move due packets from a line to the device or the downlink; return the number."""
         heap = line.heap
         count = 0
         identity: bytearray | bytes | None = None
@@ -268,7 +268,7 @@ class Loop:
         return count
 
     def _serve_downlink(self, port: _Port, ripe: float) -> int:
-        """Release the packets that have passed a downlink; return their number."""
+        """Release the packets past a downlink; return the number."""
         assert port.downlink is not None
         count = 0
         while port.downlink.due <= ripe:

@@ -41,7 +41,7 @@ _AT_ONCE = 64
 
 
 def prioritise() -> str:
-    """Ask the kernel for immediate wake-ups of this process; return the granted priority."""
+    """Ask the kernel for immediate wake-ups of the process; return the granted priority."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
@@ -79,7 +79,7 @@ def run(loop: Callable[[socket.socket], Any], descriptor: int) -> None:
 def serve_request(
     control: socket.socket, execute: Callable[[dict[str, Any], list[int]], dict[str, Any] | None], descriptors: int
 ) -> bool:
-    """Receive one request, execute it by a function of (request, file descriptors), and send the result.
+    """Receive one request, execute a function of (request, file descriptors), and send the result.
 
     ``descriptors`` is the maximum number of file descriptors. Returns False if the server has disconnected. An OSError
     becomes the response's ``error``.
@@ -145,7 +145,7 @@ class Helper:
             return self._receive_answer()
 
     def forget(self, device: str) -> None:
-        """Release a device; the kernel drops its queued packets."""
+        """Release a device; the kernel drops all queued packets."""
         self.ask({"do": "close", "device": device})
 
     def statistics(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Helper:
         self.ask({"do": "reset"})
 
     def stop(self) -> None:
-        """Stop the process; kill it if a busy host delays its end, since it needs no cleanup."""
+        """Stop the process; kill a process delayed by a busy host, since no cleanup is needed."""
         self._control.close()
         try:
             self._process.wait(_END_SECONDS)
@@ -218,7 +218,7 @@ class QueueImpairment:
 
 
 class DelayLine(Helper):
-    """The server's end of the delay line; its statistics have counters for each device and queue."""
+    """The server's end of the delay line, with counters for each device and queue."""
 
     def __init__(self) -> None:
         super().__init__("testbed_controller.shaping.engine", "delay line")

@@ -30,7 +30,7 @@ class _Ticks:
 
 
 class HostMonitor:
-    """A sampler of the host's load between `start` and `stop`. It reports nothing without /proc."""
+    """A sampler of the host's load between `start` and `stop`; reports nothing without /proc."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []

@@ -103,7 +103,7 @@ def set_neighbours(name: str, hardware: Mapping[str, str]) -> None:
 
 
 def set_address(name: str, address: str, network: IPv4Network) -> None:
-    """Set the address of an interface and bring it up."""
+    """Set the address of an interface and activate the interface."""
     with _netlink(f"setting the address of {name}") as route:
         index, broadcast = socket.if_nametoindex(name), str(network.broadcast_address)
         route.addr("add", index=index, address=address, prefixlen=network.prefixlen, broadcast=broadcast, label=name)
@@ -133,13 +133,13 @@ def delete(name: str) -> None:
 
 
 def bound_segments(name: str, segments: int) -> None:
-    """Limit the number of packets that TCP passes down in one piece, since a queue sends a piece at once."""
+    """Limit the number of packets passed down by TCP in one piece, since a queue sends a piece at once."""
     with _netlink(f"setting gso_max_segs of {name}") as route:
         route.link("set", index=socket.if_nametoindex(name), gso_max_segs=segments)
 
 
 def segments_of(name: str) -> int:
-    """Return the maximum number of packets that TCP passes down in one piece."""
+    """Return the maximum number of packets passed down by TCP in one piece."""
     with _netlink(f"looking up {name}") as route:
         [link] = route.get_links(socket.if_nametoindex(name))
         return int(link.get("gso_max_segs"))
@@ -170,7 +170,7 @@ def set_congestion_control(name: str, algorithm: str) -> None:
 
 
 def forbid_offloads(interface: str) -> None:
-    """Disable offloads, so that loss and queues apply to real packets as on the wire.
+    """Disable offloads, so loss and queues apply to real packets as on the wire.
 
     Raises HostError if an offload stays enabled.
     """

@@ -82,7 +82,7 @@ def _channel_name(cell: Cell) -> str:
 
 
 def gate_rules(interface: str, gated: Mapping[str, Route]) -> RuleChain:
-    """Return the iptables chain that leads packets for these addresses from the data interface to the gate."""
+    """Return the iptables chain from the data interface to the gate, for packets to the given addresses."""
     rules = tuple(f"-d {address}/32 -j NFQUEUE --queue-num {QUEUE}" for address in gated)
     return RuleChain("TESTBED-GATE", ("OUTPUT", "-o", interface), rules)
 
@@ -154,7 +154,7 @@ class Media(Generic[T]):
         return self._ends[0][0] if self._ends else math.inf
 
     def finished(self, now: float) -> list[Transmission[T]]:
-        """Return and remove the transmissions that have ended, in the order of their ends."""
+        """Return and remove ended transmissions, in the order of the ends."""
         ended = []
         while self._ends and self._ends[0][0] <= now:
             transmission = heapq.heappop(self._ends)[2]
@@ -168,7 +168,7 @@ class Media(Generic[T]):
         self._waiting[transmission.station, transmission.address] -= 1
 
     def forget(self, station: Hashable, now: float) -> None:
-        """Remove a station; its waiting packets free their channels."""
+        """Remove a station; the channels of waiting packets become free."""
         self._routes.pop(station, None)
         for transmission in list(self._order):
             if transmission.station == station:
@@ -190,7 +190,7 @@ class Media(Generic[T]):
         heapq.heappush(self._ends, (transmission.end, self._ties, transmission))
 
     def _reschedule(self, now: float) -> None:
-        """Reschedule all transmissions that have not begun."""
+        """Reschedule all waiting transmissions."""
         on_air = [entry for entry in self._ends if entry[2].start <= now]
         self._free = {}
         for end, _, transmission in sorted(on_air):
@@ -204,7 +204,7 @@ class Media(Generic[T]):
 
 
 class Bottleneck(Generic[T]):
-    """Queues by source, served round-robin by packet, as HTB serves classes that borrow from one parent."""
+    """Queues by source, served round-robin by packet, as HTB serves classes with a common parent."""
 
     def __init__(self, rate: float, limit: int) -> None:
         self.rate = rate
@@ -223,7 +223,7 @@ class Bottleneck(Generic[T]):
         self._free = min(self._free, now + 8 * FRAME / rate)
 
     def enter(self, source: Hashable, now: float, size: int, item: T) -> bool:
-        """Queue a packet of ``size`` bytes; return False if its source's queue is full."""
+        """Queue a packet of ``size`` bytes; return False for a full queue."""
         queue = self._waiting.setdefault(source, deque())
         if len(queue) >= self.limit:
             self.refused += 1
@@ -241,7 +241,7 @@ class Bottleneck(Generic[T]):
         return self._free if self._turn else math.inf
 
     def leave(self) -> T:
-        """Remove and return the packet that leaves at `due`; its transmission time occupies the rate."""
+        """Remove and return the packet leaving at `due`; the rate is occupied for the transmission time."""
         source = self._turn.popleft()
         queue = self._waiting[source]
         size, item = queue.popleft()

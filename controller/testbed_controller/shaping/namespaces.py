@@ -46,7 +46,7 @@ class Namespace:
 
     @classmethod
     def scratch(cls) -> Namespace:
-        """Create an empty namespace, which ends with its last descriptor."""
+        """Create an empty namespace, which ends with the last descriptor."""
 
         def enter() -> int:
             if _libc.unshare(_CLONE_NEWNET) != 0:
@@ -78,13 +78,13 @@ class Namespace:
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Call ``work`` in a new thread: a thread that has entered a namespace must not be reused."""
+    """Call ``work`` in a new thread: after entering a namespace, a thread must not be reused."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(work).result()
 
 
 def command(arguments: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """Run a program with ``text`` as its input in the calling thread's namespace; return its output.
+    """Run a program with ``text`` as input in the calling thread's namespace; return the output.
 
     Raises HostError with the program's error output if its exit status is not zero.
     """

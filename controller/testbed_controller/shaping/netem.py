@@ -27,7 +27,7 @@ _DRAINING = 20_000
 
 
 def problem(link: Link, access: Access | None) -> str | None:
-    """Return the property of a link that netem does not support with a remedy, or None."""
+    """Return a property of a link without support in netem, with a remedy, or None."""
     if link.up and link.jitter_correlation:
         # The kernel reduces a correlated number to its lowest bits, which have no correlation left.
         return "netem cannot correlate successive delays: use --links userspace"
@@ -88,7 +88,7 @@ def devices(plan: InterfacePlan) -> set[str]:
 
 
 def build(plan: InterfacePlan) -> list[str]:
-    """Return the ``tc -batch`` lines that lead arriving packets through netem by source; the IFBs must exist."""
+    """Return the ``tc -batch`` lines leading arriving packets through netem by source; the IFBs must exist."""
     lines = [f"qdisc add dev {plan.interface} ingress", *_TREE.root(plan.downlink)]
     for line in _redirected_lines(plan).values():
         lines += _add_source(plan, line)
@@ -96,7 +96,7 @@ def build(plan: InterfacePlan) -> list[str]:
 
 
 def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
-    """Return the lines that change one plan's leaves into another's; new IFBs must exist.
+    """Return the lines for changing one plan's leaves into another's; new IFBs must exist.
 
     An unneeded leaf stays, so that packets in transit still arrive; only its filter is removed.
     """
@@ -131,7 +131,7 @@ def _netem_command(line: ReceiverLine) -> str:
 
 
 def _queue_commands(plan: InterfacePlan, line: ReceiverLine) -> list[str]:
-    """Return the commands for a queue of packets that wait for the downlink after their delay."""
+    """Return the commands for the queue before the downlink, after the delay."""
     number = _class_number(line)
     limit = plan.downlink.limit if plan.downlink else _DRAINING
     return [f"qdisc replace dev {IFB} parent {number:x}:1 handle {_INNER + number:x}: pfifo limit {limit}"]

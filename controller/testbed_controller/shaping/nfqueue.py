@@ -73,13 +73,13 @@ def _make_attribute(kind: int, value: bytes) -> bytes:
 
 
 def bind(queue: int, sequence: int) -> bytes:
-    """Return a message that binds a queue to its socket."""
+    """Return a message for binding a queue to a socket."""
     command = struct.pack(">BBH", _COMMAND_BIND, 0, socket.AF_INET)
     return _make_message(_CONFIG, queue, _NLM_F_ACK, sequence, _make_attribute(_CONFIG_COMMAND, command))
 
 
 def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
-    """Return a message that limits a queue's length and requests ``content`` bytes of each packet."""
+    """Return a message for limiting a queue's length and requesting ``content`` bytes of each packet."""
     parameters = struct.pack(">IB", content, _COPY_PACKET if content else _COPY_META)
     attributes = _make_attribute(_CONFIG_PARAMETERS, parameters) + _make_attribute(
         _CONFIG_MAXLEN, struct.pack(">I", limit)
@@ -88,7 +88,7 @@ def configure(queue: int, limit: int, content: int, sequence: int) -> bytes:
 
 
 def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
-    """Return a verdict up to the packet's identity, its last field.
+    """Return a verdict up to the packet's identity, the last field.
 
     With ``batch``, the verdict applies to all packets of the queue up to the identified one.
     """
@@ -103,7 +103,7 @@ def verdict_prefix(queue: int, verdict: int, batch: bool = False) -> bytes:
 
 
 def accept_altered(queue: int, identity: bytes | bytearray, packet: bytes) -> bytes:
-    """Return a verdict that accepts a packet with changed content."""
+    """Return a verdict for accepting a packet with changed content."""
     verdict = struct.pack(">I", ACCEPT) + identity
     attributes = _make_attribute(_ATTRIBUTE_VERDICT, verdict) + _make_attribute(_ATTRIBUTE_PAYLOAD, packet)
     return _make_message(_VERDICT, queue, 0, 0, attributes)
@@ -184,7 +184,7 @@ class Stamps:
         self._stamp_at = 48
 
     def read(self, data: bytearray, length: int) -> float | None:
-        """Return the arrival time (CLOCK_REALTIME, seconds), or None if the kernel did not record it."""
+        """Return the arrival time (CLOCK_REALTIME, seconds), or None if not recorded by the kernel."""
         at = self._stamp_at
         if at + 20 > length or data[at] != 20 or data[at + 2] != _ATTRIBUTE_TIMESTAMP:
             at = _FIRST_ATTRIBUTE

@@ -140,13 +140,13 @@ def plan(
 
 
 def linked_addresses(plan: InterfacePlan) -> set[str]:
-    """Return the addresses of the devices that a device sends to or receives from."""
+    """Return the addresses of a device's communication partners."""
     senders = {sender.address for sender in plan.senders if sender.number >= FIRST_PEER_CLASS}
     return senders | {line.address for line in plan.receivers if line.link.up}
 
 
 def most_segments(rates: Iterable[float]) -> int:
-    """Return the number of packets that TCP may pass down in one piece, from the fastest of these links.
+    """Return the number of packets allowed in one piece of TCP, from the fastest link.
 
     HTB releases a piece at once, however long its transmission takes: five packets at 250 kbit/s would be 0.2 s early.
     Packet by packet, however, few hosts reach 1 Gbit/s.
@@ -191,7 +191,7 @@ def burst(rate: float) -> int:
 
 
 def queue_limit(link: Link) -> int:
-    """Return the number of full frames that may wait at the sender, unless the link defines it.
+    """Return the maximum number of full frames waiting at the sender, unless defined by the link.
 
     The bandwidth-delay product of a round trip plus a margin; at least 300, because a socket with the kernel's default
     buffer holds that many small packets before it blocks.
@@ -202,6 +202,6 @@ def queue_limit(link: Link) -> int:
 
 
 def line_limit(link: Link) -> int:
-    """Return the capacity of the delay line in packets: it represents the wire and must never overflow."""
+    """Return the capacity of the delay line in packets: the line represents the wire and must never overflow."""
     smallest_frame = 60
     return min(200_000, max(10_000, math.ceil(1.2 * class_rate(link.rate) / 8 * longest_delay(link) / smallest_frame)))

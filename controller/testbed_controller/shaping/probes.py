@@ -79,12 +79,12 @@ class _Tally:
 
     @property
     def gap(self) -> float:
-        """Minimum time between small packets, in seconds, at which the link or its channel is half idle."""
+        """Minimum time between small packets, in seconds, for a half-idle link or channel."""
         return 2 * self.link.transmission_time(SMALL_FRAME) * self.crowd
 
     @property
     def gate(self) -> float:
-        """Time that a small packet spends at the gate before the delay of the link begins, in seconds."""
+        """Time of a small packet at the gate before the delay of the link begins, in seconds."""
         return 0.0 if self.medium is None else self.link.transmission_time(SMALL_FRAME)
 
     def measurement(self) -> LinkMeasurement:
@@ -231,7 +231,7 @@ def _assign_turns(
 
 
 def _shared_rates(pair: Pair, sites: Mapping[str, Site], media: Mapping[Pair, Route]) -> set[Hashable]:
-    """Return the rates that a link shares with others: uplink, downlink, channels."""
+    """Return the rates shared with other links: uplink, downlink, channels."""
     source, destination = pair
     shared: set[Hashable] = set(media[pair].channels) if pair in media else set()
     if sites[source].uplink is not None:

@@ -91,7 +91,7 @@ class Registry:
         return {**self.elsewhere, **local}
 
     def add(self, endpoints: Iterable[Endpoint], pool: ThreadPoolExecutor) -> None:
-        """Register new and restarted devices; a registered device keeps its number and state."""
+        """Register new and restarted devices; a registered device keeps number and state."""
         # First, since new devices may have the addresses of ended ones.
         self.release_ended()
         here = []

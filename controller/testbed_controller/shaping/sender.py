@@ -11,7 +11,7 @@ from testbed_controller.shaping.tc import Tree
 
 
 def build(plan: InterfacePlan) -> list[str]:
-    """Return the ``tc -batch`` lines that build the tree on an interface.
+    """Return the ``tc -batch`` lines for building the tree on an interface.
 
     Packets without a class (ARP, other destinations) pass the default class without impairments.
     """
@@ -25,7 +25,7 @@ def build(plan: InterfacePlan) -> list[str]:
 
 
 def change(old: InterfacePlan, new: InterfacePlan) -> list[str]:
-    """Return the lines that change one plan's tree into another's, leaving equal leaves alone."""
+    """Return the lines for changing one plan's tree into another's, leaving equal leaves alone."""
     device = new.interface
     before = {one.number: one for one in old.senders}
     after = {one.number: one for one in new.senders}

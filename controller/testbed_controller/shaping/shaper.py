@@ -37,7 +37,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def refuse(links: Mapping[Pair, Link]) -> None:
-    """Raise InputError for links that no backend supports."""
+    """Raise InputError for links without support by any backend."""
     for (source, destination), link in links.items():
         if errors := problems(link):
             raise InputError(f"link {source} -> {destination}: {'; '.join(problem.text for problem in errors)}")
@@ -156,7 +156,7 @@ class Shaping:
                 _LOG.info("link %s -> %s: %s", *pair, changed)
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the end of a device, and release it."""
+        """Wait up to ``seconds`` for the end of a device, and release the device."""
         if self.registry.await_end(seconds):
             self.release_ended()
 
@@ -206,7 +206,7 @@ class Shaping:
             self._pool.shutdown()
 
     def probe(self, pairs: Sequence[Pair]) -> list[LinkMeasurement]:
-        """Measure links; raises InputError for an unknown link or a device that is not running."""
+        """Measure links; raises InputError for an unknown link or a stopped device."""
         names = set(chain.from_iterable(pairs))
         with self._lock:
             self.registry.release_ended()

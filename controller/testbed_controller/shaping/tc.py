@@ -71,16 +71,16 @@ class Tree:
         ]
 
     def change_access(self, access: Access | None) -> str:
-        """Return the line that changes the rate shared by all links."""
+        """Return the line for changing the rate shared by all links."""
         return self._top_class("change", ACCESS_CLASS, _access_rate(access))
 
     def leaf(self, verb: str, number: int, rate: int) -> str:
-        """Return the line that adds, changes or replaces the class of a link."""
+        """Return the line for adding, changing or replacing the class of a link."""
         place = f"dev {self.device} parent {self.identity(ACCESS_CLASS)} classid {self.identity(number)}"
         return f"class {verb} {place} htb {_OWN} ceil {rate}bit cburst {burst(rate)} quantum {FRAME}"
 
     def remove(self, number: int) -> str:
-        """Return the line that removes the class of a link."""
+        """Return the line for removing the class of a link."""
         return f"class del dev {self.device} classid {self.identity(number)}"
 
     def identity(self, number: int) -> str:

@@ -148,7 +148,7 @@ class Listener:
 
 @dataclass
 class Train:
-    """Full frames sent over one link as fast as the link accepts them.
+    """Full frames sent over one link at the link's full rate.
 
     Several frames go to the kernel in one piece, which splits it before the wire: sending frame by frame, a loaded host
     would measure itself at high rates.
@@ -271,7 +271,7 @@ def _burst_frames(rate: float, frame: int) -> int:
 
 
 def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | FarEnds]) -> Train:
-    """Return a train for a link; a slow link gets small frames, so that the train ends in time."""
+    """Return a train for a link; a slow link gets small frames, for a bounded duration."""
     rate = link.rate
     assert rate
     source, destination = ends[pair[0]], ends[pair[1]]
@@ -283,7 +283,7 @@ def make_train(pair: Pair, link: Link, late: bool, ends: Mapping[str, Ends | Far
 
 
 def seconds(trains: Iterable[Train]) -> float:
-    """Return the duration of trains that are sent together, in seconds."""
+    """Return the duration of concurrent trains, in seconds."""
     return max(train.seconds for train in trains)
 
 

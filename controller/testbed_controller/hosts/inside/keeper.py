@@ -53,7 +53,7 @@ class Engine(http.client.HTTPConnection):
 
 
 def remove(run: str, path: str = ENGINE) -> int:
-    """Try once to remove what the engine has of a run but keepers; return how much of it is still there."""
+    """Try once to remove a run's parts from the engine, except keepers; return the number of remaining parts."""
     engine = Engine(path)
     filters = quote(json.dumps({"label": [f"{RUN}={run}"]}))
     found = engine.ask("GET", f"/containers/json?all=1&filters={filters}")
