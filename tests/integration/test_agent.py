@@ -24,8 +24,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from testbed.ml.data.dataset import Dataset
+from testbed.ml.data.dataset import Dataset, pack
 from testbed.trace.events import Event
+from testbed.wire import arrays
 from testbed.wire.message import Message, encode
 from testbed.wire.token import data_token
 from testbed_agent.pacing import LEAD_SECONDS
@@ -189,17 +190,18 @@ def test_events_are_read_again_from_any_number(pair: list[LoopbackDevice]) -> No
     everything = list(agent.events())
     assert list(agent.events(len(everything) - 2)) == everything[-2:]
     assert list(agent.events(len(everything))) == []
-    with pytest.raises(AgentError, match="events were recorded since this device booted"):
+    with pytest.raises(AgentError, match="were recorded since the boot"):
         list(agent.events(len(everything) + 1))
 
 
 def test_shard_data_and_weights(pair: list[LoopbackDevice]) -> None:
     agent = pair[0].agent
-    agent.deploy(changed(deployment(pair[0], pair[:1], "expose"), samples={"a": 4, "b": 2}))
-    agent.put_shard({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)})
+    deployed = deployment(pair[0], pair[:1], "expose")
+    agent.deploy(changed(deployed, facts={**json.loads(deployed)["facts"], "samples": {"a": 4, "b": 2}}))
+    agent.put_shard(arrays.pack({"w": torch.zeros(2, 3), "kept": torch.arange(4, dtype=torch.bfloat16)}))
     images = np.zeros((6, 1, 2, 2), np.float32)
     dataset = Dataset("tiny", 2, images, np.zeros(6, np.int64), images, np.zeros(6, np.int64))
-    agent.put_data(dataset.part(np.array([0, 2, 3, 5]), tests=False))
+    agent.put_data(pack(dataset.part(np.array([0, 2, 3, 5]), tests=False)))
     with pytest.raises(AgentError, match="no weights"):
         agent.weights()
     after = int(agent.metrics()["testbed_events_total"])
@@ -379,7 +381,7 @@ def test_who_keeps_more_than_its_quota_is_ended(tmp_path: Path) -> None:
     try:
         events = run([device], "hoard", size=2 << 20)["a"]
         assert named(events, "state")[-1].fields["state"] == "failed"
-        assert f"{tmp_path} of a holds 2MiB, more than its quota of 1MiB" in device.agent.health()["error"]
+        assert f"{tmp_path} of a holds 2MiB, above its quota of 1MiB" in device.agent.health()["error"]
     finally:
         device.kill()
 
@@ -473,13 +475,13 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
     [
         ({"run": "another"}, "this is device 'a' of run 'test-run'"),
         ({"device": "b"}, "not 'b'"),
-        ({"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}}, "no address"),
+        ({"peers": {"b": {"address": "nowhere:x", "sent": "s", "received": "r"}}}, "must be an address"),
         ({"peers": {"b": "10.0.0.3"}}, "peers.b"),
         ({"more": 1}, "more"),
         ({"plan": {}}, "plan"),
         ({"version": 2}, "reads version 1 of the schema, not 2"),
-        ({"devices": {"elsewhere": 0}}, "device: 'a' is none of its devices"),
-        ({"links": []}, "no links with 'b' both ways"),
+        ({"devices": {"elsewhere": 0}}, "device: unknown name 'a'"),
+        ({"links": []}, "'b' needs links in both directions"),
         ({"links": [["a", "b", 7]]}, "links"),
     ],
 )
@@ -599,7 +601,7 @@ def test_messages_of_strangers_and_garbage(pair: list[LoopbackDevice]) -> None:
     assert post(TO_A, data=encode(Message("hello"), "b", 2**62)).status_code == 204
     stranger = post(TO_A, data=encode(Message("hello"), "mallory"))
     assert stranger.status_code == 403
-    assert "'b' may not speak as 'mallory'" in stranger.json()["error"]
+    assert "'b' must not send as 'mallory'" in stranger.json()["error"]
     for token in (TOKEN, RUN_TOKEN, data_token(RUN_TOKEN, "a", "b"), ""):
         assert post(token, data=encode(Message("hello"), "b", 2**62)).status_code == 401
     assert post(TO_A, data=b"garbage").status_code == 400
@@ -671,8 +673,8 @@ def test_an_idle_agent_has_imported_nothing_that_it_does_not_need_yet() -> None:
     ("environment", "wrong"),
     [
         ({"TESTBED_TOKEN": ""}, "set TESTBED_TOKEN"),
-        ({"TESTBED_DATA_ADDRESS": "here"}, "TESTBED_DATA_ADDRESS: 'here' is no address"),
-        ({"TESTBED_INBOX_LIMIT": "1MB"}, "TESTBED_INBOX_LIMIT is a number of bytes"),
+        ({"TESTBED_DATA_ADDRESS": "here"}, "TESTBED_DATA_ADDRESS: 'here' must be an address"),
+        ({"TESTBED_INBOX_LIMIT": "1MB"}, "TESTBED_INBOX_LIMIT must be a number of bytes"),
     ],
 )
 def test_an_environment_that_cannot_be_used(environment: dict[str, str], wrong: str) -> None:

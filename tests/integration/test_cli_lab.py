@@ -119,4 +119,4 @@ def test_doctor_says_what_is_missing_and_ends_with_3(tmp_path: Path) -> None:
     done = command("doctor", expect=3, DOCKER_HOST=elsewhere)
     assert "--runtime simulate" in done.stderr
     assert "unset DOCKER_HOST" in done.stdout
-    assert "there is no such socket" in command("ps", expect=3, DOCKER_HOST=elsewhere).stderr
+    assert "the socket does not exist" in command("ps", expect=3, DOCKER_HOST=elsewhere).stderr
