@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from testbed.ml.method import Problem
-from testbed.ml.rounds.estimate import Choice, PairProfile, mini_batch
+from testbed.ml.rounds.estimate import Choice, PairProfile
 from testbed.ml.rounds.method import Hooks, SplitMethod
 from testbed.ml.rounds.options import SPLIT, GroupOptions, SplitPoints
 from testbed.ml.rounds.planner import Choices, Participants, RoundDetails, split_plan
@@ -30,10 +30,10 @@ class PipeLearnOptions(GroupOptions):
         ge=1,
         description="samples of a mini-batch at least, where N is chosen: batch normalisation has only these",
     )
-    candidates: Literal["all", "paper"] = Field(
-        "all",
-        description="what N is chosen from; paper: equation (14) alone; all: the largest N for each size of a "
-        "mini-batch as well",
+    candidates: Literal["paper", "all"] = Field(
+        "paper",
+        description="what N is chosen from; paper: equation (14) alone, as in Phase 3; all: the largest N for each "
+        "size of a mini-batch as well",
     )
 
 
@@ -51,9 +51,14 @@ def parallel_batches(profile: PairProfile, split: int, batch_size: int) -> int:
     return min(wanted, batch_size)
 
 
-def shortlist(profile: PairProfile, batch_size: int) -> tuple[Choice, ...]:
-    """Return the paper's candidates: for each split point P = 1..Q the N of equation (14)."""
-    return tuple(Choice(split, parallel_batches(profile, split, batch_size)) for split in range(1, profile.depth + 1))
+def shortlist(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
+    """Return the paper's candidates: for each split point P = 1..Q the N of equation (14).
+
+    ``least`` is the fewest samples of a mini-batch; the paper has no such limit.
+    """
+    most = max(1, batch_size // least)
+    splits = range(1, profile.depth + 1)
+    return tuple(Choice(split, min(most, parallel_batches(profile, split, batch_size))) for split in splits)
 
 
 def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[Choice, ...]:
@@ -63,7 +68,7 @@ def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[C
     mini-batches still shorten the time before it is busy and after it was. ``least`` is the
     fewest samples of a mini-batch.
     """
-    found = [choice for choice in shortlist(profile, batch_size) if mini_batch(batch_size, choice.parallel) >= least]
+    found = list(shortlist(profile, batch_size, least))
     sizes = range(max(1, min(least, batch_size)), batch_size + 1)
     counts = sorted({batch_size // size for size in sizes})
     found += [Choice(split, count) for split in range(1, profile.depth + 1) for count in counts]
@@ -76,7 +81,7 @@ def choices(least: int, paper: bool) -> Choices:
 
     The same function for equal arguments, so that the planner knows what it has worked out for a device like another.
     """
-    return shortlist if paper else partial(candidates, least=least)
+    return partial(shortlist if paper else candidates, least=least)
 
 
 class PipeLearn(SplitMethod[PipeLearnOptions]):
@@ -85,13 +90,13 @@ class PipeLearn(SplitMethod[PipeLearnOptions]):
     Batch normalisation normalises each mini-batch by itself, so that with it an iteration differs from a step with the
     whole batch. Its running statistics follow every mini-batch and are averaged as weights are. Momentum stays where it
     was made, on the device and in the server's copy for it. A batch is cut into N mini-batches of floor(B/N) samples;
-    what is left of it, and of an epoch, comes up in other epochs.
+    what is left of it belongs to the next batch. Without ``drop_last`` the last iteration of an epoch has the rest of
+    the samples.
     """
 
     name = "pipelearn"
     summary = "PipeLearn: split-federated learning with several mini-batches of each device under way"
     Options = PipeLearnOptions
-    supports = SplitMethod.supports - {"smaller_batches"}
 
     def hooks(self, options: PipeLearnOptions) -> Hooks:
         """Average the models of a fraction of the devices."""

@@ -69,6 +69,8 @@ class AsynchronousPipeline(TrainingPipeline):
     window: int | None = None
     """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
     vertical_sync: bool = True
+    counts_traffic: bool = False
+    """Whether the bottleneck counts each direction of a link and the replicas, instead of equation (5) as printed."""
     extra: Extra = lambda stage, first, last: 0.0
     replicas: Replicas = lambda stage, first, last: {}
 
@@ -120,12 +122,21 @@ class AsynchronousPipeline(TrainingPipeline):
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """Busy seconds of each stage and each link for one batch: the three parts of equation (5)."""
+        """The parts of equation (5): the seconds of each stage for one batch, and twice those of its activations.
 
-        def stage(stage: int, first: int, last: int) -> float:
+        With ``counts_traffic`` a link counts the larger of its two directions, and a stage its replicas.
+        """
+
+        def activations_twice(stage: int, cut: int) -> float:
+            return 2 * self.transfer(stage, stage + 1, cut, self.batch_size)[0]
+
+        def stage_with_replicas(stage: int, first: int, last: int) -> float:
             return max(self.stage_time(stage, first, last), self._replication_time(stage, first, last))
 
-        return replace(super().bottleneck_costs, stage=stage)
+        costs = super().bottleneck_costs
+        if self.counts_traffic:
+            return replace(costs, stage=stage_with_replicas)
+        return replace(costs, boundary=activations_twice)
 
     def _replication_time(self, stage: int, first: int, last: int) -> float:
         """Return the seconds for one batch of the busiest link carrying a stage's replicas.

@@ -1,8 +1,7 @@
 """Partitions of a model over devices in a row: planned, checked against device memory, and timed by formula.
 
-The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and the
-link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share a rate unless
-the pipeline is ``half_duplex``.
+The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, and
+the link's one-way delay. Each direction of a link has its own rate, so activations and gradients do not share it.
 """
 
 from __future__ import annotations
@@ -262,8 +261,6 @@ class TrainingPipeline(Chain):
     """Training over devices in a row: activations flow forward, gradients backward."""
 
     state_values: float = field(default=0, kw_only=True)
-    half_duplex: bool = field(default=False, kw_only=True)
-    """Whether activations and gradients share a link's rate: the factor 2 of FTPipeHD's equation (5)."""
 
     @property
     def samples(self) -> int:
@@ -284,12 +281,12 @@ class TrainingPipeline(Chain):
 
     @property
     def bottleneck_costs(self) -> Costs:
-        """Busy seconds of each stage and link per batch or micro-batch (PipeDream; FTPipeHD's equation 5)."""
+        """Busy seconds of each stage and each direction of a link, per batch or micro-batch."""
 
         def boundary(stage: int, cut: int) -> float:
             there, _ = self.transfer(stage, stage + 1, cut, self.samples)
             back, _ = self.transfer(stage + 1, stage, cut, self.samples)
-            return there + back if self.half_duplex else max(there, back)
+            return max(there, back)
 
         return Costs(cache(self.stage_time), boundary)
 

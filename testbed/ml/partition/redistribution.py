@@ -85,30 +85,33 @@ def missing(held: HeldUnits, units: int) -> set[int]:
     return set(range(units)).difference(*held.values())
 
 
-def needs(old: StagePartition, new: StagePartition, held: HeldUnits) -> dict[str, Need]:
+def needs(old: StagePartition, new: StagePartition, held: HeldUnits, *, local_first: bool = False) -> dict[str, Need]:
     """Return for each device of the new partition the sources of its units.
 
     ``old`` is the partition under which the state was replicated.
 
-    Local units are not fetched. Other units come from their device in the old partition; if that device lost them, from
-    its successor, which has the chain replica; if both lost them, from the coordinator; otherwise from any device.
-    Raises `UnitsLostError` for units without a source.
+    Algorithm 1: a unit comes from its device in the old partition; if that one is lost, from its successor, which has
+    the chain replica; from the coordinator if both lack it; and else from any device that has it. With
+    ``local_first`` a device fetches no unit of which it has a replica. Raises `UnitsLostError` for units that
+    no device has.
     """
     lost = missing(held, new.units)
     if lost:
         raise UnitsLostError(lost)
-    return {device: _sources_of(device, old, new, held) for device in new.devices}
+    return {device: _sources_of(device, old, new, held, local_first) for device in new.devices}
 
 
-def _sources_of(device: str, old: StagePartition, new: StagePartition, held: HeldUnits) -> Need:
+def _sources_of(device: str, old: StagePartition, new: StagePartition, held: HeldUnits, local_first: bool) -> Need:
     local: list[int] = []
     fetch: dict[str, list[int]] = {}
     for unit in new.of(device):
-        if unit in held.get(device, ()):
-            local.append(unit)
-            continue
         holder = old.holder(unit)
-        best_first = (holder, old.successor(holder), old.coordinator, *sorted(held))
+        best_first = [holder, old.successor(holder), old.coordinator, *sorted(held)]
+        if local_first:
+            best_first.insert(0, device)
         source = next(candidate for candidate in best_first if unit in held.get(candidate, ()))
-        fetch.setdefault(source, []).append(unit)
+        if source == device:
+            local.append(unit)
+        else:
+            fetch.setdefault(source, []).append(unit)
     return Need(tuple(local), {source: tuple(units) for source, units in fetch.items()})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from statistics import fmean
 from typing import Any
 
 from testbed.trace.disturbances import Recovery
@@ -205,6 +207,25 @@ REPARTITIONS = Table(
 )
 
 
+# Replications, which share links with activations and gradients.
+
+
+def _replicating(record: RunView) -> float | None:
+    """Return the mean seconds of the batches during which replicas arrived anywhere."""
+    arrivals = [event.time for event in record.of("receive") if event.fields["message"] == "replica"]
+    found = []
+    for step in record.steps:
+        start, end = step.window
+        if bisect_right(arrivals, end) > bisect_left(arrivals, start):
+            found.append(step.seconds)
+    return fmean(found) if found else None
+
+
+REPLICATING = Metric(
+    "step_time_replicating", "seconds", "mean of the batches during which replicas of weights arrived", _replicating
+)
+
+
 # Versions of the weights: its events "versions", one of each stage and stretch.
 
 
@@ -245,7 +266,7 @@ def _pause_note(metrics: Metrics) -> str:
 
 
 DECLARED = MetricsSpec(
-    figures=(*RECOVERY, *CHANGES, VERSIONS_KEPT),
+    figures=(*RECOVERY, *CHANGES, REPLICATING, VERSIONS_KEPT),
     lists={
         "version_list": lambda record: [{"device": each.device, **each.fields} for each in record.of("versions")],
         "repartition_list": _all_repartitions,

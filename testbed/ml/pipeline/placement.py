@@ -83,7 +83,13 @@ class RestorePlan:
 
 
 def place(
-    lineage: Lineage, inventory: Mapping[str, Held], old: StagePartition, new: StagePartition, seeded: bool, steps: int
+    lineage: Lineage,
+    inventory: Mapping[str, Held],
+    old: StagePartition,
+    new: StagePartition,
+    seeded: bool,
+    steps: int,
+    local_first: bool = False,
 ) -> RestorePlan:
     """Choose the newest complete state, and the sources of units for each device of the new partition.
 
@@ -100,10 +106,10 @@ def place(
     if seeded and step == 0:
         return RestorePlan(lineage.point(0), {})
     having = held_at(held, step)
-    sources = needs(old, new, having)
+    sources = needs(old, new, having, local_first=local_first)
     if step == steps:
         whole = StagePartition((old.coordinator,), (0, old.units))
-        sources |= needs(old, whole, having)
+        sources |= needs(old, whole, having, local_first=local_first)
     return RestorePlan(lineage.point(step), sources)
 
 

@@ -166,6 +166,16 @@ class AsynchronousOptions(StagesOptions):
     chain_every: int = Field(50, ge=0, description="batches after which each stage's weights go to the next; 0: never")
     global_every: int = Field(100, ge=0, description="batches after which all weights go to the first device; 0: never")
     copies: int = Field(1, ge=1, description="of the next devices, that keep each stage's weights: i lost neighbours")
+    objective: Literal["paper", "traffic"] = Field(
+        "paper",
+        description="of the partition; paper: FTPipeHD's equation (5), a link counts twice its activations; traffic: "
+        "each direction of a link by itself, replicas included",
+    )
+    fetch: Literal["paper", "local-first"] = Field(
+        "paper",
+        description="where a device finds its units; paper: Algorithm 1 of FTPipeHD, from the unit's device or the "
+        "next one; local-first: in its own replicas, if it has any",
+    )
 
     def window(self, stages: int) -> int:
         """Return the number of batches under way at once."""
@@ -267,6 +277,7 @@ def pipeline_over(
         capacities=tuple(capacities or [1.0] * len(names)),
         state_values=problem.training.state_values,
         vertical_sync=options.vertical_sync,
+        counts_traffic=options.objective == "traffic",
         window=options.in_flight,
         extra=extra,
         replicas=replicas,

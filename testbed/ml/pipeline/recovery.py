@@ -340,7 +340,8 @@ class ReplicaRecovery:
         for name, answer in members.answers.items():
             inventory[name] = [] if name in members.restarted | members.excluded else list(answer.held)
         before = self.partition
-        restore = place(self.points.lineage, inventory, before, partition, self._seeded, self._steps)
+        local_first = self._problem.options.fetch == "local-first"
+        restore = place(self.points.lineage, inventory, before, partition, self._seeded, self._steps, local_first)
         self._configuration = replace(self._configuration, partition=partition, restore=restore)
         self.points.branch(self.start)
         joining = set(partition.devices).difference(before.devices)

@@ -5,8 +5,8 @@ backwards the rest, and the device does its backwards after all its forwards. St
 mini-batches: one upload at a time, one download at a time. N = 1 is an iteration of split (federated) learning.
 
 The times equal those charged by the testbed: `DeviceSpec.seconds`, bytes on the wire over the link's rate, the link's
-delay. The paper assigns a mini-batch 1/N of the time of a batch of B; here a mini-batch has floor(B/N) samples and
-their time, which is the same if N divides B.
+delay. The paper gives a mini-batch 1/N of the time of a batch of B; here it has floor(B/N) samples and their time, and
+what is left of a batch belongs to the next one. An epoch takes the time of all its samples.
 """
 
 from __future__ import annotations
@@ -109,8 +109,12 @@ class PairProfile:
         return iteration_time(durations, choice.parallel, delays) + update
 
     def training(self, choice: Choice, samples: int, batch_size: int) -> float:
-        """Return the training seconds of an epoch for a device with this many samples, without exchanging models."""
-        return iterations(samples, batch_size, choice.parallel) * self.iteration(choice, batch_size)
+        """Return the seconds that a device with this many samples trains in an epoch, without exchanging models.
+
+        The samples of an incomplete iteration count by their share: no N is quicker because it leaves some out.
+        """
+        size = mini_batch(batch_size, choice.parallel) * choice.parallel
+        return max(1.0, samples / size) * self.iteration(choice, batch_size)
 
     def local_training(self, samples: int, batch_size: int) -> float:
         """Return the seconds of an epoch of the whole model on the device alone."""

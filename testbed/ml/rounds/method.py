@@ -164,7 +164,7 @@ async def hold_rounds(
     side = None
     if split:
         copies = _server_layers(device, problem, splits, shared=in_turn)
-        side = ServerSide(mailbox, {name: client.parallel for name, client in clients.items()}, copies)
+        side = ServerSide(mailbox, copies)
     planned = {name: client.round_time for name, client in clients.items()}
     policy = RoundPolicy(0 if in_turn else hooks.min_updates, options.round_deadline, hooks.choose, planned)
     changes = hooks.sent is send_weights and transfer_of(options).updates != "f32"

@@ -45,8 +45,8 @@ class ClientPlan(BaseModel):
     """Predicted seconds that its layers take to the server and back."""
     iterations: int
     """Iterations of a round."""
-    epoch: int
-    """Iterations of an epoch."""
+    epoch: float
+    """Iterations of an epoch; a smaller last one counts as its share of one."""
 
     @property
     def round_time(self) -> float:
@@ -178,14 +178,16 @@ def _plan_client(
     team: Participants, device: DeviceSpec, profile: PairProfile, choice: Choice, iteration_time: float
 ) -> ClientPlan:
     count, drop_last = team.problem.samples[device.name], team.problem.workload.drop_last
-    per_epoch = iterations(count, team.batch(device), choice.parallel, drop_last)
+    batch = team.batch(device)
+    per_epoch = iterations(count, batch, choice.parallel, drop_last)
+    size = mini_batch(batch, choice.parallel) * choice.parallel
     return ClientPlan(
         split=choice.split,
         parallel=choice.parallel,
         iteration_time=iteration_time,
         exchange_time=profile.exchange(choice.split),
         iterations=len(team.length.iterations(0, per_epoch)),
-        epoch=per_epoch,
+        epoch=per_epoch if drop_last else count / size,
     )
 
 

@@ -249,8 +249,6 @@ class ServerSide:
     """
 
     mailbox: Mailbox
-    parallel: Mapping[str, int]
-    """Mini-batches of an iteration of each device."""
     copies: Mapping[str, Layers]
     """The layers that serve each device."""
     losses: dict[str, float] = field(default_factory=dict)
@@ -262,13 +260,17 @@ class ServerSide:
         await layers.load(restrict(state, layers.first, layers.last), number)
         steps, loss = range(begun.first, begun.last), 0.0
         for step in steps:
-            for micro in range(self.parallel[begun.sender]):
+            micro, done, samples = 0, 0, 1
+            while done < samples:
                 given = await self.mailbox.take(DeviceActivation, (begun.sender, step, micro))
                 whole = given.samples if given.whole is None else given.whole
                 loss += await layers.forward_loss(step, micro, given.tensor, given.labels, given.samples, whole)
                 gradient = await layers.backward(step, micro, len(given.labels))
                 assert gradient is not None
                 self.mailbox.post(begun.sender, ActivationGradient(begun.configuration, step, micro, gradient))
+                samples = given.samples
+                done += len(given.labels)
+                micro += 1
             norms = None
             if layers.clips_by_norm:
                 first = await self.mailbox.take(Norms, (begun.sender, step))

@@ -152,13 +152,6 @@ def test_model_parallelism_adds_up_compute_transfers_and_delays() -> None:
     assert found.latency(cuts) == pytest.approx(compute / 3 + one_way)
 
 
-def test_a_half_duplex_link_carries_activation_and_gradient_in_turn() -> None:
-    slow = pipeline(1e9, 1e9, link=Link(rate=1e4))
-    shared = replace(slow, half_duplex=True)
-    cuts = (0, 3, 6)
-    assert shared.bottleneck(cuts) == pytest.approx(2 * slow.bottleneck(cuts))
-
-
 def test_few_micro_batches_prefer_a_quick_passage() -> None:
     # The fast first device is idle most of the time when a batch goes through alone, and so it should have more.
     found = pipeline(3e6, 1e6, link=Link(1e6, 0.05), micro_batches=1)

@@ -35,10 +35,10 @@ def rates(outcome):
 
 def test_a_link_that_is_degraded_in_mid_run_is_measured_again_and_the_partition_follows():
     slow = {"degrade": {"between": ["source", "worker1"], "rate": SLOW}, "when": during("source", "backward", 8)}
-    outcome = run(two(70, slow))
-    always = run(
-        two(70, network={"link": {"rate": "20mbit"}, "links": [{"between": ["source", "worker1"], "rate": SLOW}]})
-    )
+    traffic = {"objective": "traffic"}
+    network = {"link": {"rate": "20mbit"}, "links": [{"between": ["source", "worker1"], "rate": SLOW}]}
+    outcome = run(two(70, slow, method=traffic))
+    always = run(two(70, network=network, method=traffic))
     assert outcome.status == "finished", outcome.error
     changed = [step for step, _ in partitions(outcome) if step > 8]
     assert changed[0] <= 8 + 2 * 20
@@ -57,9 +57,9 @@ def test_who_is_lost_over_a_slow_link_is_not_taken_back_over_it_again_and_again(
 def test_the_link_between_new_neighbours_is_measured_after_a_loss():
     network = {"link": {"rate": "20mbit"}, "links": [{"between": ["source", "worker2"], "rate": "100kbit"}]}
     killed = {"kill": "worker1", "when": during("worker1", "backward", 55)}
-    outcome = run(two(100, killed, network=network, method={"patience": "500ms"}))
+    outcome = run(two(100, killed, network=network, method={"patience": "500ms", "objective": "traffic"}))
     left = {"source": {"speed": "20mflops"}, "worker2": {"speed": "20mflops"}}
-    fresh = run(two(30, network=network, devices=left))
+    fresh = run(two(30, network=network, devices=left, method={"objective": "traffic"}))
     assert outcome.status == "finished", outcome.error
     assert rates(outcome)["source", "worker2"] == pytest.approx(100e3, rel=0.03)
     assert partitions(outcome)[-1][1] == partitions(fresh)[-1][1]

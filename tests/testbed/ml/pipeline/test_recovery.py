@@ -84,7 +84,9 @@ def recovering(lead, faults=(), silent=(), window=4.0):
             timeouts = Timeouts(patience=1, return_window=window, standstill=3, startup=1)
             specs = tuple(SimpleNamespace(name=name) for name in NAMES)
             problem = SimpleNamespace(
-                devices=specs, model=SimpleNamespace(units=range(UNITS)), options=SimpleNamespace(selection=2.0)
+                devices=specs,
+                model=SimpleNamespace(units=range(UNITS)),
+                options=SimpleNamespace(selection=2.0, fetch="local-first"),
             )
             supervisor = Supervisor(mailbox, holder.presence, problem, timeouts, lambda part: 0)
             job = SimpleNamespace(problem=problem, plan=SimpleNamespace(pieces=pieces), weights=None)

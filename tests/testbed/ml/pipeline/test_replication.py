@@ -58,7 +58,7 @@ def test_what_training_resumes_from() -> None:
 def test_a_state_older_than_the_partition_is_found_under_the_one_that_replicated_it() -> None:
     """Replicated after 200 batches, repartitioned after 210, a death after 230."""
     now = StagePartition(("centre", "one", "three"), (0, 1, 3, 8))
-    plan = needs(ROW, now, without(chained(ROW), ["two"]))
+    plan = needs(ROW, now, without(chained(ROW), ["two"]), local_first=True)
     assert plan["three"].local == (4, 5, 6, 7)
     assert plan["three"].fetch == {"one": (3,)}
     assert plan["one"].local == (1, 2)

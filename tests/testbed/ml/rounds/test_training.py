@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from testbed.common.errors import InputError
 from testbed.ml.data.batches import batch
 from testbed.ml.models import create
 from testbed.ml.preparation import share as share_of
@@ -130,9 +129,18 @@ def test_without_drop_last_planners_and_both_ways_of_timing_count_the_last_batch
     assert {portion.iterations for portion in portions.values()} == {3}
 
 
-def test_a_method_with_batches_of_one_size_refuses_a_smaller_last_one() -> None:
-    with pytest.raises(InputError, match="drop_last: 'pipelearn' takes batches of one size"):
-        prepared(scenario("pipelearn", 2, workload={"drop_last": False}))
+def test_without_drop_last_mini_batches_of_the_last_iteration_have_the_rest_of_an_epoch() -> None:
+    data = {"name": "digits", "train": 96, "test": 40, "split": {"sizes": [40, 37]}}
+    work = {"data": data, "batch_size": 16, "epochs": 1, "drop_last": False}
+    options = {"split": 1, "parallel": 3}
+    full, timed = (
+        run(scenario("pipelearn", 2, workload={**work, "numerics": each}, options=options)) for each in ("full", "none")
+    )
+    assert of(full, "round")[0]["samples"] == {"device1": 40, "device2": 37}
+    assert of(timed, "round")[0]["duration"] == pytest.approx(of(full, "round")[0]["duration"])
+    # Iterations of three mini-batches of 5, and one of 5 and 5 or of 5 and 2.
+    portions = prepared(scenario("pipelearn", 2, workload=work, options=options)).plan.details.portions
+    assert [(portion.iterations, portion.epoch) for portion in portions.values()] == [(3, 40 / 15), (3, 37 / 15)]
 
 
 def test_the_moving_average_is_that_of_the_rounds() -> None:
