@@ -12,6 +12,8 @@ from testbed_comparison.rows import UNITS, Difference, Expression, Ratio, Row, S
 WITHIN = 0.1
 """Largest half width of an interval that agrees, and largest deviation of a calibrated value, as a share."""
 ROUNDING = 1e-9
+NEGLIGIBLE = 0.001
+"""Share by which two times or sizes may differ without a ranking, since single runs differ by such trifles."""
 Word = Literal["exact", "agrees", "same ranking", "calibrated", "differs", "not comparable", "not run"]
 WORDS: tuple[Word, ...] = get_args(Word)
 
@@ -136,4 +138,5 @@ def _has_ranking(row: Row, ours: Ours) -> bool:
     even, near = even / UNITS[row.unit], WITHIN / UNITS[row.unit]
     if row.paper == "similar":
         return even - near <= ours.least <= even <= ours.most <= even + near
-    return ours.least > even
+    margin = NEGLIGIBLE / UNITS[row.unit] if ours.is_timing else 0.0
+    return ours.least > even + margin

@@ -130,3 +130,9 @@ def test_several_expressions_give_a_range_and_a_missing_one_gives_nothing():
     ours = ours_of(values, ACCURACY, OTHER, unit="min", is_timing=True)
     assert (ours.low, ours.high, ours.half_width) == (1.0, 2.0, None)
     assert ours_of({"": [120.0], "other": []}, ACCURACY, OTHER) is None
+
+
+@pytest.mark.parametrize(("ratio", "word"), [(1.0005, "differs"), (1.002, "same ranking")])
+def test_times_that_differ_by_a_trifle_have_no_ranking(ratio, word):
+    ranking = row("larger", "ranking", Ratio(ratio=(ACCURACY, OTHER)), unit="x")
+    assert word_for(ranking, Ours(ratio, ratio, None, 1)) == word
