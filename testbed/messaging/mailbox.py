@@ -63,12 +63,12 @@ class Sends:
         send = _Send(peer, due, self._tasks.start(self._device.send(peer, message)))
         self._sends[send] = self._to[peer][send] = None
 
-        def remove(task: asyncio.Task[None]) -> None:
+        def forget_send(task: asyncio.Task[None]) -> None:
             del self._sends[send], self._to[peer][send]
             if not task.cancelled() and task.exception() is None:
                 self.acknowledged(peer, wire_bytes, posted)
 
-        send.task.add_done_callback(remove)
+        send.task.add_done_callback(forget_send)
         return send.task
 
     def withdraw(self) -> None:
@@ -119,10 +119,11 @@ class Tasks:
         """Run a coroutine in the background."""
         task = self._group.create_task(work)
         self._running[task] = None
-        task.add_done_callback(self._remove)
+        # Finished tasks must not accumulate over a long run.
+        task.add_done_callback(self._discard_task)
         return task
 
-    def _remove(self, task: asyncio.Task[Any]) -> None:
+    def _discard_task(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
 
     async def __aenter__(self) -> Self:
@@ -139,6 +140,7 @@ class Tasks:
             await self._group.__aexit__(kind, error, trace)
         except BaseExceptionGroup as errors:
             first = errors.exceptions[0]
+            # The first failure is the cause; the others usually follow from its cancellations.
             raise first from first.__cause__
 
 
@@ -219,7 +221,7 @@ class Mailbox:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        self.start(self._listen())
+        self.start(self._receive_all())
         return self
 
     async def __aexit__(
@@ -227,15 +229,16 @@ class Mailbox:
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
-    async def _listen(self) -> None:
-        await self.device.listen(self._receive)
+    async def _receive_all(self) -> None:
+        await self.device.listen(self._decode_and_dispatch)
 
-    def _receive(self, message: Message) -> None:
+    def _decode_and_dispatch(self, message: Message) -> None:
+        # An unknown kind is an error of the method, not of the network, so it must not pass silently.
         kind = self._kinds.get(message.kind)
         if kind is None:
             raise WireError(f"unknown message kind '{message.kind}' from {message.sender}: the method must register it")
         codec = self._codecs.get(message.kind)
-        self._deliver(decode(kind, message if codec is None else codec.unpack(message)))
+        self._dispatch_message(decode(kind, message if codec is None else codec.unpack(message)))
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a background task whose failure fails the program; the end of the program cancels the task."""
@@ -275,10 +278,11 @@ class Mailbox:
 
         A message to the device itself is delivered at once. Raises `MailboxFullError`.
         """
+        # A message to oneself never uses the network and is acknowledged at once.
         if peer != self.device.name:
             codec = self._codecs.get(message.kind)
             return self.sends.post(peer, encode(message) if codec is None else codec.pack(encode(message)))
-        self._deliver(replace(message, sender=peer))
+        self._dispatch_message(replace(message, sender=peer))
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
@@ -351,16 +355,18 @@ class Mailbox:
             if news in self._news:
                 self._news.remove(news)
 
-    def _deliver(self, message: Typed) -> None:
+    def _dispatch_message(self, message: Typed) -> None:
         if self._is_current(message):
+            # Handlers come first, so that a `take` never competes with them.
             handler = self._handlers.get(message.kind)
             if handler is not None:
                 handler(message)
             elif (waiter := self._find_waiter(message)) is not None:
                 waiter.message.set_result(message)
             else:
-                self._store(message)
+                self._store_message(message)
         if self._news:
+            # Swap the list: a woken task may wait again at once.
             news, self._news = self._news, []
             for waiting in news:
                 if not waiting.done():
@@ -380,7 +386,7 @@ class Mailbox:
             return configuration > self.configuration and message.opens
         return message.kind not in self._expired or message.identity >= self._expired[message.kind]
 
-    def _store(self, message: Typed) -> None:
+    def _store_message(self, message: Typed) -> None:
         stored = self._kept.setdefault(message.kind, {})
         # A number keeps messages without a key apart; of two messages with one key, the first is kept.
         key = message.identity if message.key else next(self._numbers)

@@ -93,6 +93,7 @@ class Presence:
 
     def _answer_probe(self, probe: Probe) -> None:
         status = self._status()
+        # The status is taken before a newer configuration ends the role.
         self._mailbox.open(probe.configuration)
         self._mailbox.post(self._coordinator, self._compose_reply(status, probe.configuration, probe.question))
 
@@ -131,12 +132,12 @@ class Membership:
         self._mailbox = mailbox
         self._probes: dict[str, asyncio.Future[None]] = {}
         self._question = 0
-        mailbox.on_open(self._reset)
+        mailbox.on_open(self._reset_presence)
         mailbox.on(Hello, lambda hello: self._note_presence(hello.sender, hello.incarnation))
         mailbox.on(Alive, self._handle_answer)
         mailbox.on(Configured, self._handle_ready)
 
-    def _reset(self) -> None:
+    def _reset_presence(self) -> None:
         self.present.clear()
         self.ready.clear()
         self.mark_configured()
@@ -268,7 +269,7 @@ class RoleHolder:
     ) -> None:
         """``status`` may extend the device's report when the coordinator probes the device."""
         self.role: Role | None = None
-        self.presence = Presence(mailbox, coordinator, lambda: status(self._status()))
+        self.presence = Presence(mailbox, coordinator, lambda: status(self._report_status()))
         self._mailbox = mailbox
         self._coordinator = coordinator
         mailbox.on_open(self._drop_role)
@@ -315,7 +316,7 @@ class RoleHolder:
     def _drop_role(self) -> None:
         self.role = None
 
-    def _status(self) -> Status:
+    def _report_status(self) -> Status:
         role = self.role
         if role is None:
             return Status()

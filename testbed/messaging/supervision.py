@@ -173,6 +173,7 @@ class Supervisor:
         transfers = {part.device: SLACK * self._transfer_seconds(part) for part in others}
         allowed = {name: seconds + self.patience for name, seconds in transfers.items()}
         arriving = {name: MOST_ARRIVING * seconds + self.patience for name, seconds in transfers.items()}
+        # A device has its patience after everything queued on its link has arrived.
         silent = await members.ping_all(allowed, has_news, arriving)
         if silent:
             raise Lost(silent)
@@ -202,6 +203,7 @@ class Supervisor:
         order = [part.device for part in self.layout]
         now = self.device.now()
         actions = sum(answers[name].actions for name in order)
+        # A computation or a transfer may take long without completing a task.
         if actions != self._still[0] or any(answers[name].computing for name in order):
             self._still = (actions, now)
             return
@@ -282,5 +284,6 @@ async def run_with_recovery(
                 ) from lost
             if fruitless >= MAX_RETRIES_WITH_LOST:
                 lost = Lost(lost.missing, lost.missing, lost.back)
+            # A device without contact to a neighbour would block every further configuration.
             supervisor.membership.exclude(lost.cut)
             await recovery.recover(lost, work.start)

@@ -153,6 +153,7 @@ def encode(message: Typed) -> Message:
         tensor = getattr(message, name)
         if tensor is not None:
             tensors[name] = tensor
+    # Only one field may hold a mapping: its tensors have no prefix on the wire.
     if form.state is not None:
         tensors.update(getattr(message, form.state))
     return Message(message.kind, values, tensors, message.sender, message.padding)
