@@ -77,9 +77,9 @@ class Deployment(BaseModel):
     @model_validator(mode="after")
     def _numbers_are_of_kinds(self) -> Self:
         if not all(0 <= kind < len(self.specs) for kind in self.devices.values()):
-            raise ValueError("a device of no kind that there is")
+            raise ValueError("a device refers to an unknown specification")
         if not all(0 <= kind < len(self.kinds) for _, _, kind in self.links):
-            raise ValueError("links of no kind that there is")
+            raise ValueError("a link refers to an unknown specification")
         if any(kind.rate is not None and not kind.rate > 0 for kind in self.kinds):
             raise ValueError("a link's rate is not above 0 bit/s")
         return self
@@ -119,7 +119,7 @@ def read(body: bytes | bytearray) -> Deployment:
     except ValidationError as error:
         raise InputError(first_problem(error)) from error
     except ValueError as error:
-        raise InputError(f"it is no JSON: {error}") from error
+        raise InputError(f"invalid JSON: {error}") from error
 
 
 def first_problem(error: ValidationError) -> str:

@@ -141,8 +141,8 @@ def check_message(size: int, sender: DeviceSpec, receiver: DeviceSpec) -> None:
     """Raise `TestbedError` if a message exceeds the memory of its sender or receiver."""
     if size > (largest := largest_message(sender, receiver)):
         raise TestbedError(
-            f"a message of {formats.size(size)} from {sender.name} to {receiver.name} is too large: by their memory "
-            f"these devices hold messages of at most {formats.size(largest)}: give both more, or send it in parts"
+            f"a message of {formats.size(size)} from {sender.name} to {receiver.name} is too large for the memory of "
+            f"these devices, sufficient for {formats.size(largest)}: increase `memory` of both, or split the message"
         )
 
 

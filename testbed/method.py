@@ -41,10 +41,10 @@ class Options(ConfigModel):
         if name is None:
             return value
         if not isinstance(name, str) or name not in cls.baselines:
-            raise ValueError(f"there is no baseline '{name}': {nearest(str(name), cls.baselines)}")
+            raise ValueError(f"unknown baseline '{name}': {nearest(str(name), cls.baselines)}")
         for key, fixed in cls.baselines[name].items():
             if value.get(key, fixed) != fixed:
-                raise ValueError(f"the baseline '{name}' stands for {key}: {json.dumps(fixed)}: leave '{key}' out")
+                raise ValueError(f"the baseline '{name}' implies {key}: {json.dumps(fixed)}: remove '{key}'")
         return {**value, **cls.baselines[name]}
 
 

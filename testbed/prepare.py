@@ -159,7 +159,7 @@ def _fault_problems(trial: Trial, method: Method, plan: Plan) -> list[Diagnostic
         if not isinstance(action, Retire):
             continue
         if "retirement" not in method.supports:
-            text = f"no device of '{method.name}' hands over what it holds: use kill"
+            text = f"method '{method.name}' does not support graceful shutdown: use kill"
             problems.append(Diagnostic(("faults", index, "retire"), text))
         elif action.target == plan.lead:
             problems.append(Diagnostic(("faults", index, "retire"), f"'{plan.lead}' leads the run, which would end"))

@@ -106,8 +106,6 @@ def _expect_problems(trial: Trial, figures: Mapping[str, Metric]) -> Iterator[Di
             parse_condition(text, kind_of_figure(figure, figures))
         except KeyError:
             what, known = ("figure of a device", [*OF_DEVICES]) if of_device else ("figure", [*figures])
-            yield Diagnostic(
-                key, f"there is no {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}"
-            )
+            yield Diagnostic(key, f"unknown {what} '{parts[-1] if of_device else figure}': {nearest(parts[-1], known)}")
         except ValueError as error:
             yield Diagnostic(key, str(error))

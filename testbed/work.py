@@ -52,7 +52,7 @@ class MethodPart(ConfigModel):
 class WorkloadPart(ConfigModel):
     """Keys common to all workloads. Each workload derives a class with further keys and overrides its properties."""
 
-    task: str = Field(_DEFAULT, description="what the devices do together")
+    task: str = Field(_DEFAULT, description="kind of work")
     method: MethodPart = Field(description="how the work is split")
 
     progress: ClassVar[str] = "step"

@@ -164,5 +164,5 @@ PRESETS: dict[str, Architecture] = {
 def preset(name: str) -> Architecture:
     """Return a published architecture; raises `InputError` for a name that is not known."""
     if name not in PRESETS:
-        raise InputError(f"there is no preset '{name}': {nearest(name, PRESETS)}", ("workload", "model", "preset"))
+        raise InputError(f"unknown preset '{name}': {nearest(name, PRESETS)}", ("workload", "model", "preset"))
     return PRESETS[name]

@@ -112,7 +112,7 @@ class SamplingPart(ConfigModel):
 class GeneratePart(WorkloadPart):
     """Keys of text generation."""
 
-    task: Literal["generate"] = Field("generate", description="what the devices do together")
+    task: Literal["generate"] = Field("generate", description="kind of work")
     model: LanguageModelPart = Field(description="the language model")
     draft: DraftPart | None = Field(
         None, description="a small model with the same tokens, for speculative decoding by the method sequential"

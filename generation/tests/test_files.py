@@ -148,7 +148,7 @@ PROBLEMS = {
         },
         "devices: pi1 needs",
     ),
-    "preset": ({"workload.model.preset": "llama-9"}, "workload.model.preset: there is no preset 'llama-9'"),
+    "preset": ({"workload.model.preset": "llama-9"}, "workload.model.preset: unknown preset 'llama-9'"),
 }
 
 

@@ -59,7 +59,7 @@ def parse_condition(text: str, kind: MetricKind) -> Condition:
     if not match:
         raise ValueError(f"'{text}' is not a condition: write one such as '>= 0.9', '== 1', or 'within 10% of 0.25s'")
     if kind in ("bool", "text") and match[1] not in ("==", "!="):
-        raise ValueError(f"'{text}' compares by size what has none: write '== ...'")
+        raise ValueError(f"'{text}' uses an order comparison for a value without an order: write '== ...'")
     return Condition(match[1], parse_target(match[2], kind))
 
 

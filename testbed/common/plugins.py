@@ -66,7 +66,7 @@ class Registry(Generic[Loaded]):
             module, _, attribute = self.own[name].partition(":")
             return self._convert(getattr(importlib.import_module(module), attribute))
         if name not in self:
-            raise InputError(f"there is no {self._noun} '{name}': {nearest(name, self)}", key)
+            raise InputError(f"unknown {self._noun} '{name}': {nearest(name, self)}", key)
         return load(installed(self.group)[name], key, self._convert)
 
 

@@ -95,7 +95,7 @@ class FaultAction(Generic[V]):
     @property
     def takes_no_for(self) -> str | None:
         """Reason why the action cannot have a duration; None if it can."""
-        return f"'{self.name}' mends something: it takes no 'for'" if self.undoes else None
+        return f"'{self.name}' is a repair and has no duration: remove 'for'" if self.undoes else None
 
     def mends(self, kind: type[FaultAction[Any]], target: str) -> bool:
         """Return whether this action undoes an action of the given class and target."""

@@ -59,7 +59,7 @@ class Retire(StateAction):
     """Ask a device to leave; the device stops when its program has handed over its state and returned."""
 
     name = "retire"
-    summary = "the device is told to leave, hands over what it holds and is off"
+    summary = "graceful shutdown: the device hands over its state, then stops"
     waits = True
     changes: ClassVar[States] = {"up": "retired"}
     restores = _BOOTS
@@ -77,7 +77,7 @@ class Pause(StateAction):
     """Freeze a device: memory and connections are kept."""
 
     name = "pause"
-    summary = "the device stands still, its memory is kept"
+    summary = "the device freezes; its memory is kept"
     changes: ClassVar[States] = {"up": "paused"}
     restores: ClassVar[States] = {"paused": "up"}
 
@@ -86,7 +86,7 @@ class Resume(StateAction):
     """Continue a paused device."""
 
     name = "resume"
-    summary = "a paused device goes on"
+    summary = "continue a paused device"
     undoes = (Pause.name,)
     changes = Pause.restores
 
@@ -101,7 +101,7 @@ class ThrottlePart(ConfigModel):
     @model_validator(mode="after")
     def _one_figure(self) -> Self:
         if (self.speed is None) == (self.slowdown is None):
-            raise ValueError("say how slow with exactly one of 'speed' and 'slowdown'")
+            raise ValueError("set exactly one of 'speed' and 'slowdown'")
         return self
 
     def slowed(self, factor: float, own: float) -> float:

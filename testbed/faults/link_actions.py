@@ -104,9 +104,9 @@ class Degrade(LinkFault[DegradePart]):
         part = self.value
         yield from super().problems(setting)
         if part.preset is None and not given(part):
-            yield (), f"changes nothing: give at least one of preset, {', '.join(FIGURES)}"
+            yield (), f"has no effect: set at least one of preset, {', '.join(FIGURES)}"
         if part.preset is not None and part.preset not in PRESETS:
-            yield ("preset",), f"there is no preset '{part.preset}': use one of {', '.join(PRESETS)}"
+            yield ("preset",), f"unknown preset '{part.preset}': use one of {', '.join(PRESETS)}"
             return
         states = chain(setting.links.items(), setting.traced)
         # By identity: a mesh of a thousand devices has a million links, but few values.
@@ -143,9 +143,9 @@ class Obstruct(LinkFault[ObstructPart]):
         """Yield errors for missing links and for an exponent without effect."""
         yield from super().problems(setting)
         if setting.radio is None:
-            yield (), "there is no radio to obstruct: give `network.radio`, or degrade the links' message_loss"
+            yield (), "requires `network.radio`: define a radio, or degrade the links' message_loss"
         elif self.value.path_loss_exponent <= (own := setting.radio.propagation.path_loss_exponent):
-            yield ("path_loss_exponent",), f"is no more than the radio's own, {own:g}: use a higher one"
+            yield ("path_loss_exponent",), f"must be above the radio's own exponent, {own:g}: use a higher one"
 
     def impair(self, link: Link, pair: Pair, now: SystemState) -> Link:
         """Raise the loss to the share of packets received below the sensitivity."""
@@ -212,7 +212,7 @@ class NetworkPartition(FaultAction[tuple[tuple[str, ...], ...]]):
             yield (), f"'{name}' is named twice: a device is in one group"
         kept = len([group for group in self.value if group]) + (len(set(listed)) < len(setting.devices))
         if kept < 2:
-            yield (), "separates nobody: name at least two groups, or leave devices out of the only one"
+            yield (), "has no effect: name at least two groups, or remove devices from the only one"
 
     @cached_property
     def _group_of_device(self) -> dict[str, int]:

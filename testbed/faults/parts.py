@@ -77,7 +77,7 @@ class TriggerPart(ConfigModel):
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if (self.begins is None) == (self.event is None):
-            raise ValueError("say either what the device 'begins' or which 'event' it records")
+            raise ValueError("set exactly one of 'begins' and 'event'")
         return self
 
     @property
@@ -169,7 +169,7 @@ Wrong = Iterator[tuple[Key, str]]
 
 def _time_problems(index: int, part: FaultPart, time_limit: float) -> Wrong:
     if part.after is not None and index == 0:
-        yield ("after",), "there is no fault before the first one: use 'at' or 'when'"
+        yield ("after",), "the first fault has no predecessor: use 'at' or 'when'"
     if part.at is not None and part.at >= time_limit:
         yield ("at",), f"the run is over at its time_limit of {time_limit:g}s: strike earlier or raise the limit"
 
@@ -200,6 +200,6 @@ def _trigger_problems(
             return
         for key in ("batch", "micro"):
             if getattr(trigger, key) is not None and key not in events[trigger.event]:
-                yield ("when", key), f"the event '{trigger.event}' has no {key}: leave it out"
+                yield ("when", key), f"the event '{trigger.event}' has no {key}: remove the key"
     if trigger.batch is not None and batches is not None and trigger.event != "evaluate" and trigger.batch >= batches:
-        yield ("when", "batch"), f"there are {batches} batches, counted from 0: the last one is {batches - 1}"
+        yield ("when", "batch"), f"out of range: batches are counted from 0 to {batches - 1}"

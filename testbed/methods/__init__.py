@@ -73,7 +73,7 @@ def get(name: str, task: str = "") -> Method:
     for key in (f"{task}.{name}", name):
         if key in METHODS:
             return METHODS[key]
-    raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}", ("method", "name"))
+    raise InputError(f"unknown method '{name}': {nearest(name, METHODS)}", ("method", "name"))
 
 
 def find(workload: WorkloadPart, folder: Path) -> Method:

@@ -209,7 +209,7 @@ class DataPart(ConfigModel):
 class LearningPart(WorkloadPart):
     """Keys of training and inference."""
 
-    task: Literal["train", "infer"] = Field("train", description="what the devices do together")
+    task: Literal["train", "infer"] = Field("train", description="kind of work")
     model: ModelPart = Field(description="the neural network")
     initialisation: Initialisation | None = Field(
         None,

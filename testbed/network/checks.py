@@ -53,7 +53,7 @@ def problems(link: Link) -> list[Impossible]:
     for name in ("jitter_correlation", "loss_correlation"):
         impossible += _correlation_problems(name, getattr(link, name))
     if link.limit is not None and link.limit < 1:
-        impossible.append(Impossible("limit", f"a queue of {link.limit} packets lets nothing through: use at least 1"))
+        impossible.append(Impossible("limit", f"a queue of {link.limit} packets blocks all traffic: use at least 1"))
     if not impossible:
         impossible += _combination_problems(link)
     return impossible
@@ -82,13 +82,13 @@ def rate_problem(rate: float) -> str | None:
     if not rate >= MIN_RATE:
         return f"{rate:g}bit is below the lowest rate that can be shaped: use at least {MIN_RATE / 1e3:g}kbit"
     if rate > MAX_RATE:
-        return f"{rate:g}bit is beyond every link: use at most {MAX_RATE / 1e9:g}gbit, or leave the rate out"
+        return f"{rate:g}bit exceeds the maximum rate: use at most {MAX_RATE / 1e9:g}gbit, or remove the rate"
     return None
 
 
 def no_jitter(distribution: str) -> str:
     """Return the error text for a jitter distribution without jitter."""
-    return f"'{distribution}' describes a jitter that is not there: give a jitter, or leave the distribution out"
+    return f"'{distribution}' requires a jitter: set `jitter`, or remove the distribution"
 
 
 def _fraction_problems(name: str, value: float) -> list[Impossible]:
@@ -108,7 +108,7 @@ def _correlation_problems(name: str, value: float) -> list[Impossible]:
 def _combination_problems(link: Link) -> list[Impossible]:
     impossible = [*_of_jitter(link), *_of_loss(link)]
     if link.reorder > 0 and link.delay == 0:
-        text = "reordered packets skip the delay, and there is none: use a delay of at least 1ms"
+        text = "reordering requires a delay, which reordered packets skip: use a delay of at least 1ms"
         impossible.append(Impossible("reorder", text))
     return impossible
 
@@ -122,14 +122,14 @@ def _of_jitter(link: Link) -> Iterator[Impossible]:
     if link.jitter == 0 and link.distribution != "normal":
         yield Impossible("distribution", no_jitter(link.distribution))
     if link.jitter == 0 and link.jitter_correlation > 0:
-        text = "correlates a jitter that is not there: give a jitter, or leave the correlation out"
+        text = "requires a jitter: set `jitter`, or remove the correlation"
         yield Impossible("jitter_correlation", text)
 
 
 def _of_loss(link: Link) -> Iterator[Impossible]:
     if link.bursts is None:
         if link.loss_correlation > 0 and link.loss == 0:
-            text = "correlates a loss that is not there: give a loss, or leave the correlation out"
+            text = "requires a loss: set `loss`, or remove the correlation"
             yield Impossible("loss_correlation", text)
         return
     if link.loss_correlation > 0:
@@ -138,7 +138,7 @@ def _of_loss(link: Link) -> Iterator[Impossible]:
     wrong = _burst_problems(link.bursts)
     if link.loss > 0:
         average = "" if wrong else f"; these bursts lose {100 * link.bursts.loss:.3g}%"
-        yield Impossible("loss", f"a loss beside bursts has no meaning: give one of the two{average}")
+        yield Impossible("loss", f"'loss' and 'bursts' exclude each other: remove one of them{average}")
     yield from wrong
 
 

@@ -49,7 +49,7 @@ class LinkPart(ConfigModel):
     reorder: Fraction | None = Field(None, description="packets that skip the delay, and so overtake others")
     corrupt: Fraction | None = Field(None, description="packets in which one bit is wrong")
     limit: int | None = Field(
-        None, description="packets that the queue before the rate holds; default: from rate times delay"
+        None, description="capacity in packets of the queue before the rate limit; default: from rate times delay"
     )
 
 
@@ -83,7 +83,7 @@ class CellPart(ConfigModel):
     """A radio cell: all transmissions between its devices share one channel."""
 
     devices: tuple[Name, ...] = Field(
-        (), description="its members; a name with a `count` stands for all of them; default: every device"
+        (), description="member devices; a name with a `count` means all of its devices; default: every device"
     )
     rate: Rate = Field(description="of the channel: of all transmissions in the cell together")
 
@@ -124,13 +124,13 @@ class NetworkPart(ConfigModel):
     topology: Topology = Field(
         "mesh",
         description="mesh: all to all; star: all to the first device; line: neighbours in the order of the file; "
-        "explicit: what `links` lists. Devices without a link cannot talk, nobody forwards",
+        "explicit: the pairs in `links`. Devices without a link cannot communicate; messages are never forwarded",
     )
     link: LinkPart = Field(default_factory=lambda: LinkPart(), description="every link, unless overridden")
     links: tuple[PairLinkPart, ...] = Field((), description="links that differ; later ones win")
     cells: tuple[CellPart, ...] = Field((), description="radio cells: devices that share one channel")
     radio: RadioPart | None = Field(
-        None, description="makes each link's `message_loss` from the distance; `links` may say otherwise of some"
+        None, description="derives each link's `message_loss` from the distance; `links` can override single links"
     )
     frame: Size | None = Field(
         None,

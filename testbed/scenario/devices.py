@@ -61,7 +61,7 @@ def preset_problems(preset: str | None, key: Key) -> list[Diagnostic]:
     """Return an error for an unknown link preset."""
     if preset is None or preset in PRESETS:
         return []
-    return [Diagnostic(key, f"there is no preset '{preset}': {nearest(preset, PRESETS)}")]
+    return [Diagnostic(key, f"unknown preset '{preset}': {nearest(preset, PRESETS)}")]
 
 
 def _read_profile(file: Path, name: str) -> ProfilePart:
@@ -154,7 +154,7 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             text = (
                 "is for programs of one's own: methods compute on processors, at the rates of the profile, which may "
             )
-            yield Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: leave it out")
+            yield Diagnostic((*key, "gpu"), text + "be those of a GPU by kinds of layers: remove the key")
         if part.slowdown is not None and part.speed is None:
             text = "the host's own speed is not known when plans are made: give the speed to reckon with as well"
             yield Diagnostic((*key, "slowdown"), text)
@@ -163,7 +163,7 @@ def _device_problems(scenario: Scenario) -> Iterator[Diagnostic]:
 def _profile_problems(part: DevicePart, key: Key) -> Iterator[Diagnostic]:
     profile = _profile_of(part)
     if profile is None:
-        text = f"there is no profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
+        text = f"unknown profile '{part.profile}': {nearest(str(part.profile), PROFILES)}"
         yield Diagnostic((*key, "profile"), text)
     elif part.speed is None and part.precision not in ("f32", "int8", *profile.precisions):
         text = f"no speed in {part.precision} is known of {profile.name}: give `speed`, measured in that precision"

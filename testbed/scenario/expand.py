@@ -157,7 +157,7 @@ def _named_devices(
         elif name in names:
             members.append(name)
         else:
-            text = f"there is no device '{name}': {nearest(name, [*scenario.devices, *names])}"
+            text = f"unknown device '{name}': {nearest(name, [*scenario.devices, *names])}"
             problems.append(Diagnostic((*key, "devices", place), text))
     return list(dict.fromkeys(members if given else names))
 
@@ -183,14 +183,14 @@ def _expand_cells(scenario: Scenario, names: list[str]) -> tuple[Cell, ...]:
         key: Key = ("network", "cells", index)
         members = _named_devices(scenario, part.devices, names, key, problems)
         if len(members) < 2 and not problems:
-            problems.append(Diagnostic((*key, "devices"), "a cell of one device carries nothing: name at least two"))
+            problems.append(Diagnostic((*key, "devices"), "a cell requires at least two devices"))
         if wrong := rate_problem(part.rate):
             problems.append(Diagnostic((*key, "rate"), wrong))
         for other, cell in enumerate(cells):
             shared = [name for name in members if name in cell.devices]
             if len(shared) > 1:
                 text = f"'{shared[0]}' and '{shared[1]}' are both in cell {other} as well: a pair has one channel"
-                problems.append(Diagnostic((*key, "devices"), text + ", leave one of them out of a cell"))
+                problems.append(Diagnostic((*key, "devices"), text + ", remove one of them from a cell"))
         cells.append(Cell(tuple(members), part.rate))
     if problems:
         raise scenario.source.error(problems)
@@ -220,6 +220,6 @@ def no_such_devices(
         part = scenario.devices.get(name)
         if part is not None and part.count is not None:
             last = f" to {name}{part.count}" if part.count > 1 else ""
-            yield key, f"'{name}' stands for the devices {name}1{last}: name one of them"
+            yield key, f"'{name}' is a group of devices, {name}1{last}: name one of them"
         else:
-            yield key, f"there is no device '{name}': {nearest(name, names)}"
+            yield key, f"unknown device '{name}': {nearest(name, names)}"

@@ -109,7 +109,7 @@ def _of_structure(text: str) -> Formatter:
 def _unknown_key(_detail: ErrorDetails, key: Key, model: type[BaseModel]) -> str:
     name, known = str(key[-1]), _known_keys(key[:-1], model)
     if name in known:  # of another kind of work
-        return f"'{name}' is not a key of this task: leave it out"
+        return f"'{name}' is not a key of this task: remove the key"
     return f"unknown key '{name}': {nearest(name, known)}"
 
 

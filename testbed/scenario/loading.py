@@ -171,7 +171,7 @@ class _Reader:
         reason = " ".join(str(error.problem or error.context).split())
         hint = ""
         if reason == "second occurrence":
-            reason = "an anchor of this name stands above: give one of the two another name"
+            reason = "duplicate anchor: rename one of the two"
         elif re.search(r":\s*[<>=!%&*|]", written):
             hint = ": write values that begin with a sign in quotes, as in accuracy: '>= 0.9'"
         elif "\t" in written:
@@ -226,7 +226,7 @@ class _Reader:
         kind = str(node.tag).removeprefix(_TAG)
         text: str = node.value
         if "\0" in text:
-            self.problems.append(Diagnostic(key, "holds a character of code 0, which no name and no path has"))
+            self.problems.append(Diagnostic(key, "contains a NUL character, which is invalid in names and paths"))
             return None
         try:
             if kind == "int":
@@ -278,4 +278,4 @@ def put(tree: dict[str, Any], key: Key, value: Any, where: str) -> None:
         else:
             here = format_key(key[:depth])
             size = f"a list of {len(place)}: its items are {here}.0 and on" if isinstance(place, list) else "one value"
-            raise InputError(f"{where}: {format_key(key)}: there is no such key: {here} is {size}")
+            raise InputError(f"{where}: {format_key(key)}: unknown key: {here} is {size}")

@@ -40,7 +40,7 @@ def _position_problems(scenario: Scenario, part: RadioPart | None) -> Iterator[D
         key = ("devices", name, "position")
         x, y = device.position
         if part is None:
-            yield Diagnostic(key, "means nothing without `network.radio`: give that as well, or leave this out")
+            yield Diagnostic(key, "requires `network.radio`: add a radio, or remove this key")
         elif device.count is not None:
             yield Diagnostic(key, f"would put {device.count} devices in one place: name them one by one")
         elif not (0 <= x <= part.area[0] and 0 <= y <= part.area[1]):
@@ -55,18 +55,18 @@ def _radio_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     if part is None:
         return
     if part.preset not in TRANSCEIVERS:
-        text = f"there is no radio '{part.preset}': {nearest(part.preset, TRANSCEIVERS)}"
+        text = f"unknown radio '{part.preset}': {nearest(part.preset, TRANSCEIVERS)}"
         yield Diagnostic(("network", "radio", "preset"), text)
     if part.mean_reception is not None:
         yield from _problems_of_mean(scenario, part)
     if scenario.network.link.message_loss is not None:
-        text = "is what `network.radio` computes for each pair: leave one of the two out"
+        text = "is computed by `network.radio` for each pair: remove one of the two"
         yield Diagnostic(("network", "link", "message_loss"), text)
 
 
 def _problems_of_mean(scenario: Scenario, part: RadioPart) -> Iterator[Diagnostic]:
     key = ("network", "radio", "mean_reception")
     if part.transmit_power is not None:
-        yield Diagnostic(key, "is reached by the transmit power: leave `transmit_power` out, or this")
+        yield Diagnostic(key, "determines the transmit power: remove `transmit_power` or this key")
     if part.shadowing == 0 or sum(each.count or 1 for each in scenario.devices.values()) < 2:
         yield Diagnostic(key, "needs two devices at least and some shadowing: no power gives every mean without")

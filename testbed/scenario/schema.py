@@ -78,7 +78,7 @@ class Source:
 class WattsPart(ConfigModel):
     """Power consumption of a device."""
 
-    idle: float = Field(ge=0, description="watts while it is up and computes nothing")
+    idle: float = Field(ge=0, description="power while idle, in watts")
     busy: float = Field(ge=0, description="watts while it computes")
 
     @property
@@ -112,7 +112,7 @@ class RatesPart(ConfigModel):
 class ProfilePart(ConfigModel):
     """A device profile, as written by `testbed setup profile` or in a user's file."""
 
-    name: str = Field("own", description="what it is called where a run is shown")
+    name: str = Field("own", description="display name")
     speed: Speed = Field(gt=0, description="of each processor")
     memory_rate: ByteRate | None = Field(None, gt=0, description="what layers read and write a second")
     kinds: dict[Kind, RatesPart] = Field(
@@ -124,7 +124,7 @@ class ProfilePart(ConfigModel):
     )
     memory: Size = Field(gt=0, description="the device's")
     processors: int = Field(1, ge=1, le=1000, description="that compute at once")
-    watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`")
+    watts: WattsPart | None = Field(None, description="power consumption, for the metric `energy`")
 
 
 DeviceProfile = Annotated[
@@ -145,7 +145,7 @@ class DevicePart(ConfigModel):
         None,
         ge=1,
         le=10_000,
-        description="make this number of alike devices, named <name>1 to <name>N; more under further names",
+        description="number of identical devices, named <name>1 to <name>N",
     )
     speed: Speed | None = Field(None, gt=0, description="overrides the profile's speed, and that of its `kinds`")
     memory_rate: ByteRate | None = Field(
@@ -171,7 +171,9 @@ class DevicePart(ConfigModel):
         False, description="for programs of one's own: the container is given the host's GPUs, as docker run --gpus all"
     )
     memory: Size | None = Field(None, gt=0, description="overrides the profile's memory")
-    watts: WattsPart | None = Field(None, description="what it draws, for the figure `energy`; default: the profile's")
+    watts: WattsPart | None = Field(
+        None, description="power consumption, for the metric `energy`; default: the profile's"
+    )
     cpus: float | None = Field(None, gt=0, description="CFS quota, for workloads that do not pace themselves")
     slowdown: float | None = Field(
         None,
@@ -197,7 +199,7 @@ class MachinePart(ConfigModel):
     """A computer whose processes or containers some devices are."""
 
     devices: tuple[Name, ...] = Field(
-        (), description="which; a name with a `count` stands for all of them; default: every device"
+        (), description="devices on this machine; a name with a `count` means all of its devices; default: every device"
     )
     cores: float = Field(
         gt=0,
@@ -232,8 +234,8 @@ class Scenario(ConfigModel):
     machines: tuple[MachinePart, ...] = Field(
         (), description="computers that several devices share, on the virtual clock; default: each device is its own"
     )
-    workload: SerializeAsAny[WorkloadPart] = Field(description="what the devices do together, and for how long")
-    faults: tuple[FaultPart, ...] = Field((), description="what breaks and mends, and when")
+    workload: SerializeAsAny[WorkloadPart] = Field(description="the work of the devices, and its duration")
+    faults: tuple[FaultPart, ...] = Field((), description="faults and repairs, with their times or triggers")
     trace: str | tuple[str, ...] = Field(
         (),
         description="how links and speeds change over time: a CSV file, relative to the scenario file, or its lines, "
@@ -254,7 +256,7 @@ class Scenario(ConfigModel):
     expect: dict[str, str] = Field(
         default_factory=dict, description="figure of metrics.json -> condition, e.g. accuracy: '>= 0.9'"
     )
-    results: ResultsPart = Field(default_factory=lambda: ResultsPart(), description="what else is written of a run")
+    results: ResultsPart = Field(default_factory=lambda: ResultsPart(), description="further outputs of each run")
     time_limit: Duration = Field(
         600.0, gt=0, description="the run fails when it is not over by then", json_schema_extra={"default": "10min"}
     )

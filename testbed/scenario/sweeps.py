@@ -100,5 +100,5 @@ def _axis_problems(axes: Sequence[_Axis]) -> Iterator[Diagnostic]:
                 text = f"needs as many values as '{first}', {len(axis.values[first])}, and has {len(values)}"
                 yield Diagnostic(place, text)
             elif key in known:
-                yield Diagnostic(place, "is swept twice: leave one of the two out")
+                yield Diagnostic(place, "is swept twice: remove one of the two")
             known.add(key)

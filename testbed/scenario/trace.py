@@ -44,7 +44,7 @@ def parse(line: str) -> Change:
     except csv.Error as error:
         raise ValueError(f"is not a line of CSV: {error}") from None
     if len(cells) != 3:
-        raise ValueError(f"has {len(cells)} values: a line is time,what,value, as in 12.5,link a->b rate,10mbit")
+        raise ValueError(f"has {len(cells)} values: a line must be time,what,value, as in 12.5,link a->b rate,10mbit")
     written, what, value = cells
     time = float(written) if _NUMBER.fullmatch(written) else parse_duration(written)
     if match := _LINK.fullmatch(what):
@@ -103,7 +103,7 @@ def changes(
     if not problems:
         for index, pair, link in traced_links(links, parsed, next(iter(own))):
             for _, text in checks.problems(link):
-                wrong(index, f"makes a link from {pair[0]} to {pair[1]} that cannot be: {text}")
+                wrong(index, f"makes a link from {pair[0]} to {pair[1]} with an impossible property: {text}")
     return tuple(parsed), _limit_problems(problems)
 
 

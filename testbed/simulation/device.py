@@ -393,7 +393,7 @@ class SimulatedDevice:
             reasons.append("a message")
         if not self.running:
             return "has finished"
-        return "waits for " + (" and ".join(reasons) or "nothing that the testbed knows of")
+        return "waits for " + (" and ".join(reasons) or "an event unknown to the testbed")
 
     def _stop_program(self) -> NoReturn:
         raise asyncio.CancelledError(f"{self.name} was killed")

@@ -24,7 +24,7 @@ FIGURES = (
     Metric(
         "trusted",
         "bool",
-        "whether the verdict holds nothing against the run",
+        "whether the verdict has no objection",
         lambda record: bool(record.cached(verdict)["trusted"]),
     ),
     Metric("status", "text", "finished, failed, timed out or interrupted", lambda record: record.outcome.status),

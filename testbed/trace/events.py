@@ -77,15 +77,15 @@ EVENTS = (
     EventType("request", "an inference is done", ("batch",), ("request", "latency")),
     EventType("failed", "an inference was given up", ("batch",), ("request", "error", "after")),
     EventType("objects", "objects were found in a sample", ("batch",), ("request", "sample", "boxes")),
-    EventType("weights", "the program took the weights that it was given to begin with"),
-    EventType("memory", "the device holds more than ever before, in bytes", (), ("weights", "activations")),
+    EventType("weights", "the program has loaded its initial weights"),
+    EventType("memory", "new peak memory use, in bytes", (), ("weights", "activations")),
     EventType(
         "recovery",
         "a fault was detected, or work resumed after it; a method may record further phases",
         ("batch",),
         ("phase", "step", "missing", "partition"),
     ),
-    EventType("log", "somebody has something to say", (), ("text",)),
+    EventType("log", "log message", (), ("text",)),
     EventType(
         "host",
         "for how long the host kept the device's threads waiting, and the processor time that these took",

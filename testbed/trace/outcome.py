@@ -31,8 +31,8 @@ def ended(
     if status != "finished" or not weights_given or any(event.event == "weights" for event in events):
         return status, error
     return "failed", (
-        "weights were given to begin with, but the method's program never read them: read job.weights on the plan's "
-        "lead, or leave the weights out"
+        "the run has initial weights, but the method's program never read them: read job.weights on the plan's "
+        "lead, or remove the weights"
     )
 
 

@@ -131,10 +131,10 @@ FIGURES = (
     Metric(
         "steady_steps",
         "number",
-        "undisturbed steps; 0 when there was none and all had to be used",
+        "number of undisturbed steps; 0 if every step was disturbed and all were used",
         _of_steps(lambda record: sum(step.steady for step in record.steps)),
     ),
-    Metric("predicted_step_time", "seconds", "what the planner predicted", lambda record: record.plan.step_time),
+    Metric("predicted_step_time", "seconds", "predicted by the planner", lambda record: record.plan.step_time),
     Metric(
         "step_time_before",
         "seconds",

@@ -200,7 +200,7 @@ def _describe_weights(metrics: Metrics) -> str:
 
 def _weights_note(metrics: Metrics) -> str:
     if metrics["weights"] is None:
-        return "drawn from the seed: the answers mean nothing"
+        return "drawn from the seed: the answers are meaningless"
     return "read from this file" if metrics["status"] == "finished" else "given to begin with; the run did not finish"
 
 

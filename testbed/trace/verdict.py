@@ -104,7 +104,7 @@ def verdict(record: RunView) -> dict[str, Any]:
     elif emulated:
         kind, summary = "trusted", f"links, pacing, faults and host were all as the scenario asks{notes}"
     else:
-        kind, summary = "prediction", f"simulated from the scenario's figures; nothing was measured{notes}"
+        kind, summary = "prediction", f"simulated from the scenario's values, without measurements{notes}"
     return {
         "kind": kind,
         "trusted": not reasons,
@@ -175,7 +175,7 @@ def _check_record(record: RunView) -> Check:
     workload = experiment.workload
     wanted = workload.progress
     if not log.of(wanted):
-        hint = f': programs say what they have done by device.record("{wanted}", ...)' if workload.needs_record else ""
+        hint = f': programs report their work by device.record("{wanted}", ...)' if workload.needs_record else ""
         return Check("events", False, f"no {wanted} was recorded{hint}")
     if outcome.status == "finished" and (lost := [*_name_gaps(log, wanted), *outcome.fidelity.get("lost", ())]):
         return Check("events", False, f"the run finished without {' and '.join(lost)}")
@@ -227,7 +227,7 @@ def _check_faults(experiment: Experiment, log: EventLog, struck: Sequence[Strike
             beyond = event.time - float(fields["intended"])
             if beyond > FAULT_LATENESS:
                 what = f"{fields['action']} of {fields['target']}"
-                return [Check("faults", False, f"{what} lasted {beyond:.2f} s longer than it should")]
+                return [Check("faults", False, f"{what} lasted {beyond:.2f} s longer than intended")]
     return [Check("faults", True, f"{len(struck)} struck, the latest {late * 1e3:z.0f} ms late")]
 
 

@@ -108,7 +108,7 @@ class Result:
         """Return a plot by title. Raises `InputError` listing the available titles."""
         plots = self.plots
         if title not in plots:
-            raise InputError(f"there is no plot '{title}': there are {', '.join(plots)}")
+            raise InputError(f"unknown plot '{title}': choose one of {', '.join(plots)}")
         return plots[title]
 
     def __str__(self) -> str:

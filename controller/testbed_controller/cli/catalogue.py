@@ -52,7 +52,7 @@ def methods(name: str | None, as_json: bool) -> None:
     from testbed.methods import METHODS
 
     if name is not None and name not in METHODS:
-        raise InputError(f"there is no method '{name}': {nearest(name, METHODS)}")
+        raise InputError(f"unknown method '{name}': {nearest(name, METHODS)}")
     entries: list[dict[str, Any]] = []
     for each in METHODS if name is None else [name]:
         try:
@@ -133,11 +133,13 @@ def models(
             print_catalogue(entries, lambda entry: entry["summary"])
         return
     if profile is not None and measure is None:
-        raise click.UsageError("--profile charges what is measured: give --measure BATCH as well")
+        raise click.UsageError("--profile requires --measure BATCH")
     model = _load_model(name, function, data)
     if measure is not None:
         if model.builder is not None:
-            raise InputError("--measure times layers, and of a network of your own only units are known: leave it out")
+            raise InputError(
+                "--measure requires known layers, and a network of your own has only units: remove the option"
+            )
         _print_measured(model, measure, profile, as_json)
         return
     figures = describe(model)

@@ -72,7 +72,7 @@ def _parse_pairs(text: str) -> dict[str, str]:
     """Parse the keys of a nested section, as in ``p=1%,r=20%``."""
     pairs = [each.partition("=") for each in text.split(",")]
     if not all(equals for _, equals, _ in pairs):
-        raise InputError(f"'{text}' is no list such as p=1%,r=20%")
+        raise InputError(f"'{text}' must be a list such as p=1%,r=20%")
     return {key.strip().replace("-", "_"): value.strip() for key, _, value in pairs}
 
 
@@ -247,7 +247,7 @@ def show(source: str | None, destination: str | None, run_id: str | None, as_jso
         )
     wrong = [f"{name}: {text}" for name, device in shown["devices"].items() for text in device["differences"]]
     if wrong:
-        raise TestbedError("the kernel holds something else than was asked for: " + "; ".join(wrong))
+        raise TestbedError("the kernel's settings differ from the request: " + "; ".join(wrong))
 
 
 @link.command(name="set")
@@ -275,7 +275,7 @@ def change(
     pairs = [(source, destination), *([(destination, source)] if both else [])]
     part = {key: value for key, value in figures.items() if value is not None}
     if not part and not direct:
-        raise InputError("changes nothing: give at least one of its options")
+        raise InputError("has no effect: set at least one option")
     asked = {"pairs": pairs, "part": part, "direct": direct}
     done = control.reach(runstate.choose(run_id))({"set": asked})
     for pair, shown in links_from_json(done["links"]).items():

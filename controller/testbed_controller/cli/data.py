@@ -29,7 +29,9 @@ _SHADES = " .:-=+*#%@"
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Folder of NAME's files.")
 @click.option("--path", type=click.Path(path_type=Path, dir_okay=False), help="For image: the picture's file.")
 @click.option("--count", default=3, show_default=True, type=click.IntRange(0, 20), help="Samples to show.")
-@click.option("--split", help="Also show who would own what: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME.")
+@click.option(
+    "--split", help="Also show the data ownership for a split: iid, dirichlet=0.3, shards=2, quantity=0.5, column=NAME."
+)
 @click.option("--devices", default=4, show_default=True, type=click.IntRange(1, 100), help="How many own data.")
 @as_json
 def data(
@@ -205,7 +207,7 @@ def _device_shares(dataset: Dataset, part: DataPart, devices: int) -> dict[str, 
     from testbed.ml.data.split import split as shared
 
     if part.split == "lead":
-        raise InputError("lead shares nothing: name another split")
+        raise InputError("lead does not divide the data: name another split")
     owners = [f"device{number}" for number in range(1, devices + 1)]
     shares = shared(dataset.train_labels, dataset.classes, owners, part.split, 0, dataset.groups)
     classes = is_class(dataset.train_labels)

@@ -79,7 +79,7 @@ def _check_finished(run: Run) -> None:
     status = run.outcome.status
     if status == "finished":
         return
-    text = f"{_error_reason(run.outcome.error or '')}; what it left is in {run.path}"
+    text = f"{_error_reason(run.outcome.error or '')}; partial results are in {run.path}"
     if status == "interrupted":
         raise StoppedError(f"the run was interrupted: {text}")
     raise TestbedError(f"the run {status}: {text}")

@@ -85,13 +85,13 @@ def down(run: str | None, everything: bool, everyone: bool) -> None:
     from testbed_controller.hosts.removal import remove
 
     if everything and run:
-        raise InputError("name a run or say --all, not both")
+        raise InputError("RUN and --all cannot be combined")
     pattern = "*" if everything or (everyone and run is None) else runstate.choose(run)
     engines, removable = _removable_runs(pattern)
     known = sorted({*engines, *runstate.runs()})
     matches = fnmatch.filter(known, pattern)
     if not matches and pattern != "*":
-        raise InputError(f"there is no run '{pattern}' (runs: {', '.join(known) or 'none'})")
+        raise InputError(f"unknown run '{pattern}' (runs: {', '.join(known) or 'none'})")
     others = ", ".join(each for each in matches if each not in removable)
     chosen = [each for each in matches if everyone or each in removable]
     if others and everyone:
@@ -182,7 +182,7 @@ def logs(device: str, run_id: str | None, follow: bool) -> None:
         sys.stdout.buffer.flush()
         wrote = True
     if not wrote:
-        say(f"{device} has written nothing")
+        say(f"{device} has no output")
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -214,7 +214,7 @@ def execute(device: str, command: tuple[str, ...], run_id: str | None, pass_inpu
     try:
         started = client.api.exec_create(container_name(chosen, device), words, stdin=pass_input)["Id"]
     except NotFound:
-        raise InputError(f"there is no device '{device}' in {chosen}: see 'testbed ps'") from None
+        raise InputError(f"unknown device '{device}' in {chosen}: see 'testbed ps'") from None
     except APIError as error:
         raise TestbedError(f"{device}: {error.explanation}") from None
     for number, part in _output_frames(client, started, sys.stdin.fileno() if pass_input else None):

@@ -66,7 +66,7 @@ def doctor(measure: bool, where: LabPart, as_json: bool) -> None:
 @as_json
 @click.option("--env", "as_env", is_flag=True, help="Print as variables for compose/, with a new random token.")
 @click.option("--prune", is_flag=True, help="Remove the testbed's images that the current files do not need.")
-@click.option("--remove", is_flag=True, help="Remove all of the testbed's images; build nothing.")
+@click.option("--remove", is_flag=True, help="Remove all of the testbed's images without building any.")
 def images(as_json: bool, as_env: bool, prune: bool, remove: bool) -> None:
     """Build missing images for the current files, and list them."""
     from testbed_controller.lab.engine import connect, ensure_engine

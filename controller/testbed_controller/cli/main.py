@@ -32,27 +32,27 @@ COMMANDS = {
     ),
     "plan": (
         "testbed_controller.cli.plan:plan",
-        "Show who holds which part of the model, and what that costs, without running anything.",
+        "Show the placement of the model and its predicted cost without running anything.",
     ),
     "run": (
         "testbed_controller.cli.run:run",
-        "Run SCENARIO (a file, or the name of one in scenarios/) and report what happened.",
+        "Run SCENARIO (a file, or a name in scenarios/) and print the results.",
     ),
     "up": (
         "testbed_controller.cli.lab:up",
-        "Create the devices and links of SCENARIO and leave them up, with nothing running on them.",
+        "Create the devices and links of SCENARIO and keep them running without a workload.",
     ),
     "down": (
         "testbed_controller.cli.lab:down",
-        "Remove a run: its containers, networks and state, even if only part of it is left.",
+        "Remove a run: its containers, networks and state, including remains of an incomplete removal.",
     ),
     "watch": (
         "testbed_controller.cli.lab:watch",
-        "Show RUN on a page in the browser: devices, links, learning, what each device does, and faults.",
+        "Show RUN on a page in the browser: devices, links, learning curves, activity, and faults.",
     ),
     "ps": (
         "testbed_controller.cli.lab:ps",
-        "List the containers of every run on the engine, what each device does, and how far the run has come.",
+        "List the containers of every run, with the activity of each device and the progress of the run.",
     ),
     "logs": (
         "testbed_controller.cli.lab:logs",
@@ -82,7 +82,7 @@ COMMANDS = {
     ),
     "doctor": (
         "testbed_controller.cli.machine:doctor",
-        "Report what the testbed finds on this machine, and how to fix what is missing.",
+        "Check this machine for the testbed's requirements, with a remedy for each problem.",
     ),
     "setup": (
         "testbed_controller.cli.machine:setup",
@@ -225,7 +225,7 @@ def main() -> None:
 def _explain_error(error: Exception) -> tuple[str | None, int]:
     """Return message and exit status for an expected kind of foreign error; None to show the traceback."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        text = "the disk is full; what a run had written is kept, and `testbed report` makes its page of it again"
+        text = "the disk is full; written results are kept, and `testbed report` rebuilds the page from them"
         return text, HostError.exit_code
     # The engine's client is imported only by commands that need it; whatever it raises is about this host.
     if type(error).__module__.startswith(("docker.", "requests.", "urllib3.")):

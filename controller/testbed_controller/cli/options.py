@@ -100,11 +100,9 @@ out = click.option(
     help="Results folder, new or empty.  [default: results/<run>, with a number where that exists]",
 )
 accept_links = click.option(
-    "--accept-links", is_flag=True, help="Run even if a link is outside its tolerance (the verdict says so)."
+    "--accept-links", is_flag=True, help="Run despite links outside their tolerance (noted in the verdict)."
 )
-watched = click.option(
-    "--watch", is_flag=True, help="Show the run in the browser while it goes on; see `testbed watch`."
-)
+watched = click.option("--watch", is_flag=True, help="Show the running experiment in the browser; see `testbed watch`.")
 metrics_as_json = click.option(
     "--json", "as_json", is_flag=True, help="Print the metrics as JSON; progress goes to standard error."
 )

@@ -106,7 +106,7 @@ class RunRequest:
         if self.resume is not None and self.out is not None:
             raise InputError("--out cannot be combined with --resume")
         if self.watch and not self.events:
-            raise InputError("--no-events: the page is made of them: leave --watch away")
+            raise InputError("--no-events cannot be combined with --watch, whose page needs events")
         if self.one_run_per_host:
             self._check_one_run_per_host()
         if self._parallel_option:
@@ -116,7 +116,7 @@ class RunRequest:
         if not self.where.hosts or self.runtime != "emulate":
             raise InputError("--each-on-one-host: is for runs in containers: name hosts with --hosts")
         if self.where.place or self.where.faults or self.keep:
-            text = "every device of a run is on one host: leave --place, faults of hosts and --keep away"
+            text = "all devices of a run are on one host: remove --place, faults of hosts and --keep"
             raise InputError(f"--each-on-one-host: {text}")
 
     def _check_together(self, option: str) -> None:
@@ -125,7 +125,7 @@ class RunRequest:
             text = "containers need the host to themselves: add --runtime simulate, or leave"
             raise InputError(f"{option}: {text} {option} away")
         if self.watch or self.streams:
-            raise InputError(f"{option}: runs side by side are neither watched nor streamed: leave {option} away")
+            raise InputError(f"{option}: parallel runs can be neither watched nor streamed: remove {option}")
 
     @property
     def _parallel_option(self) -> str:
@@ -199,7 +199,7 @@ class RunRequest:
             return [asked or numbered(Path("results") / names[0])]
         out = self.out
         if out is not None and out.is_dir() and any(out.iterdir()):
-            raise InputError(f"{out}: holds something already: name another folder, or go on with its runs by --resume")
+            raise InputError(f"{out}: already exists: name another folder, or continue its runs with --resume")
         folder = asked or numbered(Path("results") / planned[0].scenario.name)
         return [folder / name for name in names]
 

@@ -53,7 +53,7 @@ def init(folder: Path) -> None:
         for file, text in study.items():
             (folder / file.replace("study.yaml", f"{name}.yaml")).write_text(text)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made: {error.strerror or error}") from None
+        raise InputError(f"{folder}: cannot be created: {error.strerror or error}") from None
     click.echo(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     click.echo(f"next: cd {shlex.quote(str(folder))} && testbed run {name}.yaml --runtime simulate")
 

@@ -203,7 +203,7 @@ def profile(peer: str | None = None) -> str:
     measurements = measure()
     speed, memory_rate = fitted([(each.flops, each.accessed, each.seconds) for each in measurements])
     if speed is None:
-        raise ValueError("the time of layers does not grow with their work here: let nothing else run, and try again")
+        raise ValueError("layer times do not grow with the work: stop other programs and try again")
     about = f"{platform.node()}, {platform.machine()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     lines = [
         f"# {json.dumps(about)[1:-1]}; processor time of one thread, forward and backward of {BATCH} samples.",

@@ -39,7 +39,9 @@ def write_parquet(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> 
 def write_perfetto(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
     """Write the timeline of a run for ui.perfetto.dev; raises `InputError` for a sweep."""
     if len(runs) > 1:
-        raise InputError(f"{runs[0].path.parent}: holds {len(runs)} runs, and --perfetto is of a run: name one of them")
+        raise InputError(
+            f"{runs[0].path.parent}: has {len(runs)} runs, and --perfetto exports a single run: name one of them"
+        )
     _refuse_metrics(runs, metrics)
     shutil.copy(runs[0].path / "trace.json", folder / "trace.json")
 
@@ -62,7 +64,7 @@ def write_plots(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> No
 def write_latex(runs: Sequence[Run], folder: Path, metrics: Sequence[str]) -> None:
     """Write the table of a sweep for LaTeX with the package booktabs; raises `InputError` for a single run."""
     if len(runs) == 1:
-        raise InputError(f"{runs[0].path}: holds 1 run, and --latex is of a sweep")
+        raise InputError(f"{runs[0].path}: has 1 run, and --latex exports a sweep")
     from testbed_controller.report import sweep, tables
 
     summary = summary_of(runs)

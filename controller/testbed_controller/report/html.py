@@ -41,7 +41,7 @@ from testbed_controller.results.run import Run
 EXPLAINED = {
     "trusted": "Everything that bears on the timings was as the scenario asks for.",
     "not trusted": "The timings of this run should not be relied on:",
-    "prediction": "Simulated: computed from the figures of the scenario on a virtual clock; nothing was measured.",
+    "prediction": "Simulated: computed from the scenario's values on a virtual clock, without measurements.",
 }
 
 
@@ -152,7 +152,7 @@ def _summary_chips(run: Run) -> Iterator[str]:
     workload = run.trial.scenario.workload
     yield "emulated in containers" if run.outcome.runtime == "emulate" else "simulated"
     if not workload.is_computed:
-        yield "timing only: nothing was computed"
+        yield "timing only, without computation"
     yield from workload.labels()
     count = len(run.experiment.devices)
     yield f"{count} device{'' if count == 1 else 's'}"

@@ -217,8 +217,8 @@ def _objects_section(metrics: Mapping[str, Any]) -> Section:
         if not boxes:
             rows.append([Cell(str(sample)), Cell("none"), *[Cell(formats.NONE)] * 5])
     note = (
-        "In the first answer about each picture, sides as shares of the network's input from its upper left corner. "
-        "boxes.json beside this file has every answer, boxes-….png the pictures."
+        "Boxes of the first answer for each picture, as shares of the network's input from its upper left corner. "
+        "All answers are in boxes.json beside this file, the pictures in boxes-….png."
     )
     brief = "in each picture, as first answered; sides as shares of the input"
     columns = (Column("Picture", "name"), Column("Object", "name"), *figures("Score", "Left", "Top", "Right", "Bottom"))
@@ -264,7 +264,7 @@ def expected(run: Run) -> Section:
         result = Cell(found_text(one, run), tone="" if one.holds else "no")
         rows.append([mark, Cell(one.key), Cell(one.condition), result])
     columns = (Column(""), Column("Figure", "name"), Column("Condition"), *figures("Found"))
-    note = "What the scenario demands; one that does not hold makes the command fail."
+    note = "Conditions of the scenario; the command fails if one of them fails."
     return Section("Expected", note, "", columns, rows)
 
 

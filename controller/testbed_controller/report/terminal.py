@@ -83,7 +83,7 @@ def _run_title(run: Run) -> Text:
     workload = run.trial.scenario.workload
     runtime = "emulated" if run.outcome.runtime == "emulate" else "simulated"
     if not workload.is_computed:
-        runtime += ", timing only: nothing was computed"
+        runtime += ", timing only, without computation"
     text = Text(" ")
     text.append(run.trial.scenario.name, style="bold")
     count = len(run.experiment.devices)

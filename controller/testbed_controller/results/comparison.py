@@ -79,7 +79,7 @@ def side_by_side(runs: Sequence[Run], series: Sequence[str] = ()) -> dict[str, l
     for text in series:
         name, _, label = text.partition(": ")
         if name not in groups_by_label:
-            raise InputError(f"--series: there is no '{name}': choose among {'; '.join(groups_by_label)}")
+            raise InputError(f"--series: unknown group '{name}': choose one of {'; '.join(groups_by_label)}")
         chosen[label or name] = groups_by_label[name]
     return chosen or groups_by_label
 

@@ -92,5 +92,5 @@ def writer_of(name: str) -> Writer:
     """Return an exporter of finished results by name. Raises `InputError` for an unknown name."""
     writer: Writer = EXPORTERS.find(name)
     if _is_live(writer):
-        raise InputError(f"--format {name}: follows a run as it goes on: use 'testbed run SCENARIO --stream {name}'")
+        raise InputError(f"--format {name}: follows a running experiment: use 'testbed run SCENARIO --stream {name}'")
     return writer

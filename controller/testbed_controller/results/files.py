@@ -52,7 +52,7 @@ def begun(folder: Path) -> Trial:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / "scenario.yaml").is_file():
-        raise InputError(f"{folder}: holds no run: name a folder that `testbed run` wrote, such as results/<run>")
+        raise InputError(f"{folder}: has no run: name a folder written by `testbed run`, such as results/<run>")
     return _read_json(folder / "manifest.json")
 
 
@@ -143,7 +143,7 @@ def finished_among(folders: Sequence[Path], wanted: Sequence[Trial]) -> dict[int
             continue
         run = load_figures(place)
         if _scenario_facts(run.trial.scenario) != _scenario_facts(with_local_sources(trial.scenario)[0]):
-            raise InputError(f"{place}: is a run of another scenario: resume with the one that it was begun with")
+            raise InputError(f"{place}: is a run of another scenario: resume with the original scenario")
         if run.outcome.status == "finished":
             finished_runs[number] = run
         else:

@@ -222,7 +222,7 @@ class Recorder:
 
 
 def _folder_taken(folder: Path) -> InputError:
-    return InputError(f"{folder}: holds something already: name another folder, or remove this one")
+    return InputError(f"{folder}: already exists: name another folder, or remove this one")
 
 
 def rebuild(run: Run) -> None:

@@ -72,7 +72,7 @@ TABLES: Mapping[str, Callable[[Run], list[Row]]] = {
 def rows(run: Run, table: str) -> list[Row]:
     """Return a table of a run, a mapping per row. Raises `InputError` for an unknown table."""
     if table not in TABLES:
-        raise InputError(f"there is no table '{table}': there are {', '.join(TABLES)}")
+        raise InputError(f"unknown table '{table}': choose one of {', '.join(TABLES)}")
     return TABLES[table](run)
 
 

@@ -72,7 +72,7 @@ def plan(method: str, problem: Problem[DistributedOptions]) -> Plan[DistributedD
     names = [device.name for device in problem.devices]
     source = problem.options.source or names[0]
     if source not in names:
-        raise InputError(f"there is no device '{source}': {nearest(source, names)}", ("method", "source"))
+        raise InputError(f"unknown device '{source}': {nearest(source, names)}", ("method", "source"))
     _check_links(problem, source)
     spread = flow_of(problem, distributed(problem, names))
     options = problem.options

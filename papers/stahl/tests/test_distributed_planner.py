@@ -128,7 +128,7 @@ def star_around_another(scheme: str) -> Problem:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(InputError, match=r"method.source: there is no device 'd9': there are d0, d1, d2"):
+    with pytest.raises(InputError, match=r"method.source: unknown device 'd9': choose one of d0, d1, d2"):
         plan("distributed", problem({"source": "d9"}))
     with pytest.raises(InputError, match=r"d0 has 450 kB of memory.* 4 devices would do, the added ones like d2"):
         plan("distributed", problem(memory=0.45e6))

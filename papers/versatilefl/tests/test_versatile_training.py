@@ -264,7 +264,7 @@ def test_the_same_seed_loses_and_rearranges_the_same():
 @pytest.mark.parametrize(
     ("name", "device", "said"),
     [
-        ("edgepipe", "worker1", "no device of 'edgepipe' hands over what it holds: use kill"),
+        ("edgepipe", "worker1", "method 'edgepipe' does not support graceful shutdown: use kill"),
         ("versatile", "worker4", "'worker4' leads the run, which would end"),
     ],
 )
@@ -291,7 +291,7 @@ def test_plans_that_cannot_be_are_refused_by_their_key(method, said):
     ("method", "said"),
     [
         ({"micro_batches": 2}, "micro_batches"),
-        ({"sharing": "link"}, "sharing: invalid value 'link': there are layer, neuron, ideal"),
+        ({"sharing": "link"}, "sharing: invalid value 'link': choose one of layer, neuron, ideal"),
         ({"thres_fw": "120%"}, "thres_fw: "),
         ({"credibility": "101%"}, "credibility: "),
         ({"alpha": "200%"}, "alpha: "),

@@ -170,7 +170,7 @@ async def execute(device: Device, problem: Problem[Options], names: list[str]) -
         status, last = await _follow_output(device, process, tree)
     device.record("exit", status=status)
     if status != 0:
-        text = f"{' '.join(part.command)} ended with {_describe_status(status)}: {last or 'it said nothing'}"
+        text = f"{' '.join(part.command)} ended with {_describe_status(status)}: {last or 'no output'}"
         if killed_for_memory() > killed_before:
             held = formats.size(problem.device(device.name).memory)
             text += f"; the device ran out of memory: its container is held to {held}: give it more"

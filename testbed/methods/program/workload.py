@@ -30,16 +30,18 @@ class ProgramPart(ConfigModel):
     command: tuple[str, ...] = Field(min_length=1, description="program and arguments, in the device's container")
     image: str | None = Field(
         None,
-        description="an image that the engine has; nothing of ours has to be installed in it. Default: Debian, Python "
+        description="image available on the engine; the testbed requires nothing in it. Default: Debian, Python "
         "with torch, `python3`",
     )
     packages: tuple[str, ...] = Field(
         (), description="Python packages in the default image, as pip names them, such as flwr==1.22.0"
     )
     files: tuple[str, ...] = Field(
-        (), description="files that it finds in its working directory, read-only, relative to the scenario file"
+        (), description="files for its working directory (read-only), relative to the scenario file"
     )
-    environment: dict[str, str] = Field(default_factory=dict, description="variables, beside RANK and the like")
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="environment variables, in addition to RANK and others"
+    )
     background: bool = Field(False, description="the run does not wait for its end: for servers")
 
     @field_validator("command", mode="before", json_schema_input_type=str | list[str])
@@ -64,7 +66,7 @@ def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[
     roles = {name: name.rstrip("0123456789") for name in names}
     for wanted in written:
         if wanted not in names and wanted not in roles.values():
-            raise InputError(f"there is no device '{wanted}': there are {', '.join(names)}", ("programs", wanted))
+            raise InputError(f"unknown device '{wanted}': choose one of {', '.join(names)}", ("programs", wanted))
     programs = {name: written.get(name) or written.get(roles[name]) for name in names}
     return {name: part for name, part in programs.items() if part is not None}
 
@@ -72,17 +74,17 @@ def by_device(written: Mapping[str, ProgramPart], names: Sequence[str]) -> dict[
 class ProgramsPart(WorkloadPart):
     """Keys of the user's own programs."""
 
-    task: Literal["program"] = Field("program", description="what the devices do together")
+    task: Literal["program"] = Field("program", description="kind of work")
     method: MethodPart = Field(MethodPart(name=_METHOD), description="always `program`; left out")
     programs: dict[str, ProgramPart] = Field(
         min_length=1,
-        description="what runs on a device, by its name or that of several (worker for worker1, worker2, ...)",
+        description="programs by device, or by group of devices (worker for worker1, worker2, ...)",
     )
 
     progress: ClassVar[str] = "exit"
     unit: ClassVar[str] = "request"
     needs_record: ClassVar[bool] = False
-    why_not_simulated: ClassVar[str | None] = "programs run in containers alone: leave '--runtime simulate' out"
+    why_not_simulated: ClassVar[str | None] = "programs require containers: remove '--runtime simulate'"
     uses_gpu: ClassVar[bool] = True
     counts_links: ClassVar[bool] = False
     own_programs: ClassVar[bool] = True
@@ -91,7 +93,7 @@ class ProgramsPart(WorkloadPart):
     @classmethod
     def _no_other_method(cls, method: MethodPart) -> MethodPart:
         if method != MethodPart(name=_METHOD):
-            raise ValueError("of the task program there is no method: leave that out")
+            raise ValueError("the task 'program' has no methods: remove `method`")
         return method
 
     @model_validator(mode="before")
@@ -102,7 +104,7 @@ class ProgramsPart(WorkloadPart):
         if value.get("model") == {"name": "none"}:  # results of version 1.0 have keys of training as well
             value = {key: value[key] for key in value.keys() & cls.model_fields.keys()}
         if given := [key for key in ("epochs", "steps", "requests") if value.get(key) is not None]:
-            raise ValueError(f"programs decide when they are over: leave '{given[0]}' out")
+            raise ValueError(f"programs end by themselves: remove '{given[0]}'")
         if value.get("reproducible"):
             raise ValueError("the kernels of own programs are fixed by variables in their 'environment', not here")
         return value

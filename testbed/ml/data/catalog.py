@@ -288,7 +288,7 @@ def describe(name: str) -> DataSource:
         return DataSource(name, inspect.getdoc(packaged) or "", (), 0)
     if packaged is not None:
         raise InputError(f"the package's data set '{name}' must be a DataSource or a function", ("data", "name"))
-    raise InputError(f"there is no data set '{name}': {nearest(name, list_names())}", ("data", "name"))
+    raise InputError(f"unknown data set '{name}': {nearest(name, list_names())}", ("data", "name"))
 
 
 def list_names() -> list[str]:

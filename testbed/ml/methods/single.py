@@ -42,7 +42,7 @@ class Single(Method[SingleOptions]):
         names = [device.name for device in problem.devices]
         chosen = problem.options.device or names[0]
         if chosen not in names:
-            raise InputError(f"there is no device '{chosen}': {nearest(chosen, names)}", ("method", "device"))
+            raise InputError(f"unknown device '{chosen}': {nearest(chosen, names)}", ("method", "device"))
         device = problem.device(chosen)
         memory = costs.whole_memory(problem, device)
         costs.check_memory(device, memory)

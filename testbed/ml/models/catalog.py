@@ -117,7 +117,7 @@ def summary_of(name: str) -> str:
 def find(name: str) -> Entry:
     """Return a model of the catalogue; raises `InputError` for an unknown name."""
     if name not in CATALOG:
-        raise InputError(f"there is no model '{name}': {nearest(name, list_names())}", _NAME)
+        raise InputError(f"unknown model '{name}': {nearest(name, list_names())}", _NAME)
     return CATALOG[name]
 
 

@@ -40,7 +40,7 @@ def test_a_run_has_figures_tables_and_plots(tmp_path: Path) -> None:
     assert {row["event"] for row in run.rows("events")} >= {"compute", "step"}
     assert set(run.plots) == {"Loss", "Time per step"}
     assert "Accuracy" in str(run)
-    for act, message in ((run.rows, "there are figures, events"), (run.plot, "there are Loss, Time per step")):
+    for act, message in ((run.rows, "choose one of figures, events"), (run.plot, "choose one of Loss, Time per step")):
         with pytest.raises(InputError, match=message):
             act("nothing")
 

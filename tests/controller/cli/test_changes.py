@@ -62,7 +62,7 @@ def test_values_of_another_kind_and_keys_that_are_left_out_are_refused(wrong: tu
 
 
 def test_a_part_in_a_part_needs_keys_and_values() -> None:
-    with pytest.raises(InputError, match="'p' is no list such as p=1%,r=20%"):
+    with pytest.raises(InputError, match="'p' must be a list such as p=1%,r=20%"):
         given("--number", "3", "--inner", "p")
     assert part_of(Outer.model_fields["inner"]) is Inner
     assert part_of(Outer.model_fields["number"]) is None

@@ -69,11 +69,11 @@ def test_a_flap_ends_by_times_or_after_a_while(lab: RememberedLab) -> None:
     ("arguments", "said"),
     [
         (("kill", "z"), "unknown device 'z'; run-1 has a, b, c"),
-        (("degrade", "a", "b", "--preset", "telegraph"), "there is no preset 'telegraph'"),
-        (("degrade", "a", "b"), "changes nothing"),
+        (("degrade", "a", "b", "--preset", "telegraph"), "unknown preset 'telegraph'"),
+        (("degrade", "a", "b"), "has no effect"),
         (("degrade", "a", "b", "--jitter", "50ms"), "a jitter of 50ms is above the delay of 5ms"),
-        (("obstruct", "a", "--path-loss-exponent", "6"), "there is no radio to obstruct"),
-        (("partition", "a,b,c"), "separates nobody"),
+        (("obstruct", "a", "--path-loss-exponent", "6"), "requires `network.radio"),
+        (("partition", "a,b,c"), "has no effect"),
         (("throttle", "b", "--speed", "1flops"), "use at least 1kflops"),
     ],
 )

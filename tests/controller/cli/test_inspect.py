@@ -112,7 +112,7 @@ def test_one_method_by_its_name(call):
     assert shown.strip().startswith("pipeline")
     assert "(one of even, optimal; default optimal)" in " ".join(shown.split())
     assert "edgepipe" not in shown
-    with pytest.raises(InputError, match="there is no method 'pipelin': did you mean 'pipeline'"):
+    with pytest.raises(InputError, match="unknown method 'pipelin': did you mean 'pipeline'"):
         command_line.main(["show", "methods", "pipelin"], standalone_mode=False)
 
 

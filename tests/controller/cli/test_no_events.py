@@ -34,6 +34,6 @@ def test_the_figures_are_the_same_and_the_large_files_are_not_there(tmp_path: Pa
 
 
 def test_a_page_that_is_made_of_them_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--no-events: the page is made of them: leave --watch away"):
+    with pytest.raises(InputError, match="--no-events cannot be combined with --watch, whose page needs events"):
         ring(tmp_path / "run", "--no-events", "--watch")
     assert not (tmp_path / "run").exists()

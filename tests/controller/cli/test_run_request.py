@@ -20,9 +20,9 @@ RING = ("examples/ring", "--runtime", "simulate", "--repetitions", "3", "--no-ev
         (("--out", "here", "--resume", "."), "--out cannot be combined with --resume"),
         (("--jobs", "2"), "--jobs: containers need the host to themselves"),
         (("--cluster", "tcp://x:1"), "--cluster: containers need the host to themselves"),
-        (("--jobs", "2", "--runtime", "simulate", "--watch"), "--jobs: runs side by side are neither watched"),
+        (("--jobs", "2", "--runtime", "simulate", "--watch"), "--jobs: parallel runs can be neither watched"),
         (("--each-on-one-host",), "--each-on-one-host: is for runs in containers"),
-        (("--each-on-one-host", "--hosts", "one", "--keep"), "--each-on-one-host: every device of a run"),
+        (("--each-on-one-host", "--hosts", "one", "--keep"), "--each-on-one-host: all devices of a run"),
     ],
 )
 def test_options_that_cannot_be_combined_are_refused_before_anything_is_planned(options, reason: str) -> None:

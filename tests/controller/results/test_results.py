@@ -79,7 +79,7 @@ def test_only_what_may_change_a_run_marks_the_revision(tmp_path: Path) -> None:
 def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     place = recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome())
     before = (place / "events.jsonl").read_bytes()
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="already exists"):
         recorded.write(tmp_path / "run", recorded.trial(), recorded.plan(), recorded.outcome(events=[]))
     assert (place / "events.jsonl").read_bytes() == before
     assert recorder.numbered(tmp_path / "run").name == "run-2"
@@ -97,7 +97,7 @@ def test_of_two_runs_that_write_to_one_folder_at_once_one_is_refused(
     # Both have seen it empty.
     monkeypatch.setattr(Path, "iterdir", lambda _path: iter(()))
     begun = recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
-    with pytest.raises(InputError, match="holds something already"):
+    with pytest.raises(InputError, match="already exists"):
         recorder.Recorder(tmp_path / "run", recorded.trial(), recorded.plan(), "emulate")
     begun.finish(recorded.outcome(events=[]))
 
@@ -254,9 +254,9 @@ def test_damage_elsewhere_is_named(tmp_path: Path) -> None:
     (place / "plan.json").unlink()
     with pytest.raises(InputError, match=r"plan\.json: is missing"):
         files.load(place)
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="has no run"):
         files.load(tmp_path)
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="has no run"):
         files.load(files.places(tmp_path / "nowhere")[0])
 
 

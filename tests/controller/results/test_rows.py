@@ -58,7 +58,7 @@ def test_other_tables_are_the_lists_of_the_metrics(run: Run) -> None:
     assert [row["accuracy"] for row in rows(run, "evaluations")] == [0.95]
     assert [row["action"] for row in rows(run, "faults")] == ["kill"]
     assert every_table(run).keys() == TABLES.keys()
-    with pytest.raises(InputError, match="there is no table 'event': there are figures, events, "):
+    with pytest.raises(InputError, match="unknown table 'event': choose one of figures, events, "):
         rows(run, "event")
 
 

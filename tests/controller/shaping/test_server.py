@@ -27,7 +27,7 @@ class Remembering:
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         if ("a", "gone") in links:
-            raise InputError("there is no device 'gone'")
+            raise InputError("unknown device 'gone'")
         if ("a", "broken") in links:
             raise HostError("the kernel\x1b refuses")
         self.done.append(links)
@@ -92,7 +92,7 @@ def test_requests_reach_what_they_are_for(client: FlaskClient, shaping: Remember
 @pytest.mark.parametrize(
     ("body", "status", "error"),
     [
-        (link("gone"), 400, "there is no device 'gone'"),
+        (link("gone"), 400, "unknown device 'gone'"),
         (link("broken"), 500, "the kernel\\x1b refuses"),
         ([], 400, "the body of a request must be a JSON object"),
         ({}, 400, "malformed request: KeyError('links')"),

@@ -53,7 +53,7 @@ def test_every_kind_of_line():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("1,link a->b rate", "has 2 values: a line is time,what,value"),
+        ("1,link a->b rate", "has 2 values: a line must be time,what,value"),
         ("1,link a->b,rate,10mbit", "has 4 values"),
         ("soon,link a->b rate,10mbit", "'soon' is not a duration"),
         ("-1,link a->b rate,10mbit", "is negative"),
@@ -63,7 +63,7 @@ def test_every_kind_of_line():
         ("1,link a->b rate,10", "has no unit"),
         ("1,link a->b distribution,poisson", "invalid value 'poisson'"),
         ("1,link a b rate,10mbit", "is neither a link nor a device: write 'link a->b rate'"),
-        ("1,device a memory,1GiB", "a trace cannot change 'memory' of a device: there are speed, slowdown"),
+        ("1,device a memory,1GiB", "a trace cannot change 'memory' of a device: choose one of speed, slowdown"),
         ("1,device a speed,0", "must be more than 0"),
         ("1,device a slowdown,0.5", "must be at least 1"),
         ("", "has 0 values"),
@@ -116,16 +116,16 @@ def test_sweep_over_traces(tmp_path):
             "2,link a->b rate,1mbit\n1,link a->b rate,2mbit\n",
             "/changes.csv:2: trace.1: runs backwards: 1s is before the 2s of a line above: sort the lines by time",
         ),
-        ("1,link a->c rate,1mbit\n", "/changes.csv:1: trace.0: there is no device 'c': there are a, b"),
-        ("1,device c speed,1gflops\n", "there is no device 'c'"),
+        ("1,link a->c rate,1mbit\n", "/changes.csv:1: trace.0: unknown device 'c': choose one of a, b"),
+        ("1,device c speed,1gflops\n", "unknown device 'c'"),
         ("1,link a->a rate,1mbit\n", "there is no link from 'a' to 'a'"),
         (
             "1,link a->b rate,1kbit\n",
-            "trace.0: makes a link from a to b that cannot be: 1000bit is below the lowest rate",
+            "trace.0: makes a link from a to b with an impossible property: 1000bit is below the lowest rate",
         ),
         (
             "1,link a<->b jitter,3ms\n\n2,link b->a delay,2ms\n",
-            "/changes.csv:3: trace.1: makes a link from b to a that cannot be: a jitter of 3ms is above the delay of 2",
+            "/changes.csv:3: trace.1: makes a link from b to a with an impossible property: a jitter of 3ms is above the delay of 2",
         ),
         ("1,device a speed,1flops\n", "less than a millionth"),
         ("time,what,value\n", "/changes.csv: holds no entries"),

@@ -166,9 +166,9 @@ def test_a_missing_file_is_named_at_its_key(tmp_path: Path) -> None:
 
 
 def test_expect_knows_the_figures_of_the_file_and_of_no_other_method() -> None:
-    with pytest.raises(InputError, match="there is no figure 'tokens_los': did you mean 'tokens_lost'"):
+    with pytest.raises(InputError, match="unknown figure 'tokens_los': did you mean 'tokens_lost'"):
         prepare(trials(load(RING, ["expect.tokens_los=== 1"]))[0])
-    with pytest.raises(InputError, match="there is no figure 'versions_kept'"):
+    with pytest.raises(InputError, match="unknown figure 'versions_kept'"):
         prepare(trials(load(RING, ["expect.versions_kept=== 1"]))[0])
 
 

@@ -101,7 +101,7 @@ def test_single_device_answers_requests():
 
 
 def test_single_device_that_is_not_there_or_too_small():
-    with pytest.raises(InputError, match=r"method\.device: there is no device 'elsewhere'"):
+    with pytest.raises(InputError, match=r"method\.device: unknown device 'elsewhere'"):
         METHODS["single"].plan(problem_of(scenario(method={"name": "single", "device": "elsewhere"}))[0])
     devices = {"source": {"speed": "20mflops", "memory": "10kB"}}
     with pytest.raises(InputError, match=r"source has 10 kB of memory"):

@@ -86,7 +86,7 @@ def test_results_hold_boxes_and_pictures_and_say_which_weights(tmp_path):
     show(Console(file=said, width=100), finished)
     for text in (said.getvalue(), render(finished)):
         assert "dog" in text
-        assert "drawn from the seed: the answers mean nothing" in text
+        assert "drawn from the seed: the answers are meaningless" in text
 
 
 def test_a_box_is_drawn_where_it_lies():

@@ -56,11 +56,11 @@ def test_files_travel_and_the_device_needs_none() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("workload.programs.server={command: x}", "there is no device 'server'"),
+        ("workload.programs.server={command: x}", "unknown device 'server'"),
         ("workload.programs.stage.background=true", "all stay in the background"),
         ("workload.programs.stage.files=[none.py]", r"none.py cannot be read"),
-        ("workload.steps=3", "leave 'steps' out"),
-        ("workload.model={name: mlp}", "'model' is not a key of this task: leave it out"),
+        ("workload.steps=3", "remove 'steps'"),
+        ("workload.model={name: mlp}", "'model' is not a key of this task: remove the key"),
         ("workload.programs={}", "programs: .*at least 1"),
         ("workload.programs.stage.command=[]", "too short"),
         ("workload.programs.stage={command: x, image: a, packages: [b]}", "takes one of 'image' and 'packages'"),
@@ -72,7 +72,7 @@ def test_mistakes_are_said(change: str, message: str) -> None:
 
 
 def test_they_are_not_simulated() -> None:
-    with pytest.raises(InputError, match="run in containers alone"):
+    with pytest.raises(InputError, match="programs require containers"):
         simulate(prepared(), None)
 
 

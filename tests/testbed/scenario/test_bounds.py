@@ -56,7 +56,7 @@ def answer(file: Path) -> str:
         ),
         (
             HEAD + WORK.replace("train: 64", r'path: "a\0b"'),
-            "x.yaml:3: workload.data.path: holds a character of code 0",
+            "x.yaml:3: workload.data.path: contains a NUL character",
         ),
         (HEAD + WORK.replace("64", "200000000"), "workload.data.train: '200000000' must be at most 2e+06"),
         (HEAD.replace("2", "1_0") + WORK, "x.yaml:2: devices.b.count: '1_0' must be a whole number"),

@@ -55,7 +55,7 @@ def test_profile_and_overrides_make_a_device():
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ({"a": {"profile": "raspbery-pi-4b"}}, "there is no profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?"),
+        ({"a": {"profile": "raspbery-pi-4b"}}, "unknown profile 'raspbery-pi-4b': did you mean 'raspberry-pi-4b'?"),
         ({"a1": {}, "a": {"count": 1}}, "makes a second device called 'a1': rename one of the two"),
         ({"a" * 30: {"count": 10}}, "is longer than 31 characters: shorten the name"),
     ],
@@ -110,7 +110,7 @@ def test_a_device_has_the_access_of_a_preset():
     rates = {pair: link.rate for pair, link in trial.experiment.bounded_links().items()}
     assert (rates["phone", "a"], rates["a", "phone"], rates["phone", "other"]) == (10e6, 25e6, 10e6)
     said = refusal(devices={"a": {"access": "4h"}})
-    assert "devices.a.access: there is no preset '4h': there are ethernet-10, " in said
+    assert "devices.a.access: unknown preset '4h': choose one of ethernet-10, " in said
 
 
 def test_keys_beside_a_preset_win():
@@ -141,14 +141,14 @@ def test_explicit_links_only_and_the_way_back_with_the_default():
     [
         (
             {"links": [{"between": ["source", "worker9"], "rate": "1mbit"}]},
-            "network.links.0.between.1: there is no device 'worker9': did you mean 'worker3'?",
+            "network.links.0.between.1: unknown device 'worker9': did you mean 'worker3'?",
         ),
         (
             {"links": [{"from": "worker", "to": "source"}]},
-            "network.links.0.from: 'worker' stands for the devices worker1 to worker3: name one of them",
+            "network.links.0.from: 'worker' is a group of devices, worker1 to worker3: name one of them",
         ),
         ({"links": [{"from": "source", "to": "source"}]}, "network.links.0: links 'source' to itself"),
-        ({"link": {"preset": "5g"}}, "network.link.preset: there is no preset '5g': there are ethernet-10, "),
+        ({"link": {"preset": "5g"}}, "network.link.preset: unknown preset '5g': choose one of ethernet-10, "),
         (
             {"topology": "star", "links": [{"between": ["worker1", "worker2"]}]},
             "network.links.0: a star has no link between 'worker1' and 'worker2': use the topology mesh, or explicit",
@@ -239,7 +239,7 @@ def test_what_is_in_a_key_that_something_else_set_has_its_place():
         ({"network.link.rate": ["10mbit", "20Mbps"]}, "network.link.rate: 'Mbps' is not a unit of rate"),
         ({"network.link.rte": ["10mbit"]}, "network.link.rte: unknown key 'rte': did you mean 'rate'?"),
         ({"seed": []}, "sweep.seed: has no values"),
-        ({"name.x": [1]}, "name.x: there is no such key"),
+        ({"name.x": [1]}, "name.x: unknown key"),
         (
             {"seed": [1], "together": {"workload.batch_size": [1, 2], "time_limit": ["9s"]}},
             "together.time_limit: needs as",

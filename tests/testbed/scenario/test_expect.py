@@ -54,7 +54,7 @@ def test_conditions(text, kind, holding, failing):
         ("within 0.1 of 3", "number", "write '10%'"),
         ("within 10% of 3", "seconds", "'3' has no unit"),
         ("== yes", "bool", "'yes' is neither true nor false"),
-        (">= true", "bool", "compares by size what has none"),
+        (">= true", "bool", "uses an order comparison for a value without an order"),
         ("within 1% of finished", "text", "a tolerance, which this figure cannot have"),
     ],
 )

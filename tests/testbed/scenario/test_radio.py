@@ -79,7 +79,7 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
         ({"radio": RADIO}, {"a": {"position": [51, 0]}}, "devices.a.position: [51, 0] is outside of the area: use [0"),
         ({"radio": RADIO}, {"a": {"position": [0, -1]}}, "devices.a.position: [0, -1] is outside of the area"),
         ({"radio": RADIO}, {"a": {"count": 2, "position": [0, 1]}}, "devices.a.position: would put 2 devices in one"),
-        ({}, {"a": {"position": [0, 0]}}, "devices.a.position: means nothing without `network.radio`"),
+        ({}, {"a": {"position": [0, 0]}}, "devices.a.position: requires `network.radio`"),
         ({"radio": {}}, {"a": {}}, "network.radio.area: is missing"),
         ({"radio": {"area": [0, 5]}}, {"a": {}}, "network.radio.area.0: "),
         ({"radio": {**RADIO, "path_loss_exponent": 0}}, {"a": {}}, "network.radio.path_loss_exponent: "),
@@ -99,17 +99,17 @@ def test_another_seed_puts_devices_elsewhere_and_without_a_radio_nothing_is_lost
         (
             {"radio": {**RADIO, "mean_reception": "80%", "transmit_power": 3}},
             {"a": {"count": 2}},
-            "mean_reception: is reached by the transmit power: leave `transmit_power` out",
+            "mean_reception: determines the transmit power: remove `transmit_power`",
         ),
         (
             {"radio": {**RADIO, "preset": "lora"}},
             {"a": {}},
-            "network.radio.preset: there is no radio 'lora': there are",
+            "network.radio.preset: unknown radio 'lora': choose one of",
         ),
         (
             {"radio": RADIO, "link": {"message_loss": "3%"}},
             {"a": {}},
-            "network.link.message_loss: is what `network.radio` computes for each pair",
+            "network.link.message_loss: is computed by `network.radio` for each pair",
         ),
     ],
 )

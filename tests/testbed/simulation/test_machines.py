@@ -82,7 +82,7 @@ def test_plans_go_by_the_speed_while_all_on_a_machine_compute():
 @pytest.mark.parametrize(
     ("machines", "text"),
     [
-        ([{"devices": ["one", "tow"], "cores": 1}], "there is no device 'tow'"),
+        ([{"devices": ["one", "tow"], "cores": 1}], "unknown device 'tow'"),
         ([{"devices": ["one", "two"], "cores": 1}, {"cores": 2}], "'one' is on another machine already"),
     ],
 )

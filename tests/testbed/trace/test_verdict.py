@@ -221,7 +221,7 @@ def test_messages_that_are_received_twice_do_not_make_up_for_others() -> None:
 def test_a_run_without_what_its_task_is_about_says_how_to_record_it() -> None:
     events = [event for event in recorded.events(faulty=False) if event.event != "step"]
     assert check("events", events=events)["detail"] == (
-        'no step was recorded: programs say what they have done by device.record("step", ...)'
+        'no step was recorded: programs report their work by device.record("step", ...)'
     )
     record = recorded.calm_record(events=events)
     record.experiment = replace(

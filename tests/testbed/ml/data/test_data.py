@@ -212,7 +212,7 @@ def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
         load(part("mnist"), tmp_path / "nowhere")
     with pytest.raises(InputError, match="mnist is read from files: name the folder"):
         load(part("mnist"))
-    with pytest.raises(InputError, match="there is no data set 'mnits': did you mean 'mnist'"):
+    with pytest.raises(InputError, match="unknown data set 'mnits': did you mean 'mnist'"):
         load(part("mnits"))
     with pytest.raises(InputError, match=r"data.train: digits has 1438 samples in this part, not 1500"):
         load(part("digits", train=1500))
@@ -383,7 +383,7 @@ def test_fetch_of_sets_without_files(tmp_path: Path) -> None:
     for name in ("digits", "synthetic-1x8x8"):
         with pytest.raises(InputError, match="nothing to download"):
             fetch(name, tmp_path)
-    with pytest.raises(InputError, match="there is no data set"):
+    with pytest.raises(InputError, match="unknown data set"):
         fetch("imagenet", tmp_path)
 
 

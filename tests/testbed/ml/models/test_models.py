@@ -170,7 +170,7 @@ def test_an_empty_or_impossible_range_of_units() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("resnet", (1, 8, 8), "no model 'resnet': did you mean 'resnet18'"),
+        ("resnet", (1, 8, 8), "unknown model 'resnet': did you mean 'resnet18'"),
         ("cnn", (1, 3, 3), "cannot take inputs of 1x3x3: MaxPool2d of kernel 2 does not fit into 1 pixels"),
         ("cnn", (64,), r"needs \(channels, height, width\), not \(64,\)"),
     ],

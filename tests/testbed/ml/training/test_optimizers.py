@@ -84,7 +84,7 @@ def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"optimizer": {"name": "adamm"}}, "there are ASGD, Adadelta"),
+        ({"optimizer": {"name": "adamm"}}, "choose one of ASGD, Adadelta"),
         ({"optimizer": {"name": "lbfgs"}}, "has no 'lbfgs' that works here"),
         ({"optimizer": {"name": "adam", "beta": 1}}, "unexpected keyword argument 'beta'"),
         ({"optimizer": {"name": "adam", "betas": [2, 3]}}, "Invalid beta"),
