@@ -105,7 +105,7 @@ def test_broken_data_are_reported_at_their_key(packages: Path, tmp_path: Path) -
 def test_an_unknown_name_lists_the_data_of_packages(packages: Path, tmp_path: Path) -> None:
     (tmp_path / "unknown.yaml").write_text(SCENARIO.replace("digits", "waived"))
     refused = run(packages, tmp_path, "validate", "unknown.yaml")
-    assert "there is no data set 'waived': did you mean 'waves'?" in refused.stdout + refused.stderr
+    assert "unknown data set 'waived': did you mean 'waves'?" in refused.stdout + refused.stderr
 
 
 def test_a_model_of_a_package_is_listed_and_trained(packages: Path, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_exporters_of_a_package_follow_a_run_and_write_its_results(packages: Pat
     for arguments, text in (
         (("export", "kept", "--format", "times"), "--format times: follows a run as it goes on"),
         (("export", "kept", "--format", "torn"), "the package 'torn' that brings 'torn' cannot be used"),
-        (("export", "kept", "--format", "markdowns"), "there is no exporter 'markdowns': did you mean 'markdown'?"),
+        (("export", "kept", "--format", "markdowns"), "unknown exporter 'markdowns': did you mean 'markdown'?"),
         (("run", "extended.yaml", "--stream", "markdown"), "--stream markdown: writes finished results"),
     ):
         refused = run(packages, tmp_path, *arguments)
@@ -257,7 +257,7 @@ def test_a_placement_of_a_package_chooses_hosts(packages: Path, tmp_path: Path) 
     for name, text in (
         ("first", r"\{'p': 'a', 'q': 'b', 'r': 'a'\}"),
         ("torn", r"placement: the package 'torn' .*nowhere"),
-        ("frist", r"placement: there is no placement 'frist': did you mean 'first'\?"),
+        ("frist", r"placement: unknown placement 'frist': did you mean 'first'\?"),
     ):
         command = [sys.executable, "-c", program, name]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
