@@ -89,7 +89,9 @@ def test_the_connection_ends_with_a_controller_that_is_killed(tmp_path: Path) ->
 
 def test_an_engine_that_is_open_to_everybody_on_the_way_is_refused(folder: Path) -> None:
     context(folder, "a", "tcp://10.0.0.7:2375")
-    with pytest.raises(InputError, match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://"):
+    with pytest.raises(
+        InputError, match=r"tcp://10.0.0.7:2375 is unprotected .* certificates to the context, or use ssh://"
+    ):
         reach("a")
 
 
