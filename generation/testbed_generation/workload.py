@@ -162,7 +162,7 @@ class GeneratePart(WorkloadPart):
 
     def title(self) -> str:
         """Return what reports call the work."""
-        model = self.model.preset or f"{self.model.layers} layers of {self.model.width}"
+        model = self.model.preset or self.model.weights or f"{self.model.layers} layers of {self.model.width}"
         return f"{self.method.name}: generation by {model}"
 
 
