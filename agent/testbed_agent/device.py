@@ -288,11 +288,11 @@ class RealDevice:
             **({"cast": arrival.envelope.sequence} if arrival.cast else {}),
         )
         if arrival.cast:
-            self._call_in_loop(self._enqueue, arrival)
+            self._call_in_loop(self._enqueue_arrival, arrival)
         else:
-            self._enqueue(arrival)
+            self._enqueue_arrival(arrival)
 
-    def _enqueue(self, arrival: Arrival) -> None:
+    def _enqueue_arrival(self, arrival: Arrival) -> None:
         self._time.advance_to(arrival.start + arrival.duration)
         self._arrivals.put_nowait(arrival)
 

@@ -126,9 +126,9 @@ class Connection:
         assert self._socket is not None
         loop, link = asyncio.get_running_loop(), self._socket
         self._ready = loop.create_future()
-        timer = None if writing or self._keepalive else loop.call_later(QUIET_SECONDS, self._resume, False)
+        timer = None if writing or self._keepalive else loop.call_later(QUIET_SECONDS, self._resume_waiting, False)
         if writing:
-            loop.add_writer(link, self._resume, True)
+            loop.add_writer(link, self._resume_waiting, True)
         try:
             if not await self._ready:
                 # All data is acknowledged, so only a keepalive can detect a dead peer.
@@ -142,17 +142,17 @@ class Connection:
 
     def wake(self) -> None:
         """Make the waiting task check for other work."""
-        self._resume(True)
+        self._resume_waiting(True)
 
     def _readable(self) -> None:
         if self._ready is not None:
-            self._resume(True)
+            self._resume_waiting(True)
         else:
             # No request is pending: the peer has closed the connection, or the data was read already.
             with contextlib.suppress(ConnectionLost):
                 self._check_kept()
 
-    def _resume(self, value: bool) -> None:
+    def _resume_waiting(self, value: bool) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(value)
 
@@ -330,7 +330,7 @@ class Lane:
         try:
             return await outgoing.delivered
         except asyncio.CancelledError:
-            self._withdraw(outgoing)
+            self._withdraw_message(outgoing)
             raise
 
     def set_slowness(self, slowness: float) -> None:
@@ -345,7 +345,7 @@ class Lane:
             self._sending.add_done_callback(lambda _: self._connection.close())
             self._sending.cancel()
 
-    def _withdraw(self, outgoing: _Outgoing) -> None:
+    def _withdraw_message(self, outgoing: _Outgoing) -> None:
         if outgoing not in self._messages:
             return
         place = self._messages.index(outgoing)
@@ -369,7 +369,7 @@ class Lane:
             while self._messages:
                 try:
                     await self._connection.open()
-                    await self._exchange()
+                    await self._exchange_messages()
                 except ConnectionLost as lost:
                     self._log_problem(str(lost))
                     self._start_over()
@@ -389,7 +389,7 @@ class Lane:
             _LOG.info("%s: %s; trying again", self.peer, problem)
         self._problem = problem
 
-    async def _exchange(self) -> None:
+    async def _exchange_messages(self) -> None:
         """Write messages and read responses until none is left; raises `ConnectionLost`."""
         loop = asyncio.get_running_loop()
         while self._messages:
@@ -418,7 +418,7 @@ class Lane:
             written = self._connection.write(pieces)
             if not written:
                 return True, None
-            self._advance(written)
+            self._advance_position(written)
 
     def _collect_due(self) -> tuple[list[bytes | memoryview], float | None]:
         """Return the due pieces for one call, or the later instant of the next message."""
@@ -443,7 +443,7 @@ class Lane:
                 break
         return pieces, None
 
-    def _advance(self, taken: int) -> None:
+    def _advance_position(self, taken: int) -> None:
         """Account for ``taken`` bytes accepted by the kernel."""
         while taken:
             outgoing = self._messages[self._written]

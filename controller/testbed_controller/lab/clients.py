@@ -193,7 +193,7 @@ class Agent:
         self._request("PUT", "/shard", seconds=WORK_SECONDS, data=body)
 
     def start(self, origin: float) -> None:
-        """Run the program from ``origin`` on, an instant of the controller's monotonic clock; a past instant means now."""
+        """Run the program from ``origin`` on, an instant of the controller's monotonic clock, or now if past."""
         self._origin = origin, self._clock.there(origin)
         self._request("POST", "/start", json={"origin": self._origin[1]})
 

@@ -50,7 +50,7 @@ WORKERS = 16
 T = TypeVar("T")
 
 
-def _unique(computing: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+def _unique_processors(computing: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
     """Return each combination of processor and kernels once."""
     kinds: list[dict[str, Any]] = []
     for entry in computing:
@@ -134,11 +134,13 @@ class Execution:
             self._record_initial_state()
             # The run begins with the first values of a trace.
             first = self._trace.due(0.0)
-            self._settle(first, 0.0, 0.0, apply_step(first, self._containers))
+            self._record_result(first, 0.0, 0.0, apply_step(first, self._containers))
             self._origin = time.monotonic() + START_SECONDS + START_SECONDS_EACH * len(deployed)
-            list(pool.map(lambda item: self._unless_down(item[0], lambda: self._start(*item)), deployed.items()))
+            list(
+                pool.map(lambda item: self._unless_down(item[0], lambda: self._start_program(*item)), deployed.items())
+            )
             changes = self._lab.changes(self._note_return)
-            threading.Thread(target=self._observe, args=(changes,), name="changes", daemon=True).start()
+            threading.Thread(target=self._follow_containers, args=(changes,), name="changes", daemon=True).start()
             try:
                 with control.serve_requests(self._lab.run_id, self._answer_command):
                     status, error = self._follow(KeyedExecutor(pool), KeyedExecutor(replayer))
@@ -168,7 +170,7 @@ class Execution:
             events=self._events.ordered(),
             weights_file=weights,
             parts=parts,
-            host={"computing": _unique(self._computing.values())},
+            host={"computing": _unique_processors(self._computing.values())},
             fidelity={**fidelity, "lost": lost} if lost else fidelity,
         )
 
@@ -189,7 +191,7 @@ class Execution:
                 raise TestbedError(f"{name} {ending.text}") from error
             if name == self._lead:
                 raise TestbedError(f"{name} coordinates the run and went down before the start: {error}") from error
-            self._report(f"{name} is down as the run starts")
+            self._log_message(f"{name} is down as the run starts")
             return None
 
     def _deploy(self, name: str) -> int:
@@ -206,11 +208,13 @@ class Execution:
         _LOG.info("deployed %s", name)
         return after
 
-    def _start(self, name: str, after: int) -> None:
+    def _start_program(self, name: str, after: int) -> None:
         pid = self._lab.devices[name].pid
         self._lab.agent(name).start(self._origin)
         _LOG.info("started the program of %s", name)
-        listener = threading.Thread(target=self._listen, args=(name, pid, after), name=f"events-{name}", daemon=True)
+        listener = threading.Thread(
+            target=self._follow_device, args=(name, pid, after), name=f"events-{name}", daemon=True
+        )
         self._reports[name] = pid, listener
         listener.start()
 
@@ -220,12 +224,12 @@ class Execution:
             device = self._lab.devices[name]
             if device.state == "running" and not self._is_reporting(device):
                 self._lab.admit(name, self._containers.links())
-                self._start(name, self._deploy(name))
+                self._start_program(name, self._deploy(name))
 
     def _is_reporting(self, device: DeviceContainer) -> bool:
         return device.name in self._reports and self._reports[device.name][0] == device.pid
 
-    def _listen(self, name: str, pid: int, seen: int) -> None:
+    def _follow_device(self, name: str, pid: int, seen: int) -> None:
         """Forward a device's events from number ``seen`` on, until the program ends or the device restarts."""
         problem = ""
         while not self._over.is_set() and self._lab.devices[name].pid in (0, pid):
@@ -240,11 +244,11 @@ class Execution:
                     _LOG.info("the events of %s are interrupted after %d: %s", name, seen, problem)
             self._over.wait(0.1)
 
-    def _observe(self, containers: Iterable[DeviceContainer]) -> None:
+    def _follow_containers(self, containers: Iterable[DeviceContainer]) -> None:
         """Forward the container changes reported by the engine."""
         try:
             for container in containers:
-                self._news.put(partial(self._compare, container))
+                self._news.put(partial(self._react_to_container, container))
         except Exception as error:  # noqa: BLE001 - without the engine, the run cannot be observed
             _LOG.info("the containers can no longer be followed", exc_info=True)
             lost: End = "failed", str(error)
@@ -254,7 +258,7 @@ class Execution:
         """Record an interruption of the engine's events in seconds."""
         _LOG.info("the engine gave no events for %.1f s", seconds)
         self._away = f" while the container engine was away for {seconds:.1f} s"
-        self._report(self._away.removeprefix(" while "))
+        self._log_message(self._away.removeprefix(" while "))
 
     def _answer_command(self, request: control.Request) -> control.Answer:
         """Execute a manual command and record the events."""
@@ -271,7 +275,7 @@ class Execution:
     def _now(self) -> float:
         return time.monotonic() - self._origin
 
-    def _report(self, text: str) -> None:
+    def _log_message(self, text: str) -> None:
         self._news.put(Event(max(0.0, self._now()) if self._origin else 0.0, TESTBED, "log", {"text": text}))
 
     def _follow(self, strikers: KeyedExecutor, replayer: KeyedExecutor) -> End:
@@ -297,15 +301,15 @@ class Execution:
             if self._now() >= limit:
                 return "timed out", f"not finished after {limit:g} s{self._describe_missing()}"
 
-    def _compare(self, container: DeviceContainer) -> None:
+    def _react_to_container(self, container: DeviceContainer) -> None:
         """React to a container whose state differs from the desired one."""
         _LOG.info("the container of %s is %s", container.name, container.state)
         if container.state in ("exited", "dead", "gone", "lost"):
-            self._pool.submit(self._explain, container.name)
+            self._pool.submit(self._explain_end, container.name)
         elif container.state == "running" and container.name != SHAPER and not self._is_reporting(container):
             self._pool.submit(self._admit_unasked, container.name)
 
-    def _explain(self, name: str) -> None:
+    def _explain_end(self, name: str) -> None:
         try:
             ending = self._lab.ending(name)
         except Exception as error:  # noqa: BLE001 - the engine may be stopping too, and the end of the container is certain
@@ -319,7 +323,7 @@ class Execution:
             self._admit(name)
         except Exception as error:  # noqa: BLE001 - the device may have ended, or the engine may be stopping
             _LOG.info("%s cannot join", name, exc_info=True)
-            self._report(f"{name} started but cannot join: {error}")
+            self._log_message(f"{name} started but cannot join: {error}")
 
     def _note_end(self, name: str, ending: Ending) -> End | None:
         """Record the end of a container, or return the end of the run."""
@@ -364,9 +368,9 @@ class Execution:
         except Exception as failure:  # noqa: BLE001 - passed to the loop, which decides about the run
             _LOG.info("%s failed", step, exc_info=True)
             error = failure
-        self._news.put(partial(self._settle, step, start, self._now(), changed, error))
+        self._news.put(partial(self._record_result, step, start, self._now(), changed, error))
 
-    def _settle(
+    def _record_result(
         self, step: RecordedStep, began: float, actual: float, changed: StateDiff, error: Exception | None = None
     ) -> End | None:
         """Record the result of a fault or a trace change; an error ends the run, whose results would be meaningless."""

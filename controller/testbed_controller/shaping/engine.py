@@ -119,17 +119,17 @@ class Loop:
                 # select has a resolution of microseconds, epoll only of milliseconds.
                 wait = None if due == math.inf else max(0.0, due - now)
                 select.select([self._epoll.fileno()], [], [], wait)
-            self._release()
+            self._release_due()
             if time.monotonic() < look_again:
                 continue
             emptied = True
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not serve_request(self._control, self._execute, 2):
+                    if not serve_request(self._control, self._execute_request, 2):
                         return
                 elif descriptor in self._by_descriptor:
                     emptied &= self._read(self._by_descriptor[descriptor])
-                    self._release()
+                    self._release_due()
             look_again = time.monotonic() + self._patience if emptied else 0.0
 
     # Packets in
@@ -151,13 +151,13 @@ class Loop:
                 continue
             kind = buffer[4] | buffer[5] << 8
             if kind == nfqueue.PACKET:
-                self._arrive(port, buffer, length, now, wall)
+                self._handle_packet(port, buffer, length, now, wall)
             elif kind == nfqueue.NLMSG_ERROR:
                 port.refused += 1
         self._send_verdicts(port)
         return emptied
 
-    def _arrive(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
+    def _handle_packet(self, port: _Port, buffer: bytearray, length: int, now: float, wall: float) -> None:
         line = port.lines[nfqueue.packet_queue(buffer)]
         identity = nfqueue.packet_identity(buffer)
         stamp = self._arrivals.read(buffer, length)
@@ -171,7 +171,7 @@ class Loop:
             line.dropped += 1
             port.verdicts += (line.drop, identity)
         else:
-            self._hold(port, line, arrived, (identity, 0, None))
+            self._hold_packet(port, line, arrived, (identity, 0, None))
 
     def _arrive_with_content(
         self, port: _Port, line: _DelayQueue, identity: bytearray, packet: bytes, arrived: float
@@ -189,12 +189,12 @@ class Loop:
                 content = impairments.corrupted(packet, line.random)
                 lost = content is None
             if not lost:
-                self._hold(port, line, arrived, (identity + _COPY if copy else identity, size, content))
+                self._hold_packet(port, line, arrived, (identity + _COPY if copy else identity, size, content))
             elif not copy:
                 line.dropped += 1
                 port.verdicts += (line.drop, identity)
 
-    def _hold(
+    def _hold_packet(
         self, port: _Port, line: _DelayQueue, arrived: float, entry: tuple[bytearray | bytes, int, bytes | None]
     ) -> None:
         """Store a packet, or a copy, until the end of the delay."""
@@ -215,7 +215,7 @@ class Loop:
 
     # Packets out
 
-    def _release(self) -> None:
+    def _release_due(self) -> None:
         """Release all due packets."""
         touched: set[_Port] = set()
         while self._due:
@@ -261,7 +261,7 @@ class Loop:
                     if len(identity) == nfqueue.IDENTITY:
                         port.verdicts += (line.drop, identity)
             elif not line.ordered:
-                self._deliver(port, line, identity, content)
+                self._deliver_packet(port, line, identity, content)
         if identity is not None and port.downlink is None and line.ordered:
             port.verdicts += (line.accept_all, identity)
             self._send_verdicts(port)
@@ -272,14 +272,16 @@ class Loop:
         assert port.downlink is not None
         count = 0
         while port.downlink.due <= ripe:
-            self._deliver(port, *port.downlink.leave())
+            self._deliver_packet(port, *port.downlink.leave())
             count += 1
         if (due := port.downlink.due) < port.downlink_listed:
             port.downlink_listed = due
             self._note_check(port, None, due)
         return count
 
-    def _deliver(self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None) -> None:
+    def _deliver_packet(
+        self, port: _Port, line: _DelayQueue, identity: bytearray | bytes, content: bytes | None
+    ) -> None:
         if content is None:
             port.verdicts += (line.accept, identity)
         elif len(identity) == nfqueue.IDENTITY:
@@ -306,14 +308,14 @@ class Loop:
 
     # Requests
 
-    def _execute(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute_request(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
                 self._open_port(request["device"], *(socket.socket(fileno=each) for each in descriptors))
             case "close":
                 self._close_port(request["device"])
             case "set":
-                self._configure(self._ports[request["device"]], request)
+                self._configure_queues(self._ports[request["device"]], request)
             case "statistics":
                 return self._get_statistics()
             case "reset":
@@ -338,10 +340,10 @@ class Loop:
         port.socket.close()
         port.injector.close()
 
-    def _configure(self, port: _Port, request: Mapping[str, Any]) -> None:
+    def _configure_queues(self, port: _Port, request: Mapping[str, Any]) -> None:
         def arrived(length: int) -> None:  # during the configuration of the kernel
             now = time.monotonic()
-            self._arrive(port, self._buffer, length, now, time.time() - now)
+            self._handle_packet(port, self._buffer, length, now, time.time() - now)
 
         rate, limit = request["downlink"] or (math.inf, sys.maxsize)
         if port.downlink is not None:

@@ -52,16 +52,16 @@ class Loop:
             # select has a resolution of microseconds, epoll only of milliseconds.
             select.select([self._epoll.fileno()], [], [], None if wait == float("inf") else max(0.0, wait))
             woken = time.monotonic()
-            self._release()
+            self._release_finished()
             for descriptor, _ in self._epoll.poll(0):
                 if descriptor == self._control.fileno():
-                    if not serve_request(self._control, self._execute, 1):
+                    if not serve_request(self._control, self._execute_request, 1):
                         return
                 elif descriptor in self._names:
-                    self._read(self._names[descriptor], woken)
-                self._release()
+                    self._read_packets(self._names[descriptor], woken)
+                self._release_finished()
 
-    def _release(self) -> None:
+    def _release_finished(self) -> None:
         now = time.monotonic()
         for made in self._media.finished(now + _EARLY):
             self._lateness.add(max(0.0, now - made.end), 1)
@@ -74,7 +74,7 @@ class Loop:
         except OSError:
             self._refused += 1
 
-    def _read(self, device: str, woken: float) -> None:
+    def _read_packets(self, device: str, woken: float) -> None:
         """Read packets sent by a device; they arrived about when the loop was ``woken``."""
         opened = self._sockets[device]
         for _ in range(_MOST_READ):
@@ -87,11 +87,11 @@ class Loop:
                 continue
             kind = nfqueue.message_type(self._buffer)
             if kind == nfqueue.PACKET:
-                self._offer(device, length, woken)
+                self._offer_packet(device, length, woken)
             elif kind == nfqueue.NLMSG_ERROR:
                 self._refused += 1
 
-    def _offer(self, device: str, length: int, now: float) -> None:
+    def _offer_packet(self, device: str, length: int, now: float) -> None:
         packet = nfqueue.content(self._buffer, length)
         size = struct.unpack_from(">H", packet, 2)[0] + ETHERNET_HEADER
         address = socket.inet_ntoa(packet[16:20])
@@ -100,7 +100,7 @@ class Loop:
             self._dropped[device] += 1
             self._send_verdict(device, self._drop + identity)
 
-    def _execute(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
+    def _execute_request(self, request: dict[str, Any], descriptors: list[int]) -> dict[str, Any] | None:
         match request["do"]:
             case "open":
                 self._open_device(request["device"], socket.socket(fileno=descriptors[0]))

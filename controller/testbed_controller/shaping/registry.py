@@ -104,7 +104,7 @@ class Registry:
         if self.bridge is None and any(endpoint.network for endpoint in here):
             self.bridge = Namespace.scratch()
             self.bridge.run(partial(make_bridge, _BRIDGE))
-        for attached in pool.map(self._attach, here):
+        for attached in pool.map(self._attach_device, here):
             name = attached.endpoint.name
             previous = self.devices.get(name)
             if previous and previous.namespace.identity == attached.namespace.identity:
@@ -113,7 +113,7 @@ class Registry:
                 self._remove(name)
             self.devices[name] = attached
 
-    def _attach(self, endpoint: Endpoint) -> Attached:
+    def _attach_device(self, endpoint: Endpoint) -> Attached:
         with contextlib.ExitStack() as stack:
             namespace = Namespace.of_process(endpoint.pid)
             stack.callback(namespace.close)

@@ -104,24 +104,24 @@ class Shaping:
             self.registry.add(endpoints, self._pool)
             if not any(endpoint.pid for endpoint in endpoints):
                 self._require_known(links)
-            self._change(self.registry.devices, links)
+            self._apply_changes(self.registry.devices, links)
 
     def set(self, links: Mapping[Pair, Link]) -> None:
         """Change these links only; raises `InputError` for an unattached device."""
         refuse(links)
         with self._lock:
             self._require_known(links)
-            self._change(set(chain.from_iterable(links)), links)
+            self._apply_changes(set(chain.from_iterable(links)), links)
 
     def _require_known(self, links: Mapping[Pair, Link]) -> None:
         known = self.registry.numbers
         for name in sorted(set(chain.from_iterable(links)) - known.keys()):
             raise InputError(f"device '{name}' is not attached; attached: {', '.join(sorted(known))}")
 
-    def _change(self, names: Collection[str], links: Mapping[Pair, Link]) -> None:
+    def _apply_changes(self, names: Collection[str], links: Mapping[Pair, Link]) -> None:
         """Apply links to the interfaces of the running devices among ``names``."""
         self.registry.release_ended()
-        planner = self._planner({**self._links, **links})
+        planner = self._make_planner({**self._links, **links})
         changes = []
         for name, attached in sorted(self.registry.devices.items()):
             if name in names:
@@ -137,7 +137,7 @@ class Shaping:
         for error in errors:
             raise error
 
-    def _planner(self, links: Mapping[Pair, Link]) -> Planner:
+    def _make_planner(self, links: Mapping[Pair, Link]) -> Planner:
         """Return a planner for these links, with a gate if needed and possible."""
         planner = Planner(self.registry.endpoints, self.registry.numbers, links, self._cells)
         if any(planner.routes(name, attached.interface) for name, attached in self.registry.devices.items()):
@@ -180,7 +180,7 @@ class Shaping:
         """Return the requested links, and each device's differences from the kernel's current state."""
         with self._lock:
             self.registry.release_ended()
-            planner = self._planner(self._links)
+            planner = self._make_planner(self._links)
             devices = {}
             for name, attached in sorted(self.registry.devices.items()):
                 plan = planner.plan(name, attached.interface)
@@ -246,4 +246,4 @@ class Shaping:
     def _media(self, pairs: Sequence[Pair]) -> dict[Pair, Route]:
         """Return the gate's channels of these links, for senders on this host."""
         interfaces = {name: attached.interface for name, attached in self.registry.devices.items()}
-        return self._planner(self._links).media(pairs, interfaces)
+        return self._make_planner(self._links).media(pairs, interfaces)

@@ -57,9 +57,9 @@ class Streams:
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 kind, number, length = HEAD.unpack(await reader.readexactly(HEAD.size))
-                self._handle(kind, number, await reader.readexactly(length))
+                self._handle_frame(kind, number, await reader.readexactly(length))
         for connection in self._connections.values():
-            self._stop(connection)
+            self._end_connection(connection)
 
     async def open(self, target: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect a reader and a writer to a target at the other end, until either side closes."""
@@ -72,7 +72,7 @@ class Streams:
         """Send a frame."""
         self._send(HEAD.pack(kind, number, len(content)) + content)
 
-    def _handle(self, kind: int, number: int, content: bytes) -> None:
+    def _handle_frame(self, kind: int, number: int, content: bytes) -> None:
         connection = self._connections.get(number)
         if kind == CLOCK:
             self._on_clock(content)
@@ -89,9 +89,9 @@ class Streams:
             connection.room += int.from_bytes(content, "big")
             connection.more_room.set()
         elif kind == END:
-            self._stop(connection)
+            self._end_connection(connection)
 
-    def _stop(self, connection: _Connection) -> None:
+    def _end_connection(self, connection: _Connection) -> None:
         connection.arrived.put_nowait(b"")
 
     async def _connect_target(self, number: int, target: dict[str, Any]) -> None:
@@ -107,7 +107,9 @@ class Streams:
     async def _forward(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward data in both directions until either side closes."""
         connection = self._connections[number]
-        ways = [asyncio.ensure_future(way) for way in (self._out(number, reader), self._into(number, writer))]
+        ways = [
+            asyncio.ensure_future(way) for way in (self._forward_out(number, reader), self._forward_in(number, writer))
+        ]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         if not ways[1].done() and not connection.arrived.empty():
             connection.arrived.put_nowait(b"")
@@ -118,7 +120,7 @@ class Streams:
         self.send(END, number, b"")
         writer.close()
 
-    async def _out(self, number: int, reader: asyncio.StreamReader) -> None:
+    async def _forward_out(self, number: int, reader: asyncio.StreamReader) -> None:
         connection = self._connections[number]
         with suppress(OSError):
             while piece := await reader.read(PIECE):
@@ -128,7 +130,7 @@ class Streams:
                 connection.room -= len(piece)
                 self.send(DATA, number, piece)
 
-    async def _into(self, number: int, writer: asyncio.StreamWriter) -> None:
+    async def _forward_in(self, number: int, writer: asyncio.StreamWriter) -> None:
         arrived = self._connections[number].arrived
         with suppress(OSError):
             while piece := await arrived.get():
