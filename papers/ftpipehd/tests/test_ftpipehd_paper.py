@@ -127,25 +127,30 @@ def stages(trial: Trial) -> Iterator[tuple[float, float]]:
         yield pipeline.memory(stage, *ends), ready.problem.devices[stage].memory
 
 
-def test_figure_8_learns_on_where_no_device_could_alone() -> None:
-    """With a batch so large that activations need more memory than versions of weights: not with the paper's of 8."""
-    narrow = ("workload.model.width=0.35", "workload.data.test=96")
-    few = (*narrow, "workload.epochs=", "workload.steps=20")
-    begin = reduced("ftpipehd-pretrained", *few, "workload.training.optimizer.learning_rate=0.01")[0]
-    _, before, weights = run(begin)
-    small = (
-        *narrow,
-        "sweep={}",
-        "repetitions=1",
-        "workload.steps=8",
-        "workload.batch_size=64",
-        "devices.pi.memory=33MB",
-    )
-    (trial,) = reduced("ftpipehd-figure-8", *small, "workload.method.profile_runs=1")
-    assert all(need <= there for need, there in stages(trial))
-    with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
-        prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
+def test_figure_8_continues_from_the_weights_of_another_run() -> None:
+    few = ("workload.data.test=96", "workload.epochs=", "workload.steps=4")
+    _, before, weights = run(reduced("ftpipehd-pretrained", *few)[0])
+    once = ("sweep={}", "repetitions=1", "workload.data.test=96", "workload.steps=3", "workload.method.profile_runs=1")
+    (trial,) = reduced("ftpipehd-figure-8", *once)
     ready, figures, _ = run(trial, weights)
     assert pretraining_of(ready) is not None
     assert pretraining_of(ready).trial.scenario.name == "ftpipehd-pretrained"
-    assert figures["accuracy"] >= before["accuracy"] - 0.05
+    assert figures["steps"] == 3
+    assert before["accuracy"] is not None
+
+
+def test_three_devices_train_what_none_has_the_memory_for() -> None:
+    """With a batch so large that activations need more memory than versions of weights: not with the paper's of 8."""
+    narrow = "workload.model={name: mobilenetv2, width: 0.35}"
+    small = (
+        "sweep={}",
+        "repetitions=1",
+        "workload.steps=2",
+        "workload.batch_size=64",
+        "devices.pi.memory=33MB",
+        narrow,
+    )
+    (trial,) = reduced("ftpipehd-figure-8", *small)
+    assert all(need <= there for need, there in stages(trial))
+    with pytest.raises(InputError, match=r"of memory, its part of the model needs"):
+        prepare(reduced("ftpipehd-figure-8", *small, "workload.method={name: single}")[0])
