@@ -16,7 +16,7 @@ from testbed.common.lazy import np, npt
 from testbed.ml.lazy import torch
 
 EXACT = 2**24
-"""Whole numbers up to this one are exact in float32."""
+"""Largest integer up to which float32 is exact."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Field:
     """One of several inputs of a sample."""
 
     name: str
-    """Or its number from 0, where inputs are handed over in their order."""
+    """Name of the input, or its position from 0 if inputs are passed in order."""
     shape: tuple[int, ...]
-    """Shape of one sample; (): one number."""
+    """Shape of one sample; () for a single number."""
     kind: Literal["float32", "int64", "bool"]
 
 
@@ -38,11 +38,11 @@ class InputSpec:
     """The input of a network."""
 
     shape: tuple[int, ...]
-    """Shape of a sample; of one of several inputs, that of its row."""
+    """Shape of a sample; for several inputs, the shape of its row."""
     integers: bool = False
-    """Whether samples are of int64, and not of float32."""
+    """Whether samples are int64 instead of float32."""
     fields: Fields = ()
-    """The inputs that a sample consists of, where there are several."""
+    """The inputs of a sample, if there are several."""
 
 
 def all_whole(fields: Sequence[Field]) -> bool:
@@ -65,7 +65,7 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], Fiel
     whole = all_whole(fields)
     for name, each in arrays.items():
         if each.dtype.kind == "i" and not whole and abs(each).max(initial=0) > EXACT:
-            text = f"input '{name}' has whole numbers above {EXACT}, which are not exact beside float32: number anew"
+            text = f"input '{name}' has whole numbers above {EXACT}, inexact in float32: renumber the values"
             raise InputError(text, ("data",))
     rows = [each.reshape(len(each), -1).astype(np.int64 if whole else np.float32) for each in arrays.values()]
     return np.concatenate(rows, axis=1), fields

@@ -19,7 +19,7 @@ from testbed.common.errors import InputError
 from testbed.ml.lazy import torch
 
 FIXED = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
-"""Variables by which torch's own kernels, and MKL's matrix products, are those that every processor has."""
+"""Environment variables selecting kernels available on every processor, for torch and for MKL's matrix products."""
 _KEY = ("workload", "reproducible")
 
 

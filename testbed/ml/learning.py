@@ -48,15 +48,15 @@ class Facts(BaseModel):
     """Shape of a sample."""
     classes: int
     integers: bool
-    """Whether the model takes samples of whole numbers."""
+    """Whether the model takes integer samples."""
     fields: Fields = ()
-    """The inputs that a sample consists of, where there are several."""
+    """The inputs of a sample, if there are several."""
     samples: dict[str, int] = {}
-    """Training samples by device, of those that own data."""
+    """Training samples by device, for devices with data."""
     model_code: Code | None = None
-    """Source text of a model that is no part of this code."""
+    """Source text of a user's model."""
     codes: dict[str, Code] = {}
-    """The same of what its training takes from files."""
+    """Source texts of user files named by the training."""
 
 
 class Learning(Workload):
@@ -212,7 +212,7 @@ class LearningInputs(Inputs):
         self._dataset = dataset
         self._weights = weights
         self._frozen = frozen_part(self._problem, weights)
-        """What all devices are given of the weights."""
+        """The weights placed on all devices."""
         self.begins_with_weights = weights is not None
 
     def job(
@@ -323,13 +323,15 @@ def model_of(workload: LearningPart, code: Code | None, classes: int, entering: 
     lora = workload.training.lora
     if code is None:
         if lora is not None:
-            text = f"'{part.title}' is described by its layers, and adapters need a network from a 'file': name one"
+            text = (
+                f"'{part.title}' is built from layer descriptions, but adapters need a network from a 'file': name one"
+            )
             raise InputError(text, ("training", "lora"))
         return create(part.name, part.options(), entering.shape, classes).initialised(
             workload.initialisation or "lecun"
         )
     if workload.initialisation is not None:
-        text = f"'{part.title}' draws its weights itself: leave this out, and initialise them in its file"
+        text = f"'{part.title}' initialises its own weights: remove the key, and initialise the weights in its file"
         raise InputError(text, ("initialisation",))
     shape, whole, fields = entering.shape, entering.integers, entering.fields
     return create_own(code, part.options(), shape, classes, part.units, whole, fields, lora)

@@ -41,11 +41,11 @@ class Problem(core.Problem[ProblemOptions]):
     workload: LearningPart
     model: Model = field(kw_only=True)
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Training samples by device, of those that own data; none where all samples are the lead's."""
+    """Training samples by device, for devices with data; empty if all samples are at the coordinator."""
     codes: Mapping[str, Code] = field(default_factory=dict)
-    """Text of what ``workload.training`` takes from files, by `testbed.ml.training.schema.NamedPart.title`."""
+    """Texts of files named by ``workload.training``, by `testbed.ml.training.schema.NamedPart.title`."""
     model_code: Code | None = None
-    """Text of a model that is no part of this code."""
+    """Source text of a user's model."""
     frozen_placed: bool = False
     """Whether the method supports ``fixed_units``."""
 
@@ -68,9 +68,9 @@ class Job(core.Job[ProblemOptions, PlanDetails]):
     any. Where the workload does not split its data, all samples are the lead's; or each device's, if the method has
     them everywhere."""
     given: Mapping[str, torch.Tensor] | None = None
-    """What `weights` returns; for runtimes."""
+    """The result of `weights`; set by runtimes."""
     on_weights: Callable[[], None] = lambda: None
-    """Called when `weights` is first read, so that a run whose program never does is not reported as begun with it."""
+    """Called at the first read of `weights`, so runs ignoring given weights are not reported as using them."""
 
     @cached_property
     def weights(self) -> Mapping[str, torch.Tensor] | None:

@@ -45,9 +45,9 @@ class Division:
     """Decisions before planning: the owners of samples, and the origin of initial weights."""
 
     shares: Mapping[str, Indices] = field(default_factory=dict)
-    """Indices of the training samples of each device that owns data, (samples,); empty where all are the lead's."""
+    """Indices of the training samples of each device with data, (samples,); empty if all are at the coordinator."""
     pretraining: Prepared | None = None
-    """The run that leaves the weights to begin with, where they come from a scenario."""
+    """The run producing the initial weights, if they come from a scenario."""
 
 
 def part_of(scenario: Scenario) -> LearningPart:
@@ -164,7 +164,7 @@ def _numerics_problems(workload: LearningPart, method: Method) -> Iterator[Diagn
     key: Key = ("workload", "numerics")
     if workload.numerics == "none" and "timing_only" not in method.supports:
         can = ", ".join(each.name for each in _learning_methods() if "timing_only" in each.supports)
-        text = f"the method '{method.name}' cannot do without numbers: use full, or one of {can}"
+        text = f"the method '{method.name}' does not support timing-only runs: use full, or one of {can}"
         yield Diagnostic(key, text)
     if workload.numerics == "stacked" and "stacked" not in method.supports:
         can = ", ".join(each.name for each in _learning_methods() if "stacked" in each.supports)
@@ -184,7 +184,9 @@ def _model_problems(part: ModelPart) -> Iterator[Diagnostic]:
         yield _locate_error(error)
         return
     if part.units is not None:
-        yield Diagnostic((*key, "units"), "cuts a model of your own, by `file`; those of the list have their units")
+        yield Diagnostic(
+            (*key, "units"), "applies to your own model, given by `file`; catalogue models have fixed units"
+        )
     try:
         options = models.find(part.name).Options
         options.model_validate(part.options())
@@ -209,7 +211,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
         return
     if not kind.classes and part_of(scenario).task == "train":
         yield Diagnostic(
-            (*key, "name"), f"{name} has no labels to learn from: use the task infer, or data such as digits"
+            (*key, "name"), f"{name} has no labels for training: use the task infer, or data such as digits"
         )
     path = part_of(scenario).data.path
     if data.is_own(part_of(scenario).data):
@@ -217,7 +219,7 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
             labels = data.train_labels(part_of(scenario).data, data_folder(scenario))
             yield from batch_problems(part_of(scenario), len(labels))
             if labels.ndim == 1 and labels.dtype.kind == "f" and part_of(scenario).training.loss.plain:
-                text = "the labels are numbers, and cross-entropy is of classes: name a loss such as mse"
+                text = "the labels are numbers, but cross-entropy needs classes: use a loss such as mse"
                 yield Diagnostic(("workload", "training", "loss"), text)
         except InputError as error:
             yield _locate_error(error)
@@ -226,9 +228,11 @@ def _data_problems(scenario: Scenario) -> Iterator[Diagnostic]:
     if there is not None:
         yield from batch_problems(part_of(scenario), there)
     if kind.from_path and path is None:
-        yield Diagnostic(key, f"{name} is a picture of your own: name its file with `path`, or use photos")
+        yield Diagnostic(key, f"{name} is your own image: give its file with `path`, or use photos")
     elif not kind.from_path and (path is not None or part_of(scenario).data.file is not None):
-        yield Diagnostic((*key, "path"), f"{name} is not read from one file: use the data image, or leave `path` out")
+        yield Diagnostic(
+            (*key, "path"), f"{name} is not read from a single file: use the data set image, or remove `path`"
+        )
 
 
 def batch_problems(workload: LearningPart, there: int) -> Iterator[Diagnostic]:
@@ -255,7 +259,7 @@ def problems(scenario: Scenario, method: core.Method | None) -> Iterator[Diagnos
     if isinstance(method, Method):
         yield from _numerics_problems(workload, method)
     elif method is not None:
-        text = f"'{method.name}' is no method for models: derive it from testbed.ml.method.Method"
+        text = f"'{method.name}' does not support models: derive it from testbed.ml.method.Method"
         yield Diagnostic(("workload", "method"), text)
     yield from _model_problems(workload.model)
     yield from _data_problems(scenario)
@@ -303,25 +307,25 @@ def total(scenario: Scenario) -> int | None:
 
 def _check_training(method: Method, problem: Problem) -> None:
     if problem.workload.model.weights is not None and "initial_weights" not in method.supports:
-        text = f"'{method.name}' begins with weights drawn from the seed, and reads none: leave this out"
+        text = f"'{method.name}' does not support initial weights: remove the key"
         raise InputError(text, ("model", "weights"))
     if problem.workload.task != "train":
         return
     problem.training.check()
     part = problem.workload.training
     if part.judged and "early_stopping" not in method.supports:
-        text = f"'{method.name}' trains to its last step: leave 'until', 'patience' and 'best' out"
+        text = f"'{method.name}' does not support early stopping: remove 'until', 'patience' and 'best'"
         raise InputError(text, ("training",))
     if part.judged and getattr(problem.options, "evaluate_every", None) is None:
-        text = "'until', 'patience' and 'best' look at evaluations: write how often there is one, evaluate_every"
+        text = "'until', 'patience' and 'best' require periodic evaluations: set evaluate_every"
         raise InputError(text, ("method",))
     if part.judged and isinstance(getattr(problem.options, "evaluate_every", None), float):
-        text = "'until', 'patience' and 'best' look at evaluations after so many steps or rounds: give a number of them"
+        text = "'until', 'patience' and 'best' require evaluations at steps or rounds: set evaluate_every to an integer"
         raise InputError(text, ("method", "evaluate_every"))
     given = part.given()
     for key, reason in method.refuses.items():
         if key in given:
-            text = f"'{method.name}' does not do this ({reason}): leave it out, or take another method"
+            text = f"'{method.name}' does not support this ({reason}): remove the key, or use another method"
             raise InputError(text, ("training", *key.split(".")))
 
 
@@ -347,10 +351,10 @@ def _check_precision(method: Method, problem: Problem) -> None:
         if device.precision == "f32":
             continue
         if "precisions" not in method.supports:
-            text = f"'{method.name}' computes in float32: leave this out of {device.name}"
+            text = f"'{method.name}' computes in float32: remove the key from {device.name}"
             raise InputError(text, ("devices", device.name, "precision"))
         if device.precision == "int8" and problem.workload.task == "train":
-            text = f"int8 is of weights that are not trained: take f16 or bf16 for {device.name}"
+            text = f"int8 applies to weights that are not trained: use f16 or bf16 for {device.name}"
             raise InputError(text, ("devices", device.name, "precision"))
 
 
@@ -371,7 +375,7 @@ def _check_last_batch(method: Method, problem: Problem) -> None:
     if workload.drop_last or workload.task != "train":
         return
     if "smaller_batches" not in method.supports:
-        raise InputError(f"'{method.name}' takes batches of one size: leave this out", key)
+        raise InputError(f"'{method.name}' requires batches of equal size: remove the key", key)
     known = data.known_samples(workload.data)
     counts = [*problem.samples.values()] or ([known] if known else [])
     parts = workload.batch_size // method.samples_at_once(problem)
@@ -420,12 +424,12 @@ def _divide_samples(scenario: Scenario, method: Method, problem: Problem) -> dic
     owners = method.data_owners(problem)
     if part.split == "lead":
         if owners:
-            text = f"the devices of '{method.name}' learn from their own samples: write iid, or keys such as dirichlet"
+            text = f"the devices of '{method.name}' train on their own samples: use iid, or keys such as dirichlet"
             raise InputError(text, key)
         return {}
     if not owners or problem.workload.task == "infer":
-        reason = "an inference learns from none" if owners else f"'{method.name}' keeps all of them on its lead"
-        raise InputError(f"shares training samples among devices, but {reason}: leave it out", key)
+        reason = "an inference does not train" if owners else f"'{method.name}' keeps all samples on its coordinator"
+        raise InputError(f"distributes training samples among devices, but {reason}: remove the key", key)
     labels = data.train_labels(part, data_folder(scenario))
     groups = data.train_groups(part, data_folder(scenario))
     return shared(labels, problem.model.classes, owners, part.split, problem.seed, groups)
@@ -447,9 +451,9 @@ def _pretraining(scenario: Scenario, model: Model) -> Prepared | None:
     if len(runs) > 1:
         raise InputError(f"{file}: has {len(runs)} runs: name a scenario of one, without sweep and repetitions")
     if not isinstance(first.workload, LearningPart) or first.workload.task != "train":
-        raise InputError(f"{file}: trains nothing: name a scenario whose task is train")
+        raise InputError(f"{file}: does not train: name a scenario whose task is train")
     if first.workload.model.weights is not None and weights.is_scenario(Path(first.workload.model.weights)):
-        raise InputError(f"{file}: begins with the weights of a scenario itself: name one that does not")
+        raise InputError(f"{file}: takes its own initial weights from a scenario: name one with another origin")
     run = prepare(runs[0])
     assert isinstance(run.problem, Problem)
     other = run.problem.model

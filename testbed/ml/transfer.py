@@ -35,7 +35,7 @@ class LargestPart(ConfigModel):
     top_k: Fraction = Field(
         gt=0,
         le=1,
-        description="share of the values of each tensor that travels, the largest by amount; what is left out is added "
+        description="share of each tensor's values that is sent, the largest by magnitude; omitted values are added "
         "to what travels next time (error feedback)",
     )
 
@@ -44,19 +44,17 @@ class OwnPart(NamedPart):
     """The encoding by a class in a file; further keys are its constructor's arguments."""
 
     name: str = Field(description="of a class with `pack(tensor)` and `unpack(parts)`")
-    share: Fraction = Field(
-        1.0, gt=0, description="bytes that travel for each byte of a tensor, as plans reckon with it"
-    )
+    share: Fraction = Field(1.0, gt=0, description="encoded bytes per byte of a tensor, assumed by plans")
 
     @model_validator(mode="after")
     def _of_a_file(self) -> Self:
         if self.file is None:
-            raise ValueError("name the 'file' that the class is in")
+            raise ValueError("give the 'file' containing the class")
         return self
 
 
 Way = Precision | OwnPart
-"""How tensors of one kind travel."""
+"""Encoding of tensors of one kind."""
 
 
 class CrossingPart(ConfigModel):
@@ -80,7 +78,7 @@ class RoundsPart(CrossingPart):
 AS_IT_IS = RoundsPart()
 
 Parts = Mapping[str, "torch.Tensor"]
-"""What stands for a tensor, by endings of its name."""
+"""Encoded tensors by suffixes of the original name."""
 
 
 class Codec(Protocol):

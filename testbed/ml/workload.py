@@ -14,9 +14,9 @@ from testbed.ml.training.schema import TrainingPart
 from testbed.work import MOST_STEPS, WorkloadPart
 
 MOST_SAMPLES = 2_000_000
-"""Samples of a data set, and of a batch, at most."""
+"""Maximum samples of a data set, and of a batch."""
 Initialisation = Literal["lecun", "he", "glorot", "torch"]
-"""How first weights are drawn, see `testbed.ml.models.layers`."""
+"""Distribution of initial weights, see `testbed.ml.models.layers`."""
 
 
 class ModelPart(ConfigModel):
@@ -58,7 +58,7 @@ class SplitPart(ConfigModel):
     """The distribution of training samples among the devices with data."""
 
     sizes: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
-        None, min_length=1, description="samples of each device that owns data, in their order, drawn at random"
+        None, min_length=1, description="number of samples of each device with data, in device order, drawn at random"
     )
     dirichlet: float | None = Field(
         None,
@@ -102,7 +102,7 @@ class SplitPart(ConfigModel):
         if sum(getattr(self, key) is not None for key in ways) != 1:
             raise ValueError(f"takes exactly one of {', '.join(map(repr, ways[:-1]))} and '{ways[-1]}'")
         if self.min_samples is not None and self.dirichlet is None and self.quantity is None:
-            raise ValueError("'min_samples' goes with 'dirichlet' or 'quantity', whose shares are drawn")
+            raise ValueError("'min_samples' requires 'dirichlet' or 'quantity', whose shares are random")
         return self
 
 
@@ -137,7 +137,7 @@ class DataPart(ConfigModel):
     """A data set by name (see `testbed show data`), or the user's own, by `file` or `path`."""
 
     name: str = Field(
-        "digits", description="one of `testbed show data`, or a function of `file`; default with `path`: what it names"
+        "digits", description="one of `testbed show data`, or a function of `file`; default with `path`: the file name"
     )
     file: str | None = Field(
         None,
@@ -145,7 +145,8 @@ class DataPart(ConfigModel):
         "arrays or tensors, or a torch data set; relative to the scenario file",
     )
     folder: str | None = Field(
-        None, description="where its files lie, relative to the scenario file; default: data/<name> where one works"
+        None,
+        description="folder of its files, relative to the scenario file; default: data/<name> in the working directory",
     )
     path: str | None = Field(
         None,
@@ -162,7 +163,7 @@ class DataPart(ConfigModel):
     size: str | None = Field(
         None,
         json_schema_extra={"pattern": _SIZE},
-        description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: theirs, if it is one",
+        description="for a folder of images: HEIGHTxWIDTH, into which all are fitted; default: their common size",
     )
     train: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="use only the first N training samples")
     augment: AugmentPart | None = Field(None, description="of pictures: changes at random, by the seed")
@@ -217,7 +218,7 @@ class LearningPart(WorkloadPart):
         "inputs and g outputs: lecun within sqrt(3/f) of zero, he sqrt(6/f), glorot sqrt(6/(f+g)), torch sqrt(1/f), "
         "biases too, which are zero otherwise; default: lecun",
     )
-    data: DataPart = Field(default_factory=lambda: DataPart(), description="what it learns or is asked")
+    data: DataPart = Field(default_factory=lambda: DataPart(), description="data set for training or inference")
     training: TrainingPart = Field(default_factory=lambda: TrainingPart(), description="how the model is trained")
     numerics: Literal["full", "stacked", "none"] = Field(
         "full",
@@ -257,10 +258,10 @@ class LearningPart(WorkloadPart):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.initialisation is not None and self.model.weights is not None:
-            raise ValueError("weights that are read from a file have no 'initialisation': leave one of the two out")
+            raise ValueError("weights read from a file exclude 'initialisation': remove one of the two")
         given = [key for key in ("epochs", "steps", "requests") if getattr(self, key) is not None]
         if self.task == "infer" and given not in ([], ["requests"]):
-            raise ValueError("an inference workload is as long as its 'requests'")
+            raise ValueError("the length of an inference workload is given by 'requests'")
         if self.task == "train" and (len(given) != 1 or given == ["requests"]):
             raise ValueError("a training workload needs exactly one of 'epochs' and 'steps'")
         return self

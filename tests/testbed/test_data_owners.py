@@ -89,8 +89,12 @@ def test_the_seed_decides_who_owns_what(write):
         ("{dirichlet: 0}", "owners", "split.dirichlet: '0' must be more than 0"),
         ("{dirichlets: 1}", "owners", "split.dirichlets: unknown key 'dirichlets': did you mean 'dirichlet'?"),
         ("idd", "owners", "split: invalid value 'idd': did you mean 'iid'?"),
-        ("", "owners", "split: the devices of 'owners' learn from their own samples: write iid, or keys such as"),
-        ("iid", "pipeline", "split: shares training samples among devices, but 'pipeline' keeps all of them on its"),
+        ("", "owners", "split: the devices of 'owners' train on their own samples: use iid, or keys such as"),
+        (
+            "iid",
+            "pipeline",
+            "split: distributes training samples among devices, but 'pipeline' keeps all samples on its",
+        ),
     ],
 )
 def test_a_split_that_cannot_be_is_one_line_that_names_the_key(write, split, method, said):

@@ -70,7 +70,7 @@ def trained(folder: Any, method: str, workers: int, feature: str) -> Any:
     try:
         prepared = prepare(trials(load(str(folder / "scenario.yaml"), []))[0])
     except InputError as error:
-        if "does not do this" not in str(error):
+        if "does not support this" not in str(error):
             raise
         return None
     outcome = simulate(prepared, load_data(prepared.scenario.workload.data))

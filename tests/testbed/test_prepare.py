@@ -117,14 +117,14 @@ def test_prepares_method_problem_and_plan(file):
             17,
             "workload.training.optimizer.momentum: 'true' must be a number",
         ),
-        ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files and there is no folder"),
+        ("name: digits", "name: mnist", 13, "workload.data.folder: mnist is read from files, but the folder"),
         (
             "name: digits",
             "name: digits, train: 2000",
             13,
             "workload.data.train: digits has 1438 training samples, not 2",
         ),
-        ("name: digits", "name: mnist, folder: .", 13, "workload.data.folder: . holds none of the files of mnist"),
+        ("name: digits", "name: mnist, folder: .", 13, "workload.data.folder: . contains no file of mnist"),
         ("link: {", "topology: star\n  link: {", 9, "network.topology: worker1 and worker2 hold neighbouring stages"),
         ("name: digits", "name: synthetic-3x2", 13, "workload.data.name: 'synthetic-3x2' is not synthetic-CxHxW"),
         ("model: {name: mlp}", "model: {name: mlp, hidden: [9]}", 14, "workload.method"),
@@ -311,22 +311,22 @@ workload:
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [
-        ("", "", 13, "workload.data.path: there is no file one.png: name a picture"),
-        (", path: one.png", "", 13, "workload.data: image-64x64 is a picture of your own: name its file with `path`"),
-        ("image-64x64", "photos-64x64", 13, "workload.data.path: photos-64x64 is not read from one file"),
+        ("", "", 13, "workload.data.path: one.png not found: give the path"),
+        (", path: one.png", "", 13, "workload.data: image-64x64 is your own image: give its file with `path`"),
+        ("image-64x64", "photos-64x64", 13, "workload.data.path: photos-64x64 is not read from a single file"),
         ("image-64x64", "photos-64", 13, "workload.data.name: 'photos-64' is not photos-HEIGHTxWIDTH"),
-        ("task: infer", "task: train", 13, "workload.data.name: image-64x64 has no labels to learn from"),
+        ("task: infer", "task: train", 13, "workload.data.name: image-64x64 has no labels for training"),
         (
             "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
             "{name: yolov2, weights: none.weights}\n  data: {name: photos-64x64}",
             12,
-            "workload.model.weights: there is no file none.weights",
+            "workload.model.weights: none.weights not found",
         ),
         (
             "{name: yolov2}\n  data: {name: image-64x64, path: one.png}",
             "{name: yolov2, weights: small.weights}\n  data: {name: photos-64x64}",
             12,
-            "workload.model.weights: small.weights: is no file of Darknet's weights",
+            "workload.model.weights: small.weights: is not a Darknet weights file",
         ),
     ],
 )
@@ -352,7 +352,7 @@ def test_weights_of_a_scenario_are_prepared_with_what_begins_with_them(file):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("{name: mlp}", "{name: mlp, weights: small.yaml}", "begins with the weights of a scenario itself"),
+        ("{name: mlp}", "{name: mlp, weights: small.yaml}", "takes its own initial weights from a scenario"),
         ("{name: mlp}", "{name: mlp, hidden: [7, 7, 7]}", "trains another mlp"),
         ("{name: mlp}", "{name: cnn}", "trains cnn, not mlp"),
         ("time_limit", "repetitions: 2\ntime_limit", "has 2 runs"),

@@ -486,9 +486,9 @@ def test_nothing_stands_still_when_a_device_is_killed_and_comes_back():
         ({"method": {"slot": "1us"}}, ("method", "slot"), "is too short: computing takes up to"),
         ({"method": {"time": "1ms"}}, ("method", "time"), "is too short: one step takes"),
         ({"method": {"layers": 1}, "workers": 3}, ("method", "layers"), "makes 6 groups of layers for 4 devices"),
-        ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices have too many orders"),
+        ({"method": {"mapping": "upper"}, "workers": 9}, ("method", "mapping"), "10 devices are too many"),
         ({"network": {"topology": "star"}}, ("network", "topology"), "no link leads from"),
-        ({"network": {"link": {"message_loss": "100%"}}}, ("network",), "receives none of the casts of"),
+        ({"network": {"link": {"message_loss": "100%"}}}, ("network",), "receives no cast of"),
         ({"method": {"micro_batches": 2}}, ("method", "micro_batches"), "is GPipe, which divides layer by layer"),
         (
             {"method": {**GPIPE, "micro_batches": 17}},
@@ -519,7 +519,7 @@ def test_acknowledgements_need_a_way_back():
     others = [name for name in ("source", *(f"worker{number}" for number in range(1, 6))) if name != deaf]
     network = {"links": [{"from": name, "to": deaf, "message_loss": "100%"} for name in others]}
     assert planned(six(method, network=network))
-    with pytest.raises(InputError, match="ack needs a way back") as caught:
+    with pytest.raises(InputError, match="ack needs a return path") as caught:
         planned(six({**method, "recovery": "ack"}, network=network))
     assert caught.value.key == ("method", "recovery")
 

@@ -87,7 +87,7 @@ class DistributedOptions(Options):
                 f"'fused' names pairs for the scheme fuse, but the scheme is {self.scheme}: use scheme fuse"
             )
         if self.layerwise and self.exchange != "source":
-            raise ValueError("'layerwise' is of what passes the source: leave it or 'exchange: direct' out")
+            raise ValueError("'layerwise' applies to traffic through the source: remove it or 'exchange: direct'")
         return self
 
 

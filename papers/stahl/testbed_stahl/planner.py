@@ -268,7 +268,7 @@ def _check_links(problem: Problem[DistributedOptions], source: str) -> None:
     for one, other in permutations([device.name for device in problem.devices], 2):
         if (everyone or source in (one, other)) and (one, other) not in problem.links:
             raise InputError(
-                f"{one} and {other} talk to each other in a distributed inference, but no link leads from {one} to "
+                f"{one} and {other} exchange data in a distributed inference, but no link leads from {one} to "
                 f"{other}: use the topology mesh or add the link",
                 ("network", "topology"),
             )

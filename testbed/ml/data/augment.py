@@ -25,9 +25,9 @@ class Drawing:
     """Takes a picture, (channels, height, width), and returns one of that shape."""
     seed: int
     workload: LearningPart
-    """It says how many epochs there are."""
+    """The workload, which gives the number of epochs."""
     places: Indices
-    """(samples,): which of all training samples those are that it draws."""
+    """(samples,): indices of the drawn samples among all training samples."""
 
     @property
     def copies(self) -> int:
@@ -58,7 +58,7 @@ class Drawing:
                     augmented[number] = self.chain(torch.tensor(images[number]))
                 except (TypeError, ValueError, RuntimeError) as error:
                     shape = images.shape[1:]
-                    text = f"pictures of {shape} cannot be changed so, or have another shape then: {error}"
+                    text = f"pictures of {shape} do not support this transform, or change their shape: {error}"
                     raise InputError(text, _KEY) from None
         random.setstate(state)
         return augmented
@@ -71,7 +71,7 @@ def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: 
     """
     assert workload.data.augment is not None
     if len(shape) != 3:
-        raise InputError(f"is for pictures, and these samples are of {shape}: leave it out", _KEY[:-1])
+        raise InputError(f"requires images, but the samples have shape {shape}: remove the key", _KEY[:-1])
     known = need("torchvision.transforms", "vision", "augmentation", _KEY)
     try:
         steps = [
@@ -79,7 +79,7 @@ def drawing(workload: LearningPart, seed: int, shape: tuple[int, ...], samples: 
             for each in workload.data.augment.transforms
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"no such transform of torchvision: {error}", _KEY) from None
+        raise InputError(f"unknown torchvision transform: {error}", _KEY) from None
     augmentation = Drawing(known.Compose(steps), seed, workload, np.arange(samples))
     augmentation(np.zeros((1, *shape), np.float32), np.arange(1), 0)  # what cannot be drawn is found before the run
     return augmentation

@@ -24,19 +24,19 @@ from testbed.ml.fields import Fields, InputSpec
 from testbed.ml.workload import DataPart
 
 Samples = tuple[Bytes, Bytes]
-"""Images and labels, as they lie in the files."""
+"""Images and labels as stored in the files."""
 LARGE_DIGITS = "digits-28"
 DIGITS = ("digits", LARGE_DIGITS)
 DIGITS_TRAIN = 1438
-"""Training samples of the embedded set, known without importing what holds it."""
+"""Training samples of the embedded set, known without an import of its package."""
 TEST_SHARE = 0.2
-"""Share of a set without a test part of its own that is for tests."""
+"""Share of the samples used for tests if a set has no test part."""
 
 
 DATA_FOLDER = Path("data")
-"""Where `testbed setup data` puts a set, in a folder of its name; looked into when a scenario names no folder."""
+"""Parent of the folders created by `testbed setup data`; searched if a scenario gives no folder."""
 SYSTEM_DATA_FOLDER = Path("/usr/share/datasets")
-"""Where Debian's packages put theirs, such as dataset-fashion-mnist; looked into next."""
+"""Folder of Debian's data packages, such as dataset-fashion-mnist; searched next."""
 
 
 def data_place(name: str) -> Path:
@@ -54,7 +54,7 @@ class Remote:
     """Addresses of the folder that holds it, tried in this order."""
     md5: str
     members: tuple[str, ...] = ()
-    """File names to unpack from it; empty keeps the file itself."""
+    """Names of the files to extract; empty keeps the downloaded file itself."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ class DataSource:
     name: str
     summary: str
     shape: tuple[int, ...]
-    """(channels, height, width) of one image; of one's own data any."""
+    """(channels, height, width) of one image; user data may have any shape."""
     classes: int
-    """0: it has no labels."""
+    """Number of classes; 0 for a set without labels."""
     files: tuple[str, ...] = ()
-    """What its folder holds, each plain or with ``.gz``; empty for sets that need no folder."""
+    """Files of the set, each plain or with ``.gz``; empty for sets without a folder."""
     remotes: tuple[Remote, ...] = ()
     read: Callable[[DataSource, Path], tuple[str, Samples, Samples]] | None = None
     """(this, folder) -> name of what was found there, training and test samples."""
     from_path: bool = False
-    """Whether it is one file that the scenario names."""
+    """Whether the scenario names the set's single file."""
     integers: bool = False
-    """Whether samples are whole numbers, such as tokens."""
+    """Whether samples are integers, such as tokens."""
     fields: Fields = ()
-    """The inputs that a sample consists of, where there are several."""
+    """The inputs of a sample, if there are several."""
 
     @property
     def entering(self) -> InputSpec:
@@ -360,7 +360,7 @@ def problems(part: DataPart, place: Path) -> Iterator[tuple[Key, str]]:
     if source.files:
         yield from _folder_problems(source, part.name, place)
     elif source.from_path and part.path is not None and not place.is_file():
-        yield ("path",), f"there is no file {place}: name a picture, relative to the scenario file"
+        yield ("path",), f"{place} not found: give the path of an image, relative to the scenario file"
     if part.name in DIGITS and part.train is not None and part.train > DIGITS_TRAIN:
         yield ("train",), f"{part.name} has {DIGITS_TRAIN} training samples, not {part.train}: use fewer"
 
@@ -369,9 +369,9 @@ def _folder_problems(source: DataSource, name: str, folder: Path) -> Iterator[tu
     present = [file for each in source.files if (file := files.find(folder, each))]
     download = f"`testbed setup data {name}` downloads them"
     if not folder.is_dir():
-        yield ("folder",), f"{name} is read from files and there is no folder {folder}: {download}"
+        yield ("folder",), f"{name} is read from files, but the folder {folder} does not exist: {download}"
     elif not present:
-        yield ("folder",), f"{folder} holds none of the files of {name}: {download}"
+        yield ("folder",), f"{folder} contains no file of {name}: {download}"
     for file in present:
         if "-images-" in file.name:
             try:
@@ -407,10 +407,10 @@ def _data_location(source: DataSource, part: DataPart, folder: Path | None) -> P
     download = f"`testbed setup data {part.name}`"
     folder = folder or (Path(part.folder) if part.folder else None)
     if folder is None:
-        text = f"{part.name} is read from files: name the folder that holds them; {download} downloads them"
+        text = f"{part.name} is read from files: give their folder; {download} downloads them"
         raise InputError(text, ("data", "folder"))
     if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; {download} makes one", ("data", "folder"))
+        raise InputError(f"the folder {folder} does not exist; {download} creates it", ("data", "folder"))
     return folder
 
 

@@ -23,9 +23,9 @@ class Dataset:
     """Samples and labels, split into training and test parts. Samples of any kind are called images."""
 
     name: str
-    """As shown beside every figure; a synthetic set has the word in its name."""
+    """Name shown beside every metric; names of synthetic sets contain the word."""
     classes: int
-    """Or, where labels are of float32, values of each; 0: it has no labels, and its arrays of labels hold zeros."""
+    """Number of classes, or of float32 values per label; 0 without labels, when label arrays hold zeros."""
     train_images: Images
     """(samples, channels, height, width), scaled to [0, 1]; of one's own data (samples, ...), also of whole numbers.
 
@@ -37,9 +37,9 @@ class Dataset:
     test_images: Images
     test_labels: Labels
     groups: npt.NDArray[np.int64] | None = None
-    """(training samples,): of a table that is split by a column, which value of it each has. Not sent to devices."""
+    """(training samples,): the group of each sample by the split column of a table. Not sent to devices."""
     fields: Fields = ()
-    """The inputs that a sample, a row of numbers then, consists of; empty: there is one. Not sent with the samples."""
+    """The inputs of a sample, which is then a row of numbers; empty for a single input. Not sent with the samples."""
     drawing: Drawing | None = None
     """Changes training samples anew in each epoch. Not sent: `pack` draws them for all epochs."""
 

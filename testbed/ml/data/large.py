@@ -11,9 +11,9 @@ from typing import Any
 from testbed.common.lazy import np, npt
 
 LARGE = 1 << 28
-"""Bytes beyond which an array lies in a file."""
+"""Minimum size in bytes of an array backed by a file."""
 _BLOCK = 1 << 22
-"""Values that are copied at once."""
+"""Number of values copied at once."""
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

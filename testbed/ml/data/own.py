@@ -25,12 +25,12 @@ from testbed.ml.fields import Fields, pack
 from testbed.ml.workload import DataPart, SplitPart
 
 Values: TypeAlias = "npt.NDArray[Any] | Mapping[str, npt.NDArray[Any]]"
-"""Samples, (samples, ...), or the several inputs that they consist of, by name."""
+"""Samples, (samples, ...), or several inputs by name."""
 Samples: TypeAlias = "tuple[Values, npt.NDArray[Any]]"
 Arrays: TypeAlias = "tuple[npt.NDArray[Any], npt.NDArray[Any]]"
 """Samples and labels, (samples, ...) both."""
 Groups: TypeAlias = "npt.NDArray[np.int64] | None"
-"""(samples,), which value of the column that splits them each has."""
+"""(samples,): the group of each sample by the split column."""
 IGNORED = -100
 """The label of a token that counts neither in torch's cross-entropy nor as an answer."""
 GROUP = "testbed.data"
@@ -138,7 +138,7 @@ def _classes_of(train: npt.NDArray[Any], test: npt.NDArray[Any], place: Path, ke
 def _read_parts(part: DataPart, place: Path, group: str | None) -> tuple[Samples, Samples | None, Groups]:
     """Return training and test samples as stored in a file or folder, and the split column of the training samples."""
     if part.size is not None and not place.is_dir():
-        raise InputError("fits pictures of a folder into one size: leave it out", ("data", "size"))
+        raise InputError("applies to folders of images only: remove the key", ("data", "size"))
     if part.path is None:
         _refuse_columns(part)
         return *_from_function(part, place), None
@@ -155,7 +155,7 @@ def _read_parts(part: DataPart, place: Path, group: str | None) -> tuple[Samples
 
 def _refuse_columns(part: DataPart) -> None:
     if part.label or part.columns:
-        raise InputError("names a column of a table, and this is no .csv or .parquet", ("data", "label"))
+        raise InputError("names a table column, which requires a .csv or .parquet file", ("data", "label"))
 
 
 def _drop_column(samples: Samples, group: str) -> tuple[Samples, Groups]:
@@ -172,7 +172,7 @@ def _check_part(samples: Samples, what: str, key: Key) -> tuple[Arrays, Fields]:
     values, labels = samples
     if isinstance(values, Mapping):
         if not values:
-            raise InputError(f"{what}: have no inputs: give one array at least", key)
+            raise InputError(f"{what}: have no inputs: give at least one array", key)
         for name, each in values.items():
             _check_count(each, labels, f"{what}: input '{name}'", key)
         arrays = {name: _convert_numbers(each, f"{what}: input '{name}'", key) for name, each in values.items()}
@@ -214,7 +214,7 @@ def _convert_numbers(values: npt.NDArray[Any], what: str, key: Key) -> npt.NDArr
         if values.dtype == np.uint8:
             numbers /= 255
     if not _is_finite(numbers):
-        raise InputError(f"{what}: hold values that are no finite numbers of float32: mend or leave them out", key)
+        raise InputError(f"{what}: contain values that are not finite in float32: fix or remove them", key)
     return numbers
 
 
@@ -414,7 +414,7 @@ def _read_arrays(place: Path) -> Mapping[str, npt.NDArray[Any]]:
         text = unpickled if "pickle" in str(error) else f"cannot be read: {error}"
         raise InputError(f"{place}: {text}", _PATH) from None
     raise InputError(
-        f"{place}: is neither .npz, .safetensors, .csv nor .parquet, nor a folder with one of images for each class",
+        f"{place}: must be .npz, .safetensors, .csv or .parquet, or a folder with a folder of images for each class",
         _PATH,
     )
 
@@ -424,7 +424,7 @@ def _from_folders(place: Path, size: str | None) -> tuple[Samples, Samples | Non
     if (place / "train").is_dir() and (place / "test").is_dir():
         classes = _class_folders(place / "train")
         if unlike := set(_class_folders(place / "test")) - set(classes):
-            raise InputError(f"{place / 'test'}: there are no training images of {', '.join(sorted(unlike))}", _PATH)
+            raise InputError(f"{place / 'test'}: no training images of {', '.join(sorted(unlike))}", _PATH)
         return _read_pictures(place / "train", classes, size), _read_pictures(place / "test", classes, size)
     return _read_pictures(place, _class_folders(place), size), None
 
@@ -434,7 +434,7 @@ def _class_folders(folder: Path) -> list[str]:
     if not names:
         raise InputError(f"{folder} holds no folders: put the images of each class into one, named by the class", _PATH)
     if empty := [name for name in names if not _picture_files(folder / name)]:
-        raise InputError(f"{folder}: there are no images of {', '.join(empty)}: add some or remove the folder", _PATH)
+        raise InputError(f"{folder}: no images of {', '.join(empty)}: add some or remove the folder", _PATH)
     return names
 
 

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIZE = (608, 608)
-"""Height and width where a name gives none."""
+"""Default height and width."""
 BORDER = 128
-"""Grey level of what a picture of another shape leaves free."""
+"""Grey level of the border around images of another aspect ratio."""
 MOST_PIXELS = 10_000
-"""Pixels of a side of the input, at most; more is a slip of the pen."""
+"""Maximum side of the input in pixels; larger values are typing errors."""
 _NAME = re.compile(r"(?P<kind>photos|image)(?:-(?P<height>\d+)x(?P<width>\d+))?\Z")
 _KIND = re.compile(r"(photos|image)(-|\Z)")
 
@@ -100,8 +100,8 @@ def read(path: Path) -> Image:
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return upright.convert("RGB")
     except UnidentifiedImageError:
-        raise InputError(f"{path}: is no picture that can be read: use a JPEG or PNG file") from None
+        raise InputError(f"{path}: cannot be read as an image: use a JPEG or PNG file") from None
     except (Image.DecompressionBombError, SyntaxError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as a picture: {error}") from None
+        raise InputError(f"{path}: cannot be read as an image: {error}") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read as a picture: {error.strerror or error}") from None
+        raise InputError(f"{path}: cannot be read as an image: {error.strerror or error}") from None

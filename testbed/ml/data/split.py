@@ -13,7 +13,7 @@ from testbed.ml.workload import Split, SplitPart
 
 _KEY: Key = ("data", "split")
 DRAWS = 1000
-"""Draws until each device has `min_samples`, at most."""
+"""Maximum number of draws to reach `min_samples`."""
 
 
 def is_class(labels: npt.NDArray[Any]) -> bool:
@@ -43,7 +43,9 @@ def split(
         text = f"{len(labels)} samples are too few for {len(owners)} devices: use more samples or fewer devices"
         raise InputError(text, _KEY)
     if isinstance(how, SplitPart) and (how.dirichlet or how.shards) and not is_class(labels):
-        raise InputError("shares classes, and these labels are none: write iid, sizes, quantity or column", _KEY)
+        raise InputError(
+            "distributes classes, but the labels are not classes: use iid, sizes, quantity or column", _KEY
+        )
     shares, remedy = _large_enough(labels, classes, owners, how, seed, groups)
     for name, share in zip(owners, shares, strict=True):
         if not len(share):
@@ -88,7 +90,7 @@ def _draw_shares(
         return _split_by_shards(labels, classes, len(owners), how.shards, seed), "use more samples or fewer devices"
     if groups is None:
         raise InputError(
-            "is for tables, and samples with an input of that name: these data have no columns", (*_KEY, "column")
+            "requires a table, or samples with an input of this name: these data have no columns", (*_KEY, "column")
         )
     return _split_by_column(groups, len(owners)), "the column has too few values: use fewer devices"
 

@@ -18,7 +18,7 @@ Columns = Sequence[str] | Mapping[str, Sequence[str]]
 _PATH: Key = ("data", "path")
 Kind: TypeAlias = "type[np.int64] | type[np.float32] | type[str]"
 ROWS = 1 << 16
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Table:
     labels: npt.NDArray[Any]
     """(rows,) of classes from 0, or of float32."""
     groups: npt.NDArray[np.int64] | None
-    """(rows,), which value of the column by which the samples are split a row has; None: there is none."""
+    """(rows,): the group of each row by the split column; None without a split column."""
 
 
 def read(place: Path, label: str | None, columns: Columns | None, group: str | None) -> Table:
@@ -87,7 +87,7 @@ def _input_columns(
         if name not in existing:
             raise InputError(f"{place} has no column '{name}': there are {names}", ("data", key))
     if not chosen:
-        raise InputError(f"{place} has no columns but {names}: a sample needs one at least", _PATH)
+        raise InputError(f"{place} has only the columns {names}: a sample needs at least one more", _PATH)
     return inputs
 
 
@@ -175,7 +175,7 @@ def _refuse_empty(place: Path, name: str, cells: npt.NDArray[Any], before: int) 
         row for row, text in enumerate(_cell_texts(cells)) if text.strip().lower().lstrip("+-") in ("", "none", "nan")
     ]
     if empty:
-        text = f"{place}: column '{name}' holds nothing in row {before + empty[0] + 1}: fill it or leave the row out"
+        text = f"{place}: column '{name}' is empty in row {before + empty[0] + 1}: fill the cell or remove the row"
         raise InputError(text, _PATH)
 
 

@@ -12,7 +12,7 @@ _LIKE = {
     torch.ops.aten.randn_like.default: (torch.ops.aten.normal_.default, (0.0, 1.0)),
     torch.ops.aten.rand_like.default: (torch.ops.aten.uniform_.default, (0.0, 1.0)),
 }
-"""Functions that make and draw a tensor, and what draws the values in place."""
+"""Functions creating a random tensor, and the in-place functions drawing their values."""
 
 
 class RowsOfBatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -35,10 +35,10 @@ class Score:
         self._training = training
         self._correct = 0
         self._answers = 0
-        """Those that are right or wrong: of samples, or of each token of theirs."""
+        """Number of scored answers: samples, or tokens of samples."""
         self._loss = 0.0
         self._weight = 0.0
-        """The samples that the loss counts."""
+        """Number of samples counted by the loss."""
         self._metrics = training.metrics()
 
     def add(self, outputs: torch.Tensor, labels: npt.NDArray[Any]) -> None:

@@ -91,7 +91,7 @@ class LayerShard:
         if not layer.splits:
             raise ValueError(f"{layer.name} is not divided by neurons: use a Shard of its unit")
         if part.rows != part.channels:
-            raise ValueError(f"{layer.name} is divided by inputs here: no neuron is held as a whole")
+            raise ValueError(f"{layer.name} is divided by inputs here, so every neuron is incomplete")
         if any(isinstance(each, Dropout) for each in layer.sequence):
             raise ValueError(f"{layer.name} draws random numbers, which would depend on how it is divided")
         self.layer = layer

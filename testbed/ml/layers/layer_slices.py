@@ -16,7 +16,7 @@ from testbed.ml.models.slices import Slice
 from testbed.plan import Piece
 
 LayerSlices = Sequence[tuple[GraphLayer, Slice]]
-"""The layers that a device has a part of, in the order of the model, each with that part."""
+"""The layers held by a device in model order, each with its slice."""
 
 
 def parameters(held: LayerSlices) -> int:

@@ -18,11 +18,11 @@ from testbed.ml.transfer import codec
 State = Mapping[str, "torch.Tensor"]
 """Weights and buffers as `Model.build` names them, and the optimizer's state by ``kind:name``, such as momentum."""
 Key = tuple[Hashable, Hashable]
-"""The batch and the micro-batch that a forward is of."""
+"""The batch and the micro-batch of a forward."""
 Rows = tuple[int, int]
-"""Where in its batch a micro-batch begins, and the samples of the batch: it draws what the batch as a whole would."""
+"""First row of a micro-batch in its batch, and the batch's samples: random numbers are drawn for the whole batch."""
 Adjust = Callable[[str, "torch.Tensor", "torch.Tensor"], None]
-"""Takes the name of a trained tensor, its values and their gradient, of one shape, and alters the gradient in place."""
+"""Takes name, values and gradient (of one shape) of a trained tensor, and modifies the gradient in place."""
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
@@ -76,21 +76,21 @@ class Shard:
         self._seed = seed
         self._module = model.build(first, last, seed)
         self._fixed = frozenset[str]() if training.frozen_travels else frozen_names(self._module)
-        """Weights that no state has: they are alike wherever these units are built."""
+        """Frozen weights excluded from states, because every build of these units has the same."""
         self._draws = draws(self._module)
         self._precision = precision
         self._narrow_weights()
         self._training = training
         self._optimizer = training.optimizer()
         self._averages: dict[str, torch.Tensor] = {}
-        """Moving averages of the trained weights; empty before the first update, and where none are wanted."""
+        """Moving averages of the trained weights; empty before the first update, and if not requested."""
         self._aliases = _aliases(self._module)
-        """Further names of weights that several units share, with the one that the optimizer knows."""
+        """Further names of weights shared by units, with the name known to the optimizer."""
         self._statistics = Statistics(self._module)
         self.versions = Versions(self._module)
         self._kept: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
         self._postponed: dict[Hashable, Callable[[], object]] = {}
-        """Forwards that are done again, this time keeping what backward needs, just before their backward."""
+        """Forwards to be repeated just before their backward, keeping intermediate values."""
 
     def forward(
         self, key: Key, inputs: torch.Tensor, version: int | None = None, rows: Rows | None = None

@@ -13,7 +13,7 @@ from testbed.wire.message import Message
 
 DEFAULT_REQUESTS = 50
 LISTENING_SECONDS = 0.2
-"""How long the lead waits after its last cast, beyond the longest delay, so that it is still heard."""
+"""Seconds the coordinator waits after its last cast beyond the longest delay, so the cast is still received."""
 
 
 class ExchangeOptions(Options):
@@ -22,11 +22,11 @@ class ExchangeOptions(Options):
     payload: Size = 1e6
     """Bytes of the tensor in each message."""
     peer: str | None = None
-    """Who receives the messages; None is the second device of the scenario."""
+    """Receiver of the messages; None is the second device of the scenario."""
     cast: bool = False
     """Cast each message to all neighbours at once, best effort, instead of sending it to one reliably."""
     everyone: bool = False
-    """With ``cast``: all devices do so at the same time, not the first alone."""
+    """With ``cast``: all devices cast at the same time instead of the first alone."""
 
 
 class Exchange(Method[ExchangeOptions]):
@@ -48,16 +48,16 @@ class Exchange(Method[ExchangeOptions]):
         source = problem.devices[0].name
         if options.cast:
             if options.peer is not None:
-                raise InputError("a cast is for all neighbours; leave the peer out", ("method", "peer"))
+                raise InputError("a cast goes to all neighbours; remove the peer", ("method", "peer"))
             if not _linked_neighbours(problem, source):
-                raise InputError(f"nobody hears a cast of '{source}', for it has no links", ("network",))
+                raise InputError(f"'{source}' has no links, so no device receives its casts", ("network",))
             ends = [source, *_linked_neighbours(problem, source)]
         else:
             if options.everyone:
-                raise InputError("it goes with casts; write cast: true as well", ("method", "everyone"))
+                raise InputError("requires casts: add cast: true", ("method", "everyone"))
             peer = self._peer_name(problem)
             if (source, peer) not in problem.links or (peer, source) not in problem.links:
-                raise InputError(f"there is no link between '{source}' and '{peer}'", ("method", "peer"))
+                raise InputError(f"no link between '{source}' and '{peer}'", ("method", "peer"))
             ends = [source, peer]
         # A message and its encoded form: see `testbed.hardware.largest_message`.
         parts = tuple(Piece(device=name, first=0, last=0, memory=2 * options.payload) for name in ends)
@@ -98,7 +98,7 @@ class Exchange(Method[ExchangeOptions]):
             raise InputError("an exchange needs two of them", ("devices",))
         peer = problem.options.peer or names[1]
         if peer not in names[1:]:
-            raise InputError(f"there is no other device '{peer}': {nearest(peer, names[1:])}", ("method", "peer"))
+            raise InputError(f"there is no device '{peer}': {nearest(peer, names[1:])}", ("method", "peer"))
         return peer
 
 

@@ -27,7 +27,7 @@ class GPipeOptions(SynchronousOptions):
 
     schedule: Literal["gpipe"] = Field("gpipe", description="the only one")
     recompute: bool = Field(
-        True, description="all stages but the last keep no activations and compute them again before backward"
+        True, description="all stages but the last discard activations and recompute them before backward"
     )
 
 

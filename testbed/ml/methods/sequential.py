@@ -51,7 +51,7 @@ class SequentialDetails(Details):
     latency: float
     """Seconds of one request alone."""
     bottleneck: float
-    """Between two requests' outputs when many are in flight."""
+    """Seconds between two requests' outputs with many requests in flight."""
 
 
 class Sequential(Method[SequentialOptions, SequentialDetails]):

@@ -24,9 +24,9 @@ class Entry:
     summary: str
     Options: type[ConfigModel]
     make: Callable[[Any, Shape, int], Model]
-    """(options, shape of an image, classes) -> model; raises ValueError where the shape does not fit."""
+    """(options, shape of an image, classes) -> model; raises ValueError for an unsuitable shape."""
     classes: int = 0
-    """For data without labels; 0: the model needs labelled data."""
+    """Default number of classes for data without labels; 0: the model needs labels."""
 
 
 _ENTRIES = (
@@ -132,9 +132,7 @@ def create(name: str, options: Mapping[str, Any], input_shape: Shape, classes: i
     chosen = entry.Options.model_validate(dict(options))
     if not classes and not entry.classes:
         can = ", ".join(each.name for each in CATALOG.values() if each.classes)
-        raise InputError(
-            f"{name} needs data with labels, whose classes it tells apart: use such data, or {can}", ("model",)
-        )
+        raise InputError(f"{name} needs data with labels: use labelled data, or {can}", ("model",))
     try:
         return entry.make(chosen, tuple(input_shape), classes or entry.classes)
     except ValueError as error:

@@ -38,9 +38,9 @@ class Unit:
     name: str
     layers: tuple[Layer, ...]
     input: Shape
-    """Shape of what it reads, one after the other along the first axis."""
+    """Shape of the inputs, joined along the first axis."""
     reads: tuple[int, ...] = ()
-    """The units whose outputs it reads, in this order; empty: the one before it."""
+    """The units whose outputs are the inputs, in this order; empty for the previous unit."""
     joins: bool = True
     """Whether it reads several one after the other along the first axis; else it takes each as it is, and ``input`` is
     all their values along one axis."""
@@ -154,17 +154,17 @@ class Model:
     classes: int
     units: tuple[Unit, ...]
     detector: Detector | None = None
-    """How the output is read as boxes; None: it is one value for each class."""
+    """Decoder of the output as boxes; None for one value per class."""
     integers: bool = False
-    """Whether it takes samples of whole numbers (int64), as tokens are, and not of float32."""
+    """Whether samples are integers (int64), such as tokens, instead of float32."""
     fields: Fields = ()
-    """The inputs that a row of numbers consists of, for a network of several; empty: a sample is its one input."""
+    """The inputs in a row of numbers, for a network with several inputs; empty for a single input."""
     builder: Builder | None = None
-    """Makes the modules of the units of a network that is not described by layers; None: they are made of those."""
+    """Builds modules of a network without layer descriptions; None if all units have layers."""
     given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Values of frozen weights by their names in `build`; those that are absent are the seed's."""
+    """Values of frozen weights by their names in `build`; absent ones are drawn from the seed."""
     tied: tuple[Tied, ...] = ()
-    """Trained weights that several units use."""
+    """Trained weights used by several units."""
 
     def __post_init__(self) -> None:
         for index, unit in enumerate(self.units):

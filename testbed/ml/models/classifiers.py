@@ -23,7 +23,7 @@ from testbed.ml.models.layers import (
 from testbed.ml.models.shapes import Shape
 
 MOST_LAYERS = 1000
-"""Layers of one list, at most: plans of more take longer than anybody waits."""
+"""Maximum layers of one list: planning more would take too long."""
 Width = Annotated[int, Field(ge=1, le=100_000)]
 Units = list[tuple[str, list[Layer]]]
 

@@ -114,7 +114,7 @@ def _read_header(path: Path, file: IO[bytes]) -> Header:
     major, minor, revision = version
     if max(major, minor) >= _MOST:
         raise InputError(
-            f"{path}: is no file of Darknet's weights: it does not begin with a version such as 0.2.0; use the "
+            f"{path}: is not a Darknet weights file, which begins with a version such as 0.2.0; use the "
             ".weights file of the network, or a safetensors file that a run left"
         )
     count = struct.Struct("<Q" if 10 * major + minor >= 2 else "<I")

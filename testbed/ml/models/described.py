@@ -30,9 +30,9 @@ from testbed.ml.models.layers import (
 from testbed.ml.models.shapes import Shape
 
 Described = tuple[tuple[str, Layer], ...]
-"""Layers, each with the path of its module in the network; "" where it is the work of a function."""
+"""Layers, each with the path of its module in the network; "" for a function."""
 _ACTIVATIONS = ("Sigmoid", "Tanh", "GELU", "SiLU", "ELU", "Hardswish", "Hardsigmoid", "Softplus", "Mish")
-"""What makes each value of that value alone, with the defaults of its module."""
+"""Element-wise functions with their modules' default arguments."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -54,7 +54,7 @@ _FUNCTIONS: dict[str, Callable[..., nn.Module]] = {
     "adaptive_avg_pool2d": nn.AdaptiveAvgPool2d,
     "dropout": _describe_dropout,
 }
-"""The modules that do what functions of torch do, made of what those are given beside the values."""
+"""Modules equivalent to torch functions, created from the functions' arguments."""
 
 
 def described(

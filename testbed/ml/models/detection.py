@@ -42,9 +42,9 @@ class Detector:
     """Width and height, in cells of the grid."""
     labels: tuple[str, ...]
     threshold: float = 0.5
-    """Least score of a box."""
+    """Minimum score of a box."""
     overlap: float = 0.45
-    """Intersection over union: where two boxes of one class overlap by more, the better one stays."""
+    """Intersection over union above which only the better of two boxes of one class is kept."""
 
     def channels(self, classes: int) -> tuple[int]:
         """Return the number of output channels, as the beginning of a shape."""

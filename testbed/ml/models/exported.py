@@ -112,7 +112,7 @@ def _check_results(given: TensorOutput, graph: fx.Graph, samples: torch.Tensor, 
         ours, theirs = results
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True):
             mode = "training" if training else "evaluation"
-            text = f"does something else in {mode} than torch.export finds: write this as a module of torch.nn"
+            text = f"behaves differently in {mode} than its export: write this as a module of torch.nn"
             raise InputError(text)
     given.train()
 

@@ -28,18 +28,18 @@ class GraphLayer:
 
     name: str
     sequence: tuple[Layer, ...]
-    """The first is the one that computes. None at all: a route, which joins the channels of its sources."""
+    """The layers; the first one is the main layer. Empty for a route, which joins the channels of its sources."""
     input: Shape
     """(channels, height, width) or (features,); of a route, the concatenation of all that enters. Flattening does not
     show: a fully connected layer after a feature map takes the map."""
     sources: tuple[int, ...]
-    """Indices of the layers whose outputs enter; `INPUT` is what enters the model."""
+    """Indices of the layers read; `INPUT` is the model's input."""
     unit: int = 0
     """Index of its unit in the model."""
     modules: tuple[str, ...] = ()
-    """Names of the layers' modules in their unit, but for those of a pooling that was added."""
+    """Names of the layers' modules in their unit, without an added pooling."""
     flattens: bool = False
-    """Whether what enters is flattened first."""
+    """Whether the input is flattened first."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ nothing is done. ``moves``: values change places, and nothing is computed. ``no`
 """
 
 _BLOCK = 1 << 18
-"""Weights drawn at a time: those that are not kept are gone before the next ones are drawn."""
+"""Number of weights drawn at a time, to discard those not kept before the next block."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Layer:
     """A frozen description of one layer; the defaults describe an element-wise layer."""
 
     initialisation: Initialisation = field(default="lecun", kw_only=True, repr=False, compare=False)
-    """How its first weights are drawn."""
+    """Distribution of the initial weights."""
 
     @property
     def kind(self) -> Kind:
@@ -145,7 +145,7 @@ class Layer:
         """Build the torch module with weights drawn from ``generator``; raises TypeError for layers without
         a module.
         """
-        raise TypeError(f"{type(self).__name__} is not built by itself")
+        raise TypeError(f"{type(self).__name__} has no torch module of its own")
 
     def initialised(self, how: Initialisation) -> Self:
         """Return the same layer with another initialisation."""

@@ -71,8 +71,8 @@ def adapt(network: nn.Module, lora: Lora) -> None:
         smaller = min(layer.in_features, layer.out_features)
         if lora.rank >= smaller:
             raise InputError(
-                f"a rank of {lora.rank} saves nothing for {name} of {layer.in_features} inputs and "
-                f"{layer.out_features} outputs: give one below {smaller}, or name other modules",
+                f"a rank of {lora.rank} does not reduce {name}, which has {layer.in_features} inputs and "
+                f"{layer.out_features} outputs: use a rank below {smaller}, or name other modules",
                 (*KEY, "rank"),
             )
         parent, _, last = name.rpartition(".")

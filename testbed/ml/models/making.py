@@ -54,15 +54,15 @@ class CountedUnit(Layer):
     kept: int
     """Values of all outputs made within it for a sample."""
     charged: Cost
-    """FLOPs, and bytes that its operations read and write, for a sample, by kind of layer; bytes of weights."""
+    """FLOPs, and bytes read and written, for a sample by kind of layer; bytes of weights."""
     held: str = field(default="", compare=False)
-    """Why it is no two units, with the line; empty where it is one piece of work."""
+    """Reason why the unit is not divided further, with the line; empty for a single step with work."""
     least: int = 1
     """Samples that training needs at once, at least."""
     described: tuple[tuple[str, Layer], ...] = ()
-    """The layers that it is a row of, each with the path of its module; empty: it is something else."""
+    """The equivalent layers, each with the path of its module; empty if the unit is not a sequence of layers."""
     make: Callable[[], nn.Module] | None = field(default=None, compare=False, repr=False)
-    """Makes its module, of what it reads as flat values one after the other; None: the model makes it."""
+    """Builds the unit's module from its flattened and joined inputs; None if only the model can build it."""
     untrained: int = 0
     """Values of parameters whose `requires_grad` is off."""
 

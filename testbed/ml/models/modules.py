@@ -90,7 +90,7 @@ class Segment(nn.Sequential):
         self._first = first
         self._reads = reads
         self._crossing = crossing
-        """At the cut before each unit and behind the last."""
+        """The crossing tensors at the cut before each unit and after the last."""
 
     def forward(self, input: torch.Tensor, before: Callable[[str], object] | None = None) -> torch.Tensor:  # noqa: A002
         """Run the units; ``before`` is called with each unit's name before the unit runs.

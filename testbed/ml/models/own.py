@@ -49,7 +49,7 @@ def create_own(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        text = f"{code.name}{signature} cannot be called so: {error}; options of the model are its arguments"
+        text = f"{code.name}{signature} rejects the model options: {error}; its arguments are the valid options"
         raise InputError(text, ("model",)) from None
     text = code.model_dump_json()
     wanted = None if units is None else tuple(units)

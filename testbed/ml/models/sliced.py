@@ -21,10 +21,10 @@ from testbed.ml.models.layers import Linear, ReLU, shapes
 from testbed.ml.models.slices import NONE, Channels, Slice, pick
 
 Tensors = Mapping[str, "torch.Tensor"]
-"""Weights and what belongs to channels, as `Model.build` names them."""
+"""Weights and per-channel values as `Model.build` names them."""
 
 _COUNTER = "num_batches_tracked"
-"""A counter of a normalisation; no use is made of it."""
+"""An unused counter of a normalisation."""
 
 
 def cut(layer: GraphLayer, part: Slice, state: Tensors) -> dict[str, torch.Tensor]:

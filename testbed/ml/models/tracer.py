@@ -31,19 +31,19 @@ from testbed.ml.models.making import KEY, Maker
 from testbed.ml.models.shapes import BYTES_PER_VALUE
 
 BATCHES = (2, 3)
-"""Samples with which the network is run: what differs between the two is the batch's."""
+"""The two batch sizes used for tracing: values differing between them depend on the batch."""
 _IN_PLACE = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
-"""What changes its input, and the same as a new value: a unit must leave alone what other units may read."""
+"""In-place functions with their equivalents returning new values: units must not modify values read by others."""
 STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
-"""Modules of torch.nn that are looked into: their layers are units."""
+"""Modules of torch.nn traced into, because their layers are units."""
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _MAKING = (torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.randn, torch.arange)
-"""Functions that make tensors of sizes, the number of samples among them: torch does not show a tracer these."""
+"""Functions creating tensors from sizes, including the number of samples: torch hides these calls from tracers."""
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution")
 _UNLIKE = "does something else in evaluation than in training"
 _REMEDY = "write it without that, or put it into a module of its own and name that in `units`"
@@ -73,9 +73,9 @@ class Traced:
     root: nn.Module
     graph: fx.Graph
     runs: tuple[dict[str, Measure], ...]
-    """By node, of each size of a batch."""
+    """Measurements by node, for each batch size."""
     constants: Mapping[str, torch.Tensor]
-    """Tensors that `forward` makes of nothing that enters, by the names that the graph reads them by."""
+    """Tensors created by `forward` independently of inputs, by their names in the graph."""
 
 
 def trace(maker: Maker, entering: InputSpec, whole: Sequence[str] | None) -> Traced:
@@ -228,7 +228,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.least = 1
         self.cost = Cost()
         self.counter = FlopCounterMode(display=False)
-        """To be entered first: it counts what this one lets through."""
+        """The counter, to be entered before this mode."""
         self._weights = weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

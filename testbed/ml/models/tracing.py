@@ -61,11 +61,11 @@ class _Steps:
 
     traced: Traced
     nodes: list[fx.Node]
-    """Those that make a tensor, or several, of what enters."""
+    """Nodes creating one or more tensors from the inputs."""
     input: fx.Node
     maker: Maker
     work: list[int] = field(default_factory=list)
-    """How many nodes with counted work there are up to each, itself included."""
+    """Number of nodes with counted work up to each node, inclusive."""
 
     @property
     def root(self) -> nn.Module:
@@ -306,12 +306,14 @@ def _by_hand(steps: _Steps, units: Sequence[str]) -> list[int]:
         inside = [place for place, node in enumerate(steps.nodes) if _is_in(node, name)]
         if not inside:
             known = ", ".join(dict.fromkeys(str(node.target) for node in steps.nodes if node.op == "call_module"))
-            raise InputError(f"the network calls no module '{name}': name some of {known}, or what is around them", key)
+            raise InputError(
+                f"the network calls no module '{name}': name one of {known}, or a module containing one", key
+            )
         if inside[0] == 0:
             continue
         begin = cuts[-1] if cuts else 0
         if inside[0] <= begin:
-            raise InputError(f"'{name}' does not come after what is named before it", key)
+            raise InputError(f"'{name}' must come after the previously named modules", key)
         if why := _why_not(steps, begin, inside[0]):
             raise InputError(f"{line(steps.nodes[inside[0]], steps.maker)}: no unit can begin at '{name}': {why}", key)
         cuts.append(inside[0])
@@ -434,7 +436,7 @@ def _unit_graph(steps: _Steps, piece: Sequence[fx.Node], reads: Sequence[fx.Node
             return small
         factor, rest = divmod(small, BATCHES[0]) if isinstance(small, int) else (0, 1)
         if rest or large != factor * BATCHES[1]:
-            raise InputError(f"{line(node, steps.maker)}: depends on the number of samples in an odd way", KEY)
+            raise InputError(f"{line(node, steps.maker)}: depends on the number of samples in an unsupported way", KEY)
         samples = graph.call_method("size", (first, 0))
         return samples if factor == 1 else graph.call_function(operator.mul, (samples, factor))
 

@@ -22,23 +22,23 @@ from testbed.wire import tensors
 
 State = Mapping[str, "torch.Tensor"]
 _COUNTER = ".num_batches_tracked"
-"""A counter of a normalisation, of no use after training: not every file has it."""
+"""A counter of a normalisation, unused after training and missing in some files."""
 _BRACE = 8
-"""Where a safetensors file has its first brace."""
+"""Position of the first brace in a safetensors file."""
 _TORCH = (b"PK\x03\x04", b"\x80\x02")
-"""First bytes of what torch.save writes: a zip archive, or in old versions a pickle."""
+"""First bytes of torch.save files: a zip archive, or a pickle in old versions."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
-"""Prefixes that wrappers of a network put before its names: DataParallel, torch.compile, trainers."""
+"""Prefixes added to names by network wrappers: DataParallel, torch.compile, trainers."""
 _NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which a checkpoint of a training loop holds the `state_dict`."""
 _MOST = 5
-"""Names that a message lists."""
+"""Maximum names listed in a message."""
 
 
 def check(path: Path, model: Model) -> None:
     """Raise `InputError` for a missing or unsuitable file; only names, shapes and types are compared."""
     if not path.is_file():
-        raise InputError(f"there is no file {path}: name one, relative to the scenario file")
+        raise InputError(f"{path} not found: paths are relative to the scenario file")
     if _detect_format(path) == "darknet":
         darknet.check(path, model)
     else:
@@ -58,7 +58,9 @@ def read(path: Path, model: Model) -> dict[str, torch.Tensor]:
     tensors = _match_names(path, _load_tensors(path), model)
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise InputError(f"{path}: {name} holds values that are no numbers: whatever left them has diverged")
+            raise InputError(
+                f"{path}: {name} holds values that are no numbers: the training that wrote them has diverged"
+            )
     return tensors
 
 
@@ -134,9 +136,9 @@ def _match_names(path: Path, tensors: State, model: Model) -> dict[str, torch.Te
     help_ = "use those of this model with its options, for as many classes"
     adapters = {name for name in names.values() if is_adapter(name)}
     if missing := _without_counters(names.values()) - tensors.keys() - adapters:
-        raise InputError(f"{other}: there is no {_list_names(missing)}; {help_}")
+        raise InputError(f"{other}: missing {_list_names(missing)}; {help_}")
     if more := _without_counters(tensors) - known:
-        raise InputError(f"{other}: {_list_names(more)} is none of its tensors; {help_}")
+        raise InputError(f"{other}: {_list_names(more)} does not belong to the model; {help_}")
     result = {}
     for name, tensor in wanted.items():
         given = tensors.get(names[name])

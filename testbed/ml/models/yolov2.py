@@ -75,13 +75,13 @@ _LAYERS = (
 class Yolov2Options(ConfigModel):
     """Options of YOLOv2."""
 
-    threshold: float = Field(0.5, gt=0, le=1, description="least score of a box that is reported")
+    threshold: float = Field(0.5, gt=0, le=1, description="minimum score of a reported box")
 
 
 def yolov2(options: Yolov2Options, shape: Shape, classes: int) -> Model:
     """Create YOLOv2, trained for images of 416x416 to 608x608; raises ValueError unless sides are multiples of 32."""
     if len(shape) != 3 or shape[0] != 3 or shape[1] % STRIDE or shape[2] % STRIDE:
-        raise ValueError(f"it takes three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
+        raise ValueError(f"the input needs three channels and sides that are multiples of {STRIDE}, such as 3x416x416")
     units = [_name_unit(index, layer) for index, layer in enumerate(_LAYERS)]
     labels = COCO if classes == CLASSES else tuple(f"class {index}" for index in range(classes))
     detector = Detector(ANCHORS, labels, options.threshold)

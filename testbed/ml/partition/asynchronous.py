@@ -25,11 +25,11 @@ from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
 Extra = Callable[[int, int, int], float]
-"""(stage, first unit, one after its last) -> bytes it keeps beside its own training, such as replicas."""
+"""(stage, first unit, last unit exclusive) -> bytes kept beside the stage's own training, such as replicas."""
 
 
 Replicas = Callable[[int, int, int], Mapping[int, float]]
-"""(stage, first unit, one after its last) -> bytes that it sends to other stages to keep, by stage, a batch's share."""
+"""(stage, first unit, last unit exclusive) -> bytes sent to each keeper stage per batch."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AsynchronousPipeline(TrainingPipeline):
     capacities: tuple[float, ...]
     """C_i: how many times as long as the coordinator a device takes; the first stage's is 1 while nothing slows it."""
     window: int | None = None
-    """Batches in the pipeline at once; None, and never more than: as many as there are stages."""
+    """Batches in the pipeline at once, at most one per stage; None for one per stage."""
     vertical_sync: bool = True
     counts_traffic: bool = False
     """Whether the bottleneck counts each direction of a link and the replicas, instead of equation (5) as printed."""

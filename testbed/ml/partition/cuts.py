@@ -15,7 +15,7 @@ from testbed.common.errors import InputError
 
 Cuts = tuple[int, ...]
 Combine = Callable[[float, float], float]
-"""How costs add up along the chain: ``max`` or ``operator.add``; any that is monotone in both arguments."""
+"""Combines costs along the chain: ``max`` or ``operator.add``, or any function monotone in both arguments."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Costs:
     """Cost functions of a partition's stages and cuts."""
 
     stage: Callable[[int, int, int], float]
-    """(stage, first unit, one after its last) -> cost of computing them there."""
+    """(stage, first unit, last unit exclusive) -> cost of computing the units on the stage."""
     boundary: Callable[[int, int], float]
     """(stage, cut) -> cost between this stage and the next when the next begins with unit ``cut``."""
 

@@ -30,7 +30,7 @@ from testbed.network.link import Link, Pair
 from testbed.wire.message import size_around
 
 OfStage = Callable[[int, int, int], float]
-"""(stage, first unit, one after its last) -> what they take there."""
+"""(stage, first unit, last unit exclusive) -> demand of the units on the stage."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Chain:
     links: Mapping[Pair, Link]
     batch_size: int
     shares: tuple[float, float] = field(default=(1.0, 1.0), kw_only=True)
-    """Bytes that travel for each byte of activations and of their gradients."""
+    """Transmitted bytes for each byte of activations and of their gradients."""
 
     sums_tied: ClassVar[bool] = True
-    """Whether stages with a copy each of one weight compute as one device with that weight would."""
+    """Whether stages with copies of one weight train them as a single weight."""
 
     def __post_init__(self) -> None:
         cutting.check_counts(len(self.units), len(self.devices))
@@ -322,7 +322,7 @@ class SynchronousPipeline(TrainingPipeline):
     micro_batches: int
     schedule: Schedule
     update_flops: float = 2.0
-    """FLOPs that an update is charged for each parameter."""
+    """Cost of an update in FLOPs per parameter."""
     recompute: bool = False
     """Whether all stages but the last forward a second time before they backward, instead of keeping activations."""
 

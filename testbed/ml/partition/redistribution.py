@@ -18,7 +18,7 @@ from itertools import pairwise
 from testbed.ml.partition.cuts import Cuts
 
 HeldUnits = Mapping[str, Collection[int]]
-"""Device -> the units it has, of one state of the model."""
+"""Device -> its units of one state of the model."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Need:
 
     local: tuple[int, ...]
     fetch: Mapping[str, tuple[int, ...]]
-    """Device -> the units to ask it for; in the order of their first units."""
+    """Device -> units to fetch from the device, in the order of their first units."""
 
 
 class UnitsLostError(Exception):

@@ -22,9 +22,9 @@ from testbed.ml.pipeline.messages import UnitState
 from testbed.plan import Piece
 
 Partitioner = Callable[[Collection[str]], Sequence[Piece]]
-"""Devices that can be had -> parts for them; raises `InputError` where there are none."""
+"""Available devices -> their parts; raises `InputError` if no partition fits."""
 MakeConfigure = Callable[[Piece, State | None], Typed]
-"""(part, the checkpoint's state; None: the seed's) -> the message that makes a device be that."""
+"""(part, state of the checkpoint; None: the seed's) -> the configuration message of a device."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Checkpoint:
     step: int
     """The next step to be done."""
     state: State | None
-    """None is the state that the seed gives."""
+    """The state; None for the seed's."""
 
 
 class Collector:

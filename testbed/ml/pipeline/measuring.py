@@ -36,9 +36,9 @@ ENOUGH = 0.1
 RECENT = 10
 """Messages in a row that show whether a link has changed."""
 NOTICEABLE = 0.01
-"""Seconds below which the time of a message says nothing of its link."""
+"""Minimum seconds of a message for conclusions about its link."""
 DEVIATION = 1.5
-"""How many times as long, or as short, as it should a message takes on a link that has changed."""
+"""Factor by which a message must be slower or faster than expected to indicate a changed link."""
 
 
 async def profile(device: Device, problem: Problem, images: torch.Tensor, labels: torch.Tensor, runs: int) -> UnitTimes:
@@ -95,12 +95,12 @@ class LinkWatch:
     def __init__(self, measurement: MeasuredLink) -> None:
         self._measurement = measurement
         self._ratios: deque[float] = deque(maxlen=RECENT)
-        """For the last messages, the seconds that each took over those that it should have taken."""
+        """Ratio of measured to expected seconds of the last messages."""
         self._usual = 1.0
-        """The least ratio there was at first: below 1 where the link was shared while it was measured."""
+        """The smallest initial ratio: below 1 if the link was shared during its measurement."""
         self._seen = 0
         self._last = -math.inf
-        """When the message before was acknowledged."""
+        """Time of the previous acknowledgement."""
 
     def deviates(self, size: float, posted: float, acknowledged: float) -> bool:
         """Record a message of this many bytes on the wire; return whether all recent ones were slower, or all faster.
@@ -161,11 +161,11 @@ class LinkProfiler:
         self._problem = problem
         self._training = training
         self._runs = partitioner.profile_runs
-        """How often each unit is still to be tried."""
+        """Remaining profiling runs of each unit."""
         self._awaited: set[Pair] = set()
-        """Links of which a measurement is under way."""
+        """Links with a measurement under way."""
         self._tried: set[str] = set()
-        """Devices standing by whose links are being measured, or were since the last look for a partition."""
+        """Standby devices whose links are being measured, or were since the last choice of a partition."""
         self._mailbox.on(Measured, self._store_link)
         self._mailbox.on(Deviates, lambda report: partitioner.forget(report.sender, report.target))
         self._mailbox.on_open(self._start_over)

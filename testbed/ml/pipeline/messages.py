@@ -34,7 +34,7 @@ class Configure(Numbered, kind="configure", opens=True):
     steps: int
     """Training steps of the whole workload."""
     given: bool
-    """Whether the state is in this message; else it comes from the seed."""
+    """Whether the message contains the state; otherwise the state comes from the seed."""
     state: State
 
 
@@ -47,11 +47,11 @@ class Prepare(Numbered, kind="configure", opens=True):
     """Training steps of the whole workload."""
     made: int
     step: int
-    """The point to go on from."""
+    """The point to resume from."""
     seeded: bool
-    """Whether its units come from the seed, and nothing is fetched."""
+    """Whether the units come from the seed, without fetching."""
     fetch: Mapping[str, Sequence[int]]
-    """Units that it lacks, by who has them."""
+    """Missing units by holder."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Activation(Numbered, kind="activation", key=("work", "batch", "micro")):
     tensor: torch.Tensor
     """(samples of the micro-batch, ...)"""
     first: bool | None = None
-    """Whether it begins a stretch of asynchronous training; left out of other work."""
+    """Whether the activation begins a stretch of asynchronous training; unset otherwise."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Norms(Numbered, kind="norms", key=("batch", "whole")):
 
     batch: int
     whole: bool
-    """Whether they are of all stages."""
+    """Whether the norms cover all stages."""
     tensor: torch.Tensor
     """(trained tensors,), in the order of the model"""
 
@@ -148,7 +148,7 @@ class UnitState(Numbered, kind="state"):
     """To the coordinator, for a checkpoint: the state of one unit after a step."""
 
     step: int
-    """The next one."""
+    """The next step."""
     unit: int
     state: State
 

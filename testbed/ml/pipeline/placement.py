@@ -22,7 +22,7 @@ from testbed.ml.pipeline.messages import Fetch, FetchedUnit, Keep, Replica
 from testbed.wire.message import Message
 
 StepInventory = Mapping[str, Mapping[int, Collection[int]]]
-"""Device -> number of batches done -> the units it has of that state, complete ones only."""
+"""Device -> number of batches done -> complete units of this state."""
 
 
 @dataclass(frozen=True, order=True)
@@ -34,7 +34,7 @@ class Point:
 
 
 BEGINNING = Point(0, 0)
-"""The state that a run begins with: from the seed, or the weights that the lead was given."""
+"""The initial state: from the seed, or the coordinator's given weights."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def place(
         held.setdefault(old.coordinator, {})[0] = list(range(old.units))
     step = resume_point(held, old.units)
     if step is None:
-        raise ValueError("no device has what the run began with")
+        raise ValueError("no device has the initial state")
     if seeded and step == 0:
         return RestorePlan(lineage.point(0), {})
     having = held_at(held, step)
@@ -139,7 +139,7 @@ class FailureCase:
     gone: tuple[str, ...]
     """Stages that did not answer, in the order of the stages."""
     empty: tuple[str, ...]
-    """Stages that answered, but have started again and hold nothing."""
+    """Stages that answered after a restart without their memory."""
 
     @property
     def lost(self) -> tuple[str, ...]:

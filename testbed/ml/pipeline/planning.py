@@ -40,7 +40,7 @@ class StagesOptions(Options):
         description="without progress before devices are polled, and without a reply before they count as lost",
     )
     return_window: Duration = Field(15.0, description="how long a lost device may take to come back")
-    transfer: CrossingPart = Field(CrossingPart(), description="how what crosses between stages travels")
+    transfer: CrossingPart = Field(CrossingPart(), description="encoding of activations and gradients between stages")
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -60,7 +60,7 @@ class SynchronousOptions(StagesOptions):
     )
     recompute: bool = Field(
         False,
-        description="all stages but the last keep no activations and compute them again before backward, as in GPipe",
+        description="all stages but the last discard activations and recompute them before backward, as in GPipe",
     )
     checkpoint_every: int = Field(20, ge=1, description="steps after which the first device gathers all weights")
     evaluate_every: StepsOrTime | None = Field(None, description="steps, or a time; default: at the end only")
@@ -129,7 +129,7 @@ def all_devices(problem: Problem[StagesOptions]) -> tuple[DeviceSpec, ...]:
     for other in others:
         if (lead, other) not in problem.links or (other, lead) not in problem.links:
             raise InputError(
-                f"{lead} leads the others and needs a link to each and back, but there is none between {lead} and "
+                f"{lead} coordinates the others and needs links to and from each, but none is between {lead} and "
                 f"{other}: use the topology mesh or add the link",
                 ("network", "topology"),
             )
@@ -288,9 +288,9 @@ class Partitioner(Generic[Known]):
     """PipeDream's partition, and the hooks of all others: equal devices, without adaptation to measurements."""
 
     admits = True
-    """Whether a device that comes back, or stood by, may become a stage."""
+    """Whether a returning or standby device may become a stage."""
     profile_runs = 0
-    """How often each unit is tried before training; 0: nothing is measured."""
+    """Profiling runs of each unit before training; 0 disables profiling."""
 
     def __init__(self, problem: Problem[Known]) -> None:
         self.problem = problem
@@ -374,11 +374,11 @@ class AsynchronousDetails(Details):
     """Seconds of the slowest stage or link."""
     slowest_stage: float
     least_bottleneck: float
-    """The best that any partition could reach."""
+    """The smallest bottleneck of any partition."""
     least_slowest_stage: float
-    """The same if links took no time."""
+    """The smallest bottleneck of any partition without link times."""
     divisible_limit: float
-    """How many times longer even parts take than optimal ones, were a model divisible without end."""
+    """Slowdown of equal parts relative to optimal ones, for an infinitely divisible model."""
     stage_times: tuple[float, ...]
 
 

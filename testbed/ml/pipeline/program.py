@@ -45,7 +45,7 @@ from testbed.ml.transfer import codecs
 from testbed.plan import Piece
 
 PlanStages = Callable[[Collection[str]], Sequence[Piece]]
-"""Devices that are there -> stages over them; raises `InputError` where there are none."""
+"""Present devices -> their stages; raises `InputError` if no partition fits."""
 
 
 async def run_synchronous(
@@ -144,13 +144,13 @@ class ReplicatingMember:
         self._mailbox = mailbox
         self._job = job
         self._stage: Stage | None = None
-        """The one that is prepared or runs."""
+        """The stage being prepared or running."""
         self._point = BEGINNING
-        """Where it goes on from."""
+        """The resume point."""
         self._seeded = False
-        """Whether its units come from the seed."""
+        """Whether the units come from the seed."""
         self._awaited: set[int] = set()
-        """Units that are still to come."""
+        """Units not yet received."""
         self._watches: dict[str, LinkWatch] = {}
         """Watches of the links that this device has measured, by their targets."""
         mailbox.sends.acknowledged = self._watch_link

@@ -40,16 +40,16 @@ class ReplicaIndex:
     def __init__(self, supervisor: Supervisor, store: ReplicaStore, units: int) -> None:
         self.lineage = Lineage()
         self.safe = BEGINNING
-        """The newest point of which every unit is on two devices, or here."""
+        """The newest point with every unit on two devices, or on this one."""
         self.whole = BEGINNING
-        """The newest point of which every unit is here."""
+        """The newest point with every unit on this device."""
         self._supervisor = supervisor
         self._mailbox = supervisor.mailbox
         self._device = supervisor.device
         self._replicas = store.replicas
         self._units = units
         self._replicated: dict[int, set[str]] = {}
-        """Which devices have had their units of a step replicated."""
+        """Devices that have replicated their units, by step."""
         self._mailbox.on(Replicated, self._note_replication)
 
     def branch(self, step: int) -> None:
@@ -209,7 +209,7 @@ class ReplicaRecovery:
         if job.weights is not None:
             store.replicas.put(BEGINNING, job.weights, range(units))
         self._waited: Lost | None = None
-        """The loss that was recorded, and waited for, last."""
+        """The last loss recorded and awaited."""
         self._members.refusal = None if partitioner.admits else "its units are another's"
         self.standby = Standby(self._members, partitioner.admits)
 

@@ -95,7 +95,7 @@ class Stage:
     ) -> None:
         """``updates`` is required for training."""
         self.state = state
-        """What it begins with; None: the seed's."""
+        """The initial state; None for the seed's."""
         self.position = position
         self.problem = problem
         self.mailbox = mailbox
@@ -169,7 +169,7 @@ class Passage:
     samples: int
     """Samples of the micro-batch."""
     loss: float
-    """Its part of the batch's loss; 0 on all stages but the last."""
+    """The micro-batch's part of the batch's loss; 0 except on the last stage."""
     seconds: float
     """Seconds that its forward took."""
 

@@ -69,7 +69,7 @@ class SynchronousTrainer:
         self._evaluations = Evaluations(supervisor, job, self._training.steps, self._is_kept, recovery.weights)
         self._due = IntervalTrigger(self._options.evaluate_every, supervisor.device.now())
         self._reports: dict[str, Loss | Updated] = {}
-        """What has been reported of the present step, by kind."""
+        """Reports about the current step, by kind."""
         supervisor.mailbox.on(Loss, self._record_step)
         supervisor.mailbox.on(Updated, self._record_step)
 

@@ -189,7 +189,7 @@ class AsynchronousUpdates:
         self._window = options.window(count)
         self._depth = versions.in_flight(count, position.index, self._window)
         self._span = self._window if options.vertical_sync else self._depth
-        """A batch is forwarded with the weights as they were this many batches, less one, before it."""
+        """Staleness of forwards in batches, plus one."""
         self._base = 0
         """The first batch of the stretch: all weights are of this version when it begins."""
         self._end = 0

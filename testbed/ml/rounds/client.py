@@ -50,11 +50,11 @@ class LocalRound:
     rate: float
     """Learning rate of the round's first iteration."""
     extra: State = field(default_factory=dict)
-    """Tensors that the server sent beside the weights; see `Hooks.extra`."""
+    """Tensors sent by the server beside the weights; see `Hooks.extra`."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors that the device keeps from round to round, by any names. Saved to its disk before its update leaves."""
+    """Tensors kept by the device between rounds, by any names, and saved to disk before the update is sent."""
     sends: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors to be sent beside the update, by any names; the server's `merge` finds them in `Trained.extra`."""
+    """Tensors sent beside the update, by any names, available to the server's `merge` as `Trained.extra`."""
 
     async def gradients(self, step: int) -> float:
         """Do forward and backward with all samples of an iteration; return their mean loss."""
@@ -68,7 +68,7 @@ class LocalRound:
 TrainLocal = Callable[[LocalRound], Awaitable[float | None]]
 """Hook: trains the layers of a device for a round; returns the mean loss, None where the server computes it."""
 Sent = Callable[[State, State], State]
-"""Hook: takes the weights that a round began with and the trained ones; returns what is sent to the server."""
+"""Hook: takes initial and trained weights of a round; returns the tensors to send to the server."""
 
 
 async def train_whole(local: LocalRound, change: Adjust | None = None) -> float:

@@ -63,7 +63,7 @@ class LayerTimes:
     forward_weights: float = 0.0
     """Seconds of a mini-batch of any size, beside its samples: reading the weights."""
     backward_weights: float = 0.0
-    """The same, and writing their gradients."""
+    """Seconds of a mini-batch of any size for reading the weights and writing their gradients."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PairProfile:
     """From the device to the server."""
     down: Link
     transfer: RoundsPart = AS_IT_IS
-    """How all that travels."""
+    """Encoding of messages."""
 
     @property
     def depth(self) -> int:

@@ -41,17 +41,17 @@ class Hooks:
     """The differences between methods training in rounds; the defaults are federated averaging."""
 
     choose: Choose = everyone
-    """Who takes part in a round."""
+    """Chooses the participants of a round."""
     train_local: TrainLocal = train_whole
-    """What a device does in a round."""
+    """Trains a device in a round."""
     sent: Sent = send_weights
-    """What it sends to the server."""
+    """Computes a device's message to the server."""
     merge: Merge = mean
-    """What the server makes of that."""
+    """Merges the devices' messages on the server."""
     extra: Extra = no_extra
-    """What the server sends beside the weights."""
+    """Returns the tensors the server sends beside the weights."""
     min_updates: int = 1
-    """Updates that a round needs."""
+    """Minimum number of updates in a round."""
 
 
 O = TypeVar("O", bound=RoundOptions, default=GroupOptions)  # noqa: E741

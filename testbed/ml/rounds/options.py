@@ -35,7 +35,7 @@ class RoundOptions(Options):
 class TransferOptions(RoundOptions):
     """Round options with the encoding of messages."""
 
-    transfer: RoundsPart = Field(RoundsPart(), description="how what devices and server send each other travels")
+    transfer: RoundsPart = Field(RoundsPart(), description="encoding of messages between devices and server")
 
 
 class PeerOptions(RoundOptions):
@@ -59,7 +59,7 @@ class GroupOptions(TransferOptions):
     fraction: Fraction = Field(
         1.0, gt=0, le=1, description="of the devices, drawn for each round", json_schema_extra={"default": "100%"}
     )
-    min_devices: int = Field(1, ge=1, description="updates that a round needs; it waits until it has them")
+    min_devices: int = Field(1, ge=1, description="minimum updates of a round; a round waits for them")
 
     def choose(self, number: int, present: Sequence[str], draw: random.Random) -> Sequence[str]:
         """Draw a fraction of the present devices."""

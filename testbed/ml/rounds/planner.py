@@ -101,7 +101,7 @@ class Participants:
         """Raise `InputError` for unsuitable devices, links or options."""
         options, workload = self.problem.options, self.problem.workload
         if not self.devices:
-            raise InputError("it takes a server, which is the first device, and others with data", ("devices",))
+            raise InputError("needs a server, which is the first device, and other devices with data", ("devices",))
         if self.serverless:
             self._check_serverless()
         else:
@@ -123,9 +123,9 @@ class Participants:
 
     def _check_serverless(self) -> None:
         if isinstance(self.problem.options.evaluate_every, float):
-            raise InputError("devices report after the same rounds: give their number", ("method", "evaluate_every"))
+            raise InputError("devices report after the same rounds: give an integer", ("method", "evaluate_every"))
         if self.problem.workload.training.ema:
-            raise InputError("no device has the weights of all: leave it out", ("training", "ema"))
+            raise InputError("no device has the weights of all devices: remove the key", ("training", "ema"))
 
     def batch(self, device: DeviceSpec) -> int:
         """Return the approximate samples of an iteration: a device with fewer than a batch uses all of its samples."""
@@ -170,7 +170,7 @@ class Participants:
             numbers = dict.fromkeys(names, value)
         for number in numbers.values():
             if not lowest <= number <= highest:
-                raise InputError(f"{number} is outside of what there is: take {lowest} to {highest}", key)
+                raise InputError(f"{number} is out of range: use {lowest} to {highest}", key)
         return numbers
 
 

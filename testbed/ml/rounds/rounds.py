@@ -23,7 +23,7 @@ from testbed.ml.rounds.messages import Begin, Begun, Here, Ping, Update
 from testbed.wire.message import Message
 
 CONFIGURATION = "configuration"
-"""What the server's disk keeps the number of the newest configuration under."""
+"""Key of the newest configuration number on the server's disk."""
 
 
 Choose = Callable[[int, Sequence[str], random.Random], Sequence[str]]
@@ -41,7 +41,7 @@ class RoundPolicy:
     """The participants of a round, and the condition for its end."""
 
     min_updates: int
-    """Updates that a round needs."""
+    """Minimum number of updates in a round."""
     deadline: float | None = None
     """Seconds after its begin at which a round ends without late devices; None: adapted to the measured rounds."""
     choose: Choose = everyone

@@ -67,9 +67,9 @@ def _weighted_mean(tensors: Sequence[torch.Tensor], shares: Sequence[float]) -> 
 
 
 GLOBAL = "global"
-"""What the server's disk keeps the global model under."""
+"""Key of the global model on the server's disk."""
 REPORTED = "reported"
-"""What it keeps the number of rounds under that are recorded among the run's events."""
+"""Key of the number of recorded rounds on the server's disk."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class Trained:
     samples: int
     """Samples that it has trained on."""
     state: State
-    """State of the whole model, the server's layers included; or what else the device sends."""
+    """State of the whole model including the server's layers, or another message of the device."""
     loss: float
     """Mean of its iterations."""
     extra: State = field(default_factory=dict)
-    """Tensors that it has sent beside that: `LocalRound.sends`."""
+    """Additional tensors from `LocalRound.sends`."""
 
 
 Memory = dict[str, "torch.Tensor"]
-"""What a merge keeps from one round to the next, such as the server's momentum; saved with the model."""
+"""State of a merge between rounds, such as the server's momentum; saved with the model."""
 Merge = Callable[[State, Sequence[Trained], Memory], State]
 """Hook: takes the global model's weights, what the devices have sent (at least one), and the memory, which it may
 change; returns the new weights."""
@@ -109,7 +109,7 @@ def no_extra(memory: Memory) -> State:
 
 
 _MEMORY = "memory:"
-"""What stands before the names of the memory on the disk."""
+"""Prefix of the memory's names on the disk."""
 
 
 class GlobalModel:
@@ -294,11 +294,11 @@ class Server:
     splits: Mapping[str, int]
     """By device, the first layer that is not its own."""
     side: ServerSide | None
-    """Trains those layers; None: there are none."""
+    """Trains the server's layers; None without such layers."""
     in_turn: bool = False
     """Whether one device after the other goes on from what the one before it has made."""
     changes: bool = False
-    """Whether what devices send is to be added to the weights that they began with."""
+    """Whether devices send changes to be added to their initial weights."""
 
     async def run(self) -> None:
         """Run the remaining rounds."""

@@ -20,7 +20,7 @@ from testbed.ml.rounds.layers import LocalDataset
 from testbed.ml.training.optimizers import Sgd
 
 TOGETHER = 256
-"""Devices that are computed together, at most: more gain nothing, and take memory."""
+"""Maximum devices computed together: more would gain nothing and take memory."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ def check(problem: Problem, plain: bool) -> None:
     reasons["a smaller last batch"] = not problem.workload.drop_last
     reasons["weights that are not trained"] = problem.model.frozen
     if unsupported := [reason for reason, there in reasons.items() if there]:
-        raise InputError(f"'stacked' goes without {' and '.join(unsupported)}: use full", key)
+        raise InputError(f"'stacked' does not support {' and '.join(unsupported)}: use full", key)
 
 
 class Stack:
@@ -91,7 +91,7 @@ class Stack:
             batches = zip(*(each.share.iteration(each.steps[place])[0] for each in trainings), strict=True)
             images, labels = (torch.stack(parts) for parts in batches)
             if not all(map(training.weight, labels)):
-                raise InputError("'stacked' needs a label that counts in every batch: use full", ("numerics",))
+                raise InputError("'stacked' needs a counted label in every batch: use full", ("numerics",))
             gradients, loss = self._gradient_step(weights, images, labels)
             optimizer.step(weights, gradients, training.settings(step))
             losses.append(loss)

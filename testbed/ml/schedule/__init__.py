@@ -35,7 +35,7 @@ class Action:
 
 
 Schedule = Callable[[int, int, int], Iterator[Action]]
-"""(stages, stage, micro-batches) -> what that stage does in one step, in order; the update that ends it left out."""
+"""(stages, stage, micro-batches) -> the stage's actions in one step in order, without the final update."""
 
 
 def written(actions: Iterable[Action]) -> str:

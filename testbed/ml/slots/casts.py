@@ -24,9 +24,9 @@ class Values(Typed, key=("batch", "layer", "sender")):
     batch: int
     layer: int
     tensor: torch.Tensor | None = None
-    """(samples, values); None: the sender has nothing of this batch."""
+    """(samples, values); None if the sender has nothing for this batch."""
     note: dict[str, Any] | None = None
-    """What a method adds, as JSON."""
+    """The method's annotation, as JSON."""
 
 
 class Outputs(Values, kind="outputs"):
@@ -87,7 +87,7 @@ class Acknowledged:
         self._mailbox = mailbox
         self._wait = wait
         self._missing: dict[tuple[str, int, int], set[str]] = {}
-        """By what was cast, who has not acknowledged it."""
+        """Receivers without acknowledgement, by cast."""
         self._complete: asyncio.Future[None] | None = None
         mailbox.on(CastAck, self._on_acknowledgement)
 
@@ -151,7 +151,7 @@ class Tally:
 
     due: int = 0
     came: float = 0
-    """Share that has arrived, of one that has arrived in part."""
+    """Received fraction, counting partially received parts."""
 
 
 class CastExchange:
@@ -172,7 +172,7 @@ class CastExchange:
         maps layers to the values of each neuron per sample.
         """
         self.until = math.inf
-        """When the present slot ends, and nothing more is cast; seconds."""
+        """End of the current slot in seconds, after which nothing is cast."""
         self._mailbox = mailbox
         self._arrangement = arrangement
         self._transmit = transmit
@@ -181,9 +181,9 @@ class CastExchange:
         self._notes = notes
         self._name = mailbox.device.name
         self._arrived: dict[tuple[type[Values], int, int], dict[str, Values]] = {}
-        """By kind, batch and layer: what has come of it, by sender."""
+        """Received messages by kind, batch and layer, then by sender."""
         self._oldest = {Outputs: 0, Losses: 0}
-        """Batches of which a message still counts."""
+        """The oldest batch whose messages still count."""
         mailbox.on(Outputs, self._take_part)
         mailbox.on(Losses, self._take_part)
         self.tally = {"forward": Tally(), "backward": Tally(), "sharing": Tally()}

@@ -16,7 +16,7 @@ from testbed.trace.metrics_spec import Metric, MetricsSpec
 from testbed.trace.record import RunView
 
 GOOD = 0.8
-"""The accuracy to which the paper counts the time."""
+"""Target accuracy of the paper's time measurement."""
 
 
 def _last_evaluation(field: str, record: RunView) -> float | None:

@@ -119,7 +119,9 @@ def exhaustive(wanted: Matrix, ratios: Matrix) -> Order:
     Raises ValueError for more than nine devices.
     """
     if len(wanted) > MOST_EXHAUSTIVE:
-        raise ValueError(f"{len(wanted)} devices have too many orders to try: at most {MOST_EXHAUSTIVE}")
+        raise ValueError(
+            f"{len(wanted)} devices have too many permutations for an exhaustive search: at most {MOST_EXHAUSTIVE}"
+        )
     return max(itertools.permutations(range(len(wanted))), key=_make_scorer(wanted, ratios))
 
 

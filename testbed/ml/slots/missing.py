@@ -22,9 +22,9 @@ class SenderPart(NamedTuple):
     tensor: torch.Tensor | None
     """(samples, values); None: it has not arrived."""
     note: dict[str, Any] | None = None
-    """What a method added, see `testbed.ml.slots.casts.Notes`."""
+    """The method's annotation, see `testbed.ml.slots.casts.Notes`."""
     missing: torch.Tensor | None = None
-    """Which values have not arrived, and are zeros, where only some have; as ``tensor``."""
+    """Mask of values not received (zeros) in a partially received part, shaped like ``tensor``."""
 
     @property
     def whole(self) -> bool:
@@ -38,7 +38,7 @@ class SenderPart(NamedTuple):
 
 
 Heard = tuple[tuple[Channels, bool], ...]
-"""For the neurons of each sender, whether what it sent has arrived."""
+"""For each sender, its neurons and whether its part has arrived."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Usable(NamedTuple):
     None: there is nothing to compute with.
     """
     learns: Literal["new", "saved", "nothing"]
-    """From what the layer learns: from this batch, from gradients saved of an earlier one, or not at all."""
+    """Source of the layer's learning: this batch, saved gradients of an earlier one, or nothing."""
 
 
 Work = Callable[[], torch.Tensor | None]
@@ -169,9 +169,9 @@ class MissingDataPolicy(Protocol):
     """Hook: a method's treatment of incomplete batches."""
 
     announces: bool
-    """Whether a device with nothing to send says so, by a cast without values."""
+    """Whether a device with nothing to send announces this by a cast without values."""
     masks: bool
-    """Whether outputs that had not arrived get no losses for that batch."""
+    """Whether outputs not received get no losses for their batch."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor | None:
         """Compute the inputs of a layer, (samples, values), from the outputs of the previous layer.

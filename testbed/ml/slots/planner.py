@@ -43,37 +43,38 @@ class SlotOptions(Options):
     """Options of every method training in timeslots."""
 
     baseline: str | None = None
-    """What the method is compared with, by its name: the options that this stands for."""
+    """Name of a baseline for comparison; sets the options of the baseline."""
     layers: int | None = Field(None, ge=1)
-    """M_layers, the most layers of a group, instead of what `allocation` says."""
+    """M_layers, the maximum layers of a group, instead of `allocation`."""
     mapping: Literal["genetic", "climbing", "random", "upper"] = "genetic"
-    """Who takes which super neuron: Algorithm 2 as printed, the same followed by exchanges of two devices from many
-    orders, by chance, or the best of all orders."""
+    """Mapping of super neurons to devices: Algorithm 2 as printed, the same followed by hill climbs (exchanges of two
+    devices from many orders), random, or exhaustive search."""
     draw: int = Field(1, ge=1, le=1000)
-    """Which of the random orders, all on the same network, the mapping `random` takes."""
+    """Number of the random order used by the mapping `random`, on the same network."""
     pipelined: bool = True
-    """False: a batch begins when the one before it is through (the paper's Model)."""
+    """False: a batch begins after the previous one is complete (the paper's Model)."""
     recovery: Literal["none", "r-tx", "ack"] = "none"
-    """Nothing; each message cast `transmissions` times; or until all have acknowledged it or the timeslot is over."""
+    """No recovery; `transmissions` repetitions of each cast; or repetition until all receivers have acknowledged or the
+    timeslot ends."""
     transmissions: int = Field(2, ge=1, le=100)
-    """How often each message is cast with `r-tx`, all in one timeslot."""
+    """Transmissions of each message with `r-tx`, all in one timeslot."""
     test_runs: int = Field(1, ge=1, le=1000)
-    """How often all test samples pass at an evaluation, each time over the links as they are."""
+    """Passes of all test samples in an evaluation, each over the links at that time."""
     test_batch: int | None = Field(None, ge=1)
-    """Samples of a test batch; None: those of `batch_size`. With all test samples in one, a test run is one pass."""
+    """Samples of a test batch; None: `batch_size`. With all test samples in one batch, a test run is one pass."""
     test_results: Literal["cast", "gathered"] = "cast"
-    """Which results of tests are scored: as the device that leads heard their casts, with zeros for those that it did
-    not, as where a model is deployed; or gathered there without loss after the tests. Gathered, both are figures."""
+    """Scored test results: `cast` uses the results received by the coordinator, counting missing ones as zeros, as in a
+    deployment; `gathered` collects all results reliably after the tests and reports both scores."""
     final_weights: bool = False
-    """Whether devices send their weights to the one that leads after the last slot, so that results have them."""
+    """Whether devices send their weights to the coordinator after the last slot, to be part of the results."""
     evaluate_every: int | None = Field(None, ge=1)
-    """Steps from one evaluation to the next; None: at the end only. The pipeline drains before each."""
+    """Steps between evaluations; None: at the end only. The pipeline drains before each evaluation."""
     slot: Duration | None = Field(None, gt=0)
     """Length of a timeslot; None: the longest computation, the longest transmission, and `margin`."""
     time: Duration | None = Field(None, gt=0)
-    """Train the steps whose timeslots fit into this, without those of tests; the workload's are the most."""
+    """Time limit for training: as many steps as fit, without tests, but at most the workload's."""
     margin: Duration = MARGIN
-    """Seconds that a timeslot has beyond both."""
+    """Seconds of a timeslot beyond computation and transmission."""
 
 
 class SlotDetails(Details):
@@ -96,11 +97,11 @@ class SlotDetails(Details):
     test_slot: float
     """Seconds of a timeslot of tests, whose batches may be larger."""
     forward: tuple[float, ...]
-    """By layer, the seconds of a batch's forward on the device that takes longest."""
+    """By layer, the seconds of a batch's forward on the slowest device."""
     backward: tuple[float, ...]
-    """The same of its backward and update."""
+    """By layer, the seconds of a batch's backward and update on the slowest device."""
     begin: float | None = None
-    """Seconds at which the first slot begins where weights or the arrangement are handed out before; None: at once."""
+    """Start of the first slot in seconds, after distributing weights or the arrangement; None: at once."""
     answered: tuple[float, ...]
     """By device, the seconds after a cast has left until all have acknowledged it; devices know only own links."""
 
@@ -225,7 +226,9 @@ def _map_neurons(
 ) -> tuple[mapping.Order, float]:
     wanted, count = mapping.connectivity(held), len(problem.devices)
     if problem.options.mapping == "upper" and count > mapping.MOST_EXHAUSTIVE:
-        text = f"{count} devices have too many orders to try: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
+        text = (
+            f"{count} devices are too many for an exhaustive search: use genetic, or at most {mapping.MOST_EXHAUSTIVE}"
+        )
         raise InputError(text, ("method", "mapping"))
     if problem.options.mapping == "upper":
         order = mapping.exhaustive(wanted, ratios)
@@ -243,13 +246,13 @@ def _check_links(held: NeuronAssignment, ratios: Mapping[Pair, float], acknowled
     for b in held.devices:
         for a in held.senders(b):
             if acknowledged and ratios.get((b, a), 0) <= 0:
-                text = f"ack needs a way back, and {a} receives nothing of {b}: use r-tx, or a link"
+                text = f"ack needs a return path, but {a} receives nothing from {b}: use r-tx, or add a link"
                 raise InputError(text, ("method", "recovery"))
             if (a, b) not in ratios:
-                text = f"no link leads from {a} to {b}, which have to hear each other: use mesh"
+                text = f"no link leads from {a} to {b}, which must communicate: use the topology mesh"
                 raise InputError(text, ("network", "topology"))
             if ratios[a, b] <= 0:
-                text = f"{b} receives none of the casts of {a}, which it needs: put them closer, or "
+                text = f"{b} receives no cast of {a}, but needs them: place the devices closer, or "
                 raise InputError(text + "lower the message_loss of that link", ("network",))
 
 
@@ -293,7 +296,7 @@ def _handed_out(problem: Problem[SlotOptions], sender: str, size: int) -> float:
     others = [device.name for device in problem.devices if device.name != sender]
     unlinked = [name for name in others if (sender, name) not in problem.links]
     if unlinked:
-        text = f"no link leads from {sender}, which has what all others need to begin, to {unlinked[0]}: use mesh"
+        text = f"no link leads from {sender}, which sends the initial state, to {unlinked[0]}: use the topology mesh"
         raise InputError(text, ("network", "topology"))
     rate, delay = _cast_rate(problem, sender)
     return 2 * (0.0 if rate is None else 8 * size * len(others) / rate) + 4 * delay + problem.options.margin

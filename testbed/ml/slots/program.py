@@ -28,7 +28,7 @@ from testbed.ml.slots.timeslots import LayerAction, SlotSegment, segments, slots
 
 SlotJob = Job[SlotOptions, SlotDetails]
 KINDS = (*CASTS, Tested, *weights.KINDS)
-"""What the devices send each other."""
+"""Kinds of messages between the devices."""
 
 
 class MissedTestsError(TestbedError):

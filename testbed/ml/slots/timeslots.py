@@ -40,7 +40,7 @@ class Timetable:
     forward: tuple[int, ...]
     """By layer, the slot of batch 0."""
     backward: tuple[int | None, ...]
-    """The same; None for the input layer, which has nothing to learn."""
+    """The same for the backward; None for the input layer, which has no weights."""
     micro: int = 1
     """Micro-batches of each batch, one a slot. What is counted in batches below are these."""
 

@@ -38,7 +38,7 @@ def find(
     }
     if (wanted := _normalise_name(part.name, suffix)) not in known:
         names = ", ".join(sorted(name for name, _ in known.values()))
-        raise InputError(f"{module.__name__} has no '{part.name}' that works here: there are {names}", (*key, "name"))
+        raise InputError(f"{module.__name__} has no '{part.name}' supported here; available: {names}", (*key, "name"))
     definition: Callable[..., Any] = known[wanted][1]
     return definition
 

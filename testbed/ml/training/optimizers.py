@@ -18,7 +18,7 @@ from testbed.ml.training.schema import OptimizerPart
 
 MOMENTUM = "momentum:"
 AVERAGE = "average:"
-"""What the moving average of a weight is kept under."""
+"""Prefix of a weight's moving average."""
 
 
 def is_weight(name: str) -> bool:
@@ -31,7 +31,7 @@ def is_weight(name: str) -> bool:
 
 
 Kept = Mapping[str, tuple[tuple[int, ...], "torch.dtype"]]
-"""What is kept of a weight beside itself: shape and type, by kind with its colon."""
+"""Additional values of a weight: shape and type, by kind with its colon."""
 
 
 class Sgd:

@@ -75,10 +75,10 @@ def _check_lengths(parts: Sequence[SchedulePart]) -> None:
     every = parts[0].every
     for part in parts[:-1]:
         if part.steps is None:
-            raise InputError(f"{part.title}: write with 'steps' how long it lasts until the next one takes over", _KEY)
+            raise InputError(f"{part.title}: set 'steps', its length until the next schedule", _KEY)
     for part in parts:
         if "every" in part.model_fields_set and part.every != every:
-            raise InputError(f"{part.title}: 'every' is that of the first one for all: write it there alone", _KEY)
+            raise InputError(f"{part.title}: 'every' applies to all schedules: set it on the first one only", _KEY)
         if part.steps is not None and part.steps < every:
             text = f"{part.title}: of {part.steps} steps none is a step of the schedule, which takes {every}"
             raise InputError(f"{text}: make 'steps' more, or 'every' less", _KEY)

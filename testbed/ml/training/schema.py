@@ -50,7 +50,7 @@ class OptimizerPart(NamedPart):
         description="a class of torch.optim, in lower case or as torch writes it, such as adamw; or a class of `file`; "
         "further keys are its options as torch has them, such as betas",
     )
-    learning_rate: float | None = Field(None, gt=0, description="default: 0.05 of sgd, elsewhere that of the class")
+    learning_rate: float | None = Field(None, gt=0, description="default: 0.05 for sgd, otherwise the class's default")
     momentum: float | None = Field(
         None, ge=0, lt=1, description="share of the last update in the next; default: 0 of sgd"
     )
@@ -59,7 +59,7 @@ class OptimizerPart(NamedPart):
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
         if "lr" in self.options():
-            raise ValueError("write 'learning_rate' for 'lr'")
+            raise ValueError("use 'learning_rate' instead of 'lr'")
         return self
 
     @property
@@ -88,7 +88,7 @@ class SchedulePart(NamedPart):
         "has them; T_max and total_steps are the workload's steps where they are left out"
     )
     steps: int | None = Field(
-        None, ge=1, description="in a list: how many steps it lasts until the next one takes over; the last has none"
+        None, ge=1, description="in a list: length in steps until the next schedule; omitted for the last"
     )
     every: int = Field(
         1,
@@ -129,10 +129,10 @@ class ClipPart(ConfigModel):
     norm: float | None = Field(
         None,
         gt=0,
-        description="most that the norm of all gradients together may be: larger ones are scaled down. The stages of a "
+        description="maximum norm of all gradients together: larger gradients are scaled down. The stages of a "
         "pipeline, and the two sides of split learning, send each other their norms for it",
     )
-    value: float | None = Field(None, gt=0, description="most that each value of a gradient may be, up or down")
+    value: float | None = Field(None, gt=0, description="maximum absolute value of each gradient entry")
 
     @model_validator(mode="after")
     def _require_one_limit(self) -> Self:
@@ -148,18 +148,18 @@ class LoraPart(ConfigModel):
     rank: int = Field(8, ge=1, description="values between the two matrices of an adapter")
     alpha: float = Field(16.0, gt=0, description="the adapter's output is multiplied by alpha / rank")
     modules: tuple[str, ...] = Field(
-        (), description="linear layers by their names, or the last parts of these such as q_proj; default: all"
+        (), description="linear layers by name, or by the last part of the name such as q_proj; default: all"
     )
 
 
 class TrainingPart(ConfigModel):
     """How a model is trained."""
 
-    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="what updates the weights")
+    optimizer: OptimizerPart = Field(default_factory=lambda: OptimizerPart(), description="optimizer")
     schedule: tuple[SchedulePart, ...] | SchedulePart | None = Field(
         None, description="of the learning rate, a function of the step; a list: one after the other"
     )
-    loss: LossPart = Field(default_factory=lambda: LossPart(), description="what training makes small")
+    loss: LossPart = Field(default_factory=lambda: LossPart(), description="loss function")
     clip: ClipPart | None = Field(None, description="of gradients; default: not at all")
     ema: float | None = Field(
         None,
@@ -170,7 +170,8 @@ class TrainingPart(ConfigModel):
     )
 
     lora: LoraPart | None = Field(
-        None, description="of your own network: train adapters instead of its weights; default: train all weights"
+        None,
+        description="for your own network: train low-rank adapters instead of the weights; default: train all weights",
     )
     exchange: Literal["trained", "all"] = Field(
         "trained",
@@ -187,7 +188,7 @@ class TrainingPart(ConfigModel):
     def _figures_of_evaluations(self) -> Self:
         known = ["accuracy", "test_loss", *(f"metrics.{name}" for name in self.metrics)]
         if unknown := [name for name in (*self.until, *filter(None, [self.best])) if name not in known]:
-            raise ValueError(f"an evaluation has no '{unknown[0]}': there are {', '.join(known)}")
+            raise ValueError(f"an evaluation has no '{unknown[0]}'; available: {', '.join(known)}")
         self.conditions()
         return self
 
@@ -238,7 +239,7 @@ class TrainingPart(ConfigModel):
         if not isinstance(value, Mapping):
             return value
         if odd := [name for name in value if not re.fullmatch(r"[\w-]+", str(name))]:
-            raise ValueError(f"'{odd[0]}' is no name of a figure: use letters, digits and dashes")
+            raise ValueError(f"'{odd[0]}' is not a valid metric name: use letters, digits and dashes")
         return {
             key: {"name": key, **(part or {})} if isinstance(part, Mapping | None) else part
             for key, part in value.items()

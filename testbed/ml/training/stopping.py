@@ -17,7 +17,7 @@ class Stopping:
     def __init__(self, training: TrainingConfig) -> None:
         part = training.part
         self.reason = ""
-        """Why training is over; empty as long as it goes on."""
+        """Reason for the end of training; empty while training continues."""
         self._watched = part.best or "test_loss"
         self._lower = self._watched == "test_loss"
         if self._watched.startswith("metrics."):
@@ -28,7 +28,7 @@ class Stopping:
         self._keeps = part.best is not None
         self._best: tuple[float, State | None] | None = None
         self._worse = 0
-        """Evaluations in a row that were no better than the best."""
+        """Number of consecutive evaluations without improvement."""
         self._judged = -1
 
     def judge(self, step: int, fields: Mapping[str, Any], weights: Callable[[], State]) -> None:

@@ -179,5 +179,5 @@ def test_updates_by_a_class_of_a_file_are_what_it_unpacks_and_what_is_left_comes
 def test_a_class_that_is_not_there_and_one_of_no_file_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"own.py defines no function 'Halves': .*Signs, Half"):
         own(tmp_path, {"activations": {"name": "Halves", "file": "own.py"}})
-    with pytest.raises(InputError, match="name the 'file'"):
+    with pytest.raises(InputError, match="give the 'file'"):
         own(tmp_path, {"activations": {"name": "Half"}})

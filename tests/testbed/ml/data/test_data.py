@@ -208,9 +208,9 @@ def test_missing_files_and_unknown_names(tmp_path: Path) -> None:
         load(part("cifar10"), tmp_path)
     with pytest.raises(InputError, match="emnist needs emnist-balanced-train-images-idx3-ubyte"):
         load(part("emnist"), tmp_path)
-    with pytest.raises(InputError, match=r"there is no folder .*nowhere"):
+    with pytest.raises(InputError, match=r"the folder .*nowhere does not exist"):
         load(part("mnist"), tmp_path / "nowhere")
-    with pytest.raises(InputError, match="mnist is read from files: name the folder"):
+    with pytest.raises(InputError, match="mnist is read from files: give their folder"):
         load(part("mnist"))
     with pytest.raises(InputError, match="unknown data set 'mnits': did you mean 'mnist'"):
         load(part("mnits"))

@@ -57,11 +57,11 @@ def test_a_picture_is_read_from_its_file_turned_as_the_camera_says(tmp_path: Pat
 
 def test_what_is_no_picture_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "one.jpg").write_bytes(b"no picture at all")
-    with pytest.raises(InputError, match=r"one\.jpg: is no picture"):
+    with pytest.raises(InputError, match=r"one\.jpg: cannot be read as an image"):
         load(DataPart(name="image"), tmp_path / "one.jpg")
     Image.new("RGB", (300, 300), (1, 2, 3)).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:-200])
-    with pytest.raises(InputError, match=r"cut\.png: cannot be read as a picture"):
+    with pytest.raises(InputError, match=r"cut\.png: cannot be read as an image"):
         load(DataPart(name="image"), tmp_path / "cut.png")
     with pytest.raises(InputError, match=r"none\.png: cannot be read"):
         load(DataPart(name="image"), tmp_path / "none.png")

@@ -119,5 +119,5 @@ def test_a_least_number_that_no_draw_gives_is_refused_with_the_best_draw() -> No
 
 
 def test_a_least_number_goes_with_shares_that_are_drawn() -> None:
-    with pytest.raises(ValueError, match="'min_samples' goes with 'dirichlet' or 'quantity'"):
+    with pytest.raises(ValueError, match="'min_samples' requires 'dirichlet' or 'quantity'"):
         SplitPart(shards=2, min_samples=5)

@@ -56,7 +56,7 @@ def test_a_row_is_a_sample_and_words_are_classes(tmp_path: Path) -> None:
     [
         (ROWS, {"label": "cost"}, "no column 'cost': there are shop, size, rooms, price"),
         (ROWS, {"columns": ["width"]}, "data.columns: .* no column 'width'"),
-        (["a,1,2,cheap", "b,,2,dear"], {}, "column 'size' holds nothing in row 2"),
+        (["a,1,2,cheap", "b,,2,dear"], {}, "column 'size' is empty in row 2"),
         (["a,1,2,cheap", "b,2,dear"], {}, r"sales.csv:3: has 3 cells, the first line 4"),
         ([], {}, "holds no rows"),
     ],
@@ -97,7 +97,7 @@ def test_a_table_of_any_size_is_read_a_block_at_a_time(tmp_path: Path, monkeypat
     for name in ("train_images", "train_labels", "test_images", "test_labels", "groups"):
         assert np.array_equal(getattr(in_memory, name), getattr(in_files, name)), name
     assert in_memory.train_images.dtype == in_files.train_images.dtype == np.float32
-    with pytest.raises(InputError, match="column 'size' holds nothing in row 501"):
+    with pytest.raises(InputError, match="column 'size' is empty in row 501"):
         read(table(tmp_path, [*rows[:500], "shop1,,2,dear"]))
     with pytest.raises(InputError, match=r"sales.csv:502: has 2 cells"):
         read(table(tmp_path, [*rows[:500], "shop1,2"]))
@@ -219,7 +219,7 @@ def test_columns_of_several_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cell", ["", " ", "nan", "NaN", "NAN", "None", "-nan"])
 def test_cells_that_hold_no_number_are_refused_however_they_are_written(tmp_path: Path, cell: str) -> None:
-    with pytest.raises(InputError, match="column 'size' holds nothing in row 2"):
+    with pytest.raises(InputError, match="column 'size' is empty in row 2"):
         of(tmp_path, f"size,price\n5,1\n{cell},0\n")
 
 
@@ -246,5 +246,5 @@ def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path: Path) -> N
 def test_a_table_without_a_label_says_which_columns_there_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has the columns size, price: name the one of the labels"):
         of(tmp_path, "size,price\n5,1\n", label=None)
-    with pytest.raises(InputError, match="a sample needs one at least"):
+    with pytest.raises(InputError, match="a sample needs at least one more"):
         of(tmp_path, "price\n1\n")

@@ -91,7 +91,7 @@ def test_who_does_not_do_it_says_so() -> None:
     infer = {"task": "infer", "steps": None, "training": {}}
     with pytest.raises(InputError, match="'distributed' computes in float32"):
         trial("int8", workload=infer, method={"name": "distributed"})
-    with pytest.raises(InputError, match="int8 is of weights that are not trained"):
+    with pytest.raises(InputError, match="int8 applies to weights that are not trained"):
         trial("int8", method={"name": "pipeline"})
     found = trial("int8", workload=infer, method={"name": "sequential"})
     outcome = simulate(found, load_data(found))

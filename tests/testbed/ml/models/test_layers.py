@@ -64,7 +64,7 @@ def test_what_draws_no_weights_of_the_catalogue_refuses_it(tmp_path):
     network = "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     code = Code(name="net", module="net", sources={"net": network})
     workload = scenario(1, workload={"initialisation": "he", "model": {"name": "net", "file": "net.py"}}).workload
-    with pytest.raises(InputError, match="draws its weights itself"):
+    with pytest.raises(InputError, match="initialises its own weights"):
         model_of(workload, code, 10, InputSpec((1, 8, 8)))
-    with pytest.raises(ValueError, match="have no 'initialisation'"):
+    with pytest.raises(ValueError, match="exclude 'initialisation'"):
         scenario(1, workload={"initialisation": "he", "model": {"name": "mlp", "weights": "w.safetensors"}})

@@ -146,8 +146,8 @@ def test_weights_of_the_network_without_adapters_are_a_beginning(folder: Path) -
             {"workload__training__lora": {"modules": ["q_proj"]}},
             "no linear layer has one of these names; .* 1, 3, 5, 7",
         ),
-        ({"workload__training__lora": {"rank": 64}}, "a rank of 64 saves nothing for 1"),
-        ({"workload__model": {"name": "mlp"}}, "'mlp' is described by its layers, and adapters need"),
+        ({"workload__training__lora": {"rank": 64}}, "a rank of 64 does not reduce 1"),
+        ({"workload__model": {"name": "mlp"}}, "'mlp' is built from layer descriptions, but adapters need"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(folder: Path, changes: dict[str, object], text: str) -> None:

@@ -52,7 +52,7 @@ def test_inputs_are_parts_of_a_row() -> None:
     for name, given in (("ids", ids), ("ages", ages), ("flags", flags)):
         assert np.array_equal(found[name], given)
         assert found[name].dtype == given.dtype
-    with pytest.raises(InputError, match="not exact beside float32"):
+    with pytest.raises(InputError, match="inexact in float32"):
         pack({"ids": ids + 2**24, "ages": ages})
 
 

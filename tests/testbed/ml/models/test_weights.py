@@ -92,13 +92,13 @@ def test_the_files_of_yolov2_have_the_values_that_are_known() -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "is no file of Darknet's weights"),
-        (b"just a text that somebody wrote", "is no file of Darknet's weights"),
+        (b"", "is not a Darknet weights file"),
+        (b"just a text that somebody wrote", "is not a Darknet weights file"),
         (written()[:14], "truncated: it ends within its header"),
         (written()[:-4], r"truncated: small for 1 classes has 1,528 bytes of weights, 1,524 follow the header of 20"),
         (written() + b"more", "too long"),
         (written((0, 1, 0)), "too long"),
-        (written((2000, 2, 0)), "is no file of Darknet's weights"),
+        (written((2000, 2, 0)), "is not a Darknet weights file"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, told: str) -> None:
@@ -131,11 +131,11 @@ def test_other_networks_are_not_read_from_darknet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"0.0.weight": None}, "there is no 0.0.weight"),
-        ({"9.0.weight": torch.zeros(1)}, "9.0.weight is none of its tensors"),
+        ({"0.0.weight": None}, "missing 0.0.weight"),
+        ({"9.0.weight": torch.zeros(1)}, "9.0.weight does not belong to the model"),
         ({"0.0.weight": torch.zeros(3, 3)}, r"0.0.weight is torch.float32 of \[3, 3\] instead of torch.float32 of \["),
         ({"0.0.bias": torch.zeros(4, dtype=torch.float64)}, "torch.float64"),
-        ({"0.0.bias": torch.full((4,), torch.nan)}, "no numbers: whatever left them has diverged"),
+        ({"0.0.bias": torch.full((4,), torch.nan)}, "no numbers: the training that wrote them has diverged"),
     ],
 )
 def test_weights_of_another_model_are_refused(

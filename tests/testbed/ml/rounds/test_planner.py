@@ -68,11 +68,11 @@ def test_the_best_split_point_is_that_of_the_quickest_epoch() -> None:
 def test_a_given_number_of_mini_batches_is_kept_to_and_one_beyond_the_batch_refused() -> None:
     found = split_plan("pipelearn", team("pipelearn"), "best", 2, {"device1": 2, "device2": 4})
     assert [each.parallel for each in found.details.portions.values()] == [2, 4]
-    with pytest.raises(InputError, match="17 is outside of what there is: take 1 to 16"):
+    with pytest.raises(InputError, match="17 is out of range: use 1 to 16"):
         split_plan("pipelearn", team("pipelearn"), "best", 2, 17)
     with pytest.raises(InputError, match="name each of the devices device1, device2, and no other"):
         split_plan("pipelearn", team("pipelearn"), {"device1": 1}, 2)
-    with pytest.raises(InputError, match="4 is outside of what there is: take 1 to 3"):
+    with pytest.raises(InputError, match="4 is out of range: use 1 to 3"):
         split_plan("pipelearn", team("pipelearn"), 4, 2)
 
 

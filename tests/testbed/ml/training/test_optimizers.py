@@ -48,7 +48,7 @@ def test_every_optimizer_of_torch_goes_on_from_its_state_to_the_bit(keys):
     torch.manual_seed(5)
     start, gradients = torch.randn(6, 4), [torch.randn(6, 4) for _ in range(5)]
     theirs, moved = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    reference = made._made([theirs])
+    reference = made._make_optimizer([theirs])
     for gradient in gradients:
         theirs.grad = gradient.clone()
         reference.step()
@@ -84,13 +84,13 @@ def test_a_number_in_the_state_of_an_optimizer_stays_a_number():
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"optimizer": {"name": "adamm"}}, "choose one of ASGD, Adadelta"),
-        ({"optimizer": {"name": "lbfgs"}}, "has no 'lbfgs' that works here"),
+        ({"optimizer": {"name": "adamm"}}, "available: ASGD, Adadelta"),
+        ({"optimizer": {"name": "lbfgs"}}, "has no 'lbfgs' supported here"),
         ({"optimizer": {"name": "adam", "beta": 1}}, "unexpected keyword argument 'beta'"),
         ({"optimizer": {"name": "adam", "betas": [2, 3]}}, "Invalid beta"),
         ({"loss": {"name": "mse", "colour": 1}}, "unexpected keyword argument 'colour'"),
         ({"schedule": {"name": "cosine-annealing"}}, "write 'T_max'"),
-        ({"schedule": [{"name": "linear"}, {"name": "exponential", "gamma": 0.9}]}, "write with 'steps'"),
+        ({"schedule": [{"name": "linear"}, {"name": "exponential", "gamma": 0.9}]}, "set 'steps'"),
     ],
 )
 def test_what_is_wrong_is_said(keys, words):

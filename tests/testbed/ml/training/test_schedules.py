@@ -87,11 +87,11 @@ def test_each_part_of_a_list_takes_as_many_training_steps_as_the_first():
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        ([halving(steps=20), halving(every=10)], "'every' is that of the first one for all: write it there alone"),
+        ([halving(steps=20), halving(every=10)], "'every' applies to all schedules: set it on the first one only"),
         ([halving(steps=9, every=10), halving()], "of 9 steps none is a step of the schedule, which takes 10"),
-        ([halving(), halving()], "exponential: write with 'steps' how long it lasts"),
-        ([{"name": "lambda"}], "has no 'lambda' that works here"),
-        ([{"name": "reduce-lr-on-plateau"}], "has no 'reduce-lr-on-plateau' that works here"),
+        ([halving(), halving()], "exponential: set 'steps', its length"),
+        ([{"name": "lambda"}], "has no 'lambda' supported here"),
+        ([{"name": "reduce-lr-on-plateau"}], "has no 'reduce-lr-on-plateau' supported here"),
         ([{"name": "cyclic"}], "cyclic: missing 2 required positional arguments: 'base_lr' and 'max_lr'"),
     ],
 )

@@ -89,8 +89,8 @@ def test_an_evaluation_that_is_made_again_counts_once():
 @pytest.mark.parametrize(
     ("method", "training", "words"),
     [
-        ({"name": "pipeline"}, {"patience": 1}, "write how often there is one, evaluate_every"),
-        ({"name": "edgepipe"}, {"until": {"accuracy": "> 0.5"}}, "trains to its last step"),
+        ({"name": "pipeline"}, {"patience": 1}, "set evaluate_every"),
+        ({"name": "edgepipe"}, {"until": {"accuracy": "> 0.5"}}, "does not support early stopping"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(method, training, words):

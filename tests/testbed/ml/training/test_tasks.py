@@ -124,7 +124,7 @@ def test_every_task_is_learned_as_in_plain_torch_and_measured_by_torchmetrics(tm
     _, _, criterion, measured = LOSSES[task]
     problem = prepared.problem
     model = problem.model.build(0, len(problem.model.units), problem.seed)
-    made = problem.training._made if not problem.training.part.optimizer.plain else None
+    made = problem.training._make_optimizer if not problem.training.part.optimizer.plain else None
     optimizer = made([*model.parameters()]) if made else torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(8):
@@ -158,7 +158,7 @@ def test_a_metric_is_a_figure_that_a_scenario_may_expect(tmp_path):
 @pytest.mark.parametrize(
     ("task", "training", "words"),
     [
-        ("numbers", "{}", "name a loss such as mse"),
+        ("numbers", "{}", "use a loss such as mse"),
         ("numbers", "{loss: {name: mse}, metrics: {f2: {}}}", "torchmetrics has no 'f2'"),
         ("numbers", "{loss: {name: none, file: own.py}}", "defines no function 'none'"),
         ("numbers", "{loss: {name: mse}, metrics: {f1: {averages: macro}}}", "Unexpected keyword arguments: .averages"),

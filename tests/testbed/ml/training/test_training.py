@@ -117,7 +117,7 @@ def test_a_moving_average_is_evaluated_and_left():
 @pytest.mark.parametrize(
     ("method", "training", "words"),
     [
-        ({"name": "ftpipehd"}, RECIPE, "'ftpipehd' does not do this .each update would wait"),
+        ({"name": "ftpipehd"}, RECIPE, "'ftpipehd' does not support this .each update would wait"),
         ({"name": "edgepipe"}, {"optimizer": {"name": "adam"}}, "updated by plain descent"),
     ],
 )
