@@ -144,7 +144,7 @@ def test_what_a_paused_device_computes_stands_still_too() -> None:
 
 def test_a_device_down_before_the_start_is_the_methods_business() -> None:
     prepared = scenario("emu-absent", steps=10)
-    outcome, figures = run(prepared, killing("worker2", "handing out the work", "emu-absent"))
+    outcome, figures = run(prepared, killing("worker2", "deploying the programs", "emu-absent"))
     assert outcome.status == "finished", outcome.error
     assert figures["steps"] == 10
     assert "worker2 is down as the run starts" in [each["text"] for each in events(outcome, "log")]
@@ -209,7 +209,7 @@ def test_both_clocks_learn_the_same_though_a_device_dies() -> None:
 
 def test_without_its_lead_there_is_no_run() -> None:
     with pytest.raises(TestbedError, match="source coordinates the run and went down before the start"):
-        run(scenario("emu-lead", workload=rings.workload()), killing("source", "handing out the work", "emu-lead"))
+        run(scenario("emu-lead", workload=rings.workload()), killing("source", "deploying the programs", "emu-lead"))
 
 
 def test_a_lead_that_stays_dead_ends_the_run_at_once() -> None:
