@@ -230,7 +230,7 @@ def test_exporters_of_a_package_follow_a_run_and_write_its_results(packages: Pat
     assert written.stdout == f"kept/export: metrics.md{os.linesep}", written.stderr
     assert "| kept | requests | 1 |" in (tmp_path / "kept" / "export" / "metrics.md").read_text()
     for arguments, text in (
-        (("export", "kept", "--format", "times"), "--format times: follows a run as it goes on"),
+        (("export", "kept", "--format", "times"), "--format times: follows a running experiment"),
         (("export", "kept", "--format", "torn"), "the package 'torn' that brings 'torn' cannot be used"),
         (("export", "kept", "--format", "markdowns"), "unknown exporter 'markdowns': did you mean 'markdown'?"),
         (("run", "extended.yaml", "--stream", "markdown"), "--stream markdown: writes finished results"),
