@@ -6,6 +6,7 @@ What depends on the kind of work is asked of its `testbed.workload.Workload`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from testbed import validation
 from testbed.common import formats, usercode
@@ -41,7 +42,10 @@ def prepare(trial: Trial) -> Prepared:
         plan = _make_plan(method, problem)
         work.check(method, problem, plan)
     except InputError as error:
-        raise scenario.source.error([_locate_error(error, trial)]) from None
+        located = _locate_error(error, trial)
+        if hint := work.hint(problem, error):
+            located = replace(located, text=f"{located.text}; {hint}")
+        raise scenario.source.error([located]) from None
     problems = [
         *(_memory_problems(trial, plan) or _message_problems(trial, method, problem, plan)),
         *_fault_problems(trial, method, plan),

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from testbed.common.errors import Diagnostic
+from testbed.common.errors import Diagnostic, InputError
 from testbed.experiment import Experiment
 from testbed.method import Job, Method, Problem
 from testbed.plan import Plan
@@ -106,6 +106,10 @@ class Workload(ABC):
     def check(self, method: Method, problem: Problem, plan: Plan) -> None:
         """Raise `InputError` for a plan not supported by this workload."""
         return
+
+    def hint(self, problem: Problem, error: InputError) -> str:
+        """Return what the kind of work adds to the error of a plan that failed; empty if nothing."""
+        return ""
 
     def total(self, scenario: Scenario) -> int | None:
         """Return the number of units of work of a run; None if unknown before the run."""

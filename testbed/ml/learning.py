@@ -92,6 +92,11 @@ class Learning(Workload):
         assert isinstance(problem, Problem)
         preparation.check_tied(method, problem, plan)
 
+    def hint(self, problem: core.Problem, error: InputError) -> str:
+        """Return the line of the user's network at which no unit can begin, if a model has too few units."""
+        assert isinstance(problem, Problem)
+        return problem.model.held[0] if error.key[-1:] == ("stages",) and problem.model.held else ""
+
     def total(self, scenario: Scenario) -> int | None:
         """Return the number of steps or requests; None if the number depends on the data files or on the split."""
         return preparation.total(scenario)

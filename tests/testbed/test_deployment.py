@@ -95,7 +95,7 @@ def test_another_version_of_the_schema_is_refused() -> None:
         with pytest.raises(InputError, match="not None"):
             deployment.read(text)
     for text in (b"{", b"\xff", b"[" * 100_000):
-        with pytest.raises(InputError, match="no JSON"):
+        with pytest.raises(InputError, match="invalid JSON"):
             deployment.read(text)
 
 

@@ -56,25 +56,25 @@ COMMANDS = {
     ),
     "logs": (
         "testbed_controller.cli.lab:logs",
-        "Print the log of DEVICE and the output of its program (`shaper` for the one that shapes the links).",
+        "Print the log of DEVICE with the output of its program (`shaper` for the container that shapes links).",
     ),
-    "exec": ("testbed_controller.cli.lab:execute", "Run COMMAND in the container of DEVICE, and exit with its status."),
+    "exec": ("testbed_controller.cli.lab:execute", "Run COMMAND in the container of DEVICE and exit with its status."),
     "fault": (
         "testbed_controller.cli.changes:fault",
-        "Inject faults into the devices and links of a lab that is up, and undo them.",
+        "Inject faults into the devices and links of a running lab, and revert them.",
     ),
-    "link": ("testbed_controller.cli.changes:link", "Show, change and measure the links of a lab that is up."),
+    "link": ("testbed_controller.cli.changes:link", "Show, change and measure the links of a running lab."),
     "show": (
         "testbed_controller.cli.catalogue:show",
-        "Show the methods, models, data sets and profiles that scenarios can name, and the schema of scenarios.",
+        "List the methods, models, data sets and profiles available to scenarios, and print the schema.",
     ),
     "report": (
         "testbed_controller.cli.report:report",
-        "Rebuild the report of a run from its events and print its table.",
+        "Rebuild the report of a run from its events and print the summary.",
     ),
     "compare": (
         "testbed_controller.cli.report:compare",
-        "Compare the figures of runs side by side, each also as a ratio to the first run's.",
+        "Compare the metrics of runs side by side, each with its ratio to the first run.",
     ),
     "export": (
         "testbed_controller.cli.export:export",
@@ -86,7 +86,7 @@ COMMANDS = {
     ),
     "setup": (
         "testbed_controller.cli.machine:setup",
-        "Prepare this machine: build images, look at hosts, download data sets, measure a device profile.",
+        "Prepare this machine: build images, inspect hosts, download data sets, measure a device profile.",
     ),
 }
 """Name, import path and summary of each command; the object is imported on use."""

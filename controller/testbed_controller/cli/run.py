@@ -107,10 +107,25 @@ class RunRequest:
             raise InputError("--out cannot be combined with --resume")
         if self.watch and not self.events:
             raise InputError("--no-events cannot be combined with --watch, whose page needs events")
+        if self.lab is not None:
+            self._check_lab()
         if self.one_run_per_host:
             self._check_one_run_per_host()
         if self._parallel_option:
             self._check_together(self._parallel_option)
+
+    def _check_lab(self) -> None:
+        """Raise InputError for options of runs that create their own devices."""
+        conflicts = {
+            "--runtime simulate": self.runtime == "simulate",
+            "--resume": self.resume is not None,
+            self._parallel_option: bool(self._parallel_option),
+            "--hosts": bool(self.where.hosts),
+            "--keep": self.keep,
+        }
+        for option, is_given in conflicts.items():
+            if is_given:
+                raise InputError(f"--on cannot be combined with {option}: remove one of the two")
 
     def _check_one_run_per_host(self) -> None:
         if not self.where.hosts or self.runtime != "emulate":

@@ -130,7 +130,7 @@ def test_a_setting_outlives_faults(memory: Memory) -> None:
 def test_set_refuses_what_it_cannot_use(memory: Memory) -> None:
     assert "write 'mbit'" in str(call("set", "a", "b", "--rate", "100Mbps").exception)
     assert isinstance(call("set", "a", "b").exception, InputError)
-    assert "no list such as" in str(call("set", "a", "b", "--bursts", "lots").exception)
+    assert "must be a list such as" in str(call("set", "a", "b", "--bursts", "lots").exception)
     assert "unknown preset 'telegraph'" in str(call("set", "a", "b", "--preset", "telegraph").exception)
     jittery = call("set", "a", "b", "--jitter", "10ms").exception
     assert isinstance(jittery, InputError)

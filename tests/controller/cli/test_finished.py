@@ -43,7 +43,7 @@ def test_of_several_runs_each_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "kind", "said"),
     [
-        ("failed", TestbedError, "the run failed: it ends here; what it left is in"),
+        ("failed", TestbedError, "the run failed: it ends here; partial results are in"),
         ("timed out", TestbedError, "the run timed out: it ends here"),
         ("interrupted", StoppedError, "the run was interrupted: it ends here"),
     ],

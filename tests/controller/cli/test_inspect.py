@@ -175,7 +175,7 @@ def test_a_full_disk_is_no_traceback(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 3
-    assert capsys.readouterr().err.startswith("testbed: the disk is full; what a run had written is kept")
+    assert capsys.readouterr().err.startswith("testbed: the disk is full; written results are kept")
 
 
 @pytest.mark.parametrize(

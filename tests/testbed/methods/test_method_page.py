@@ -30,7 +30,7 @@ def test_the_page_shows_the_end_of_the_tensor_parallel_example():
 
 
 def test_the_page_shows_the_example():
-    shown, *_ = shown_programs("method.md")
+    _, shown, *_ = shown_programs("method.md")  # the first is the ring
     begin = shown.index("async def program")
     messages, program = lines(shown[:begin]), lines(shown[begin:])
     example = lines((EXAMPLES / "mean.py").read_text())

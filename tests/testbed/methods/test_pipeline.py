@@ -149,7 +149,7 @@ def test_not_enough_devices():
         ({"workers": 5}, "6 stages, but the model has 5 units"),
         ({"method": {"stages": 5}}, "method.stages: 5 stages need 5 devices, there are 4"),
         ({"method": {"micro_batches": 17}}, "a batch of 16 cannot be cut into 17"),
-        ({"network": {"topology": "line"}}, "none between source and worker2"),
+        ({"network": {"topology": "line"}}, "none is between source and worker2"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(keys, complaint):

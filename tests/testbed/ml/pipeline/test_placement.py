@@ -48,7 +48,7 @@ def test_given_weights_come_from_the_central_node():
     found = placed({"a": [(0, 0, range(6))], "c": []}, seeded=False)
     assert found.point == BEGINNING
     assert found.needs["c"].fetch == {"a": (3, 4, 5)}
-    with pytest.raises(ValueError, match="began with"):
+    with pytest.raises(ValueError, match="no device has the initial state"):
         placed({"a": [], "c": []}, seeded=False)
 
 
