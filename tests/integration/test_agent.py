@@ -304,7 +304,7 @@ def test_a_restarted_receiver_takes_up_where_the_sender_is(pair: list[LoopbackDe
                 if event.fields["number"] == 5:
                     second.kill()
 
-    with pytest.raises(AgentGone, match="ended before its program"):
+    with pytest.raises(AgentGone, match="ended before the program"):
         follow()
     second.boot()
     second.agent.deploy(deployment(second, pair, "persist", count=20))
@@ -482,7 +482,7 @@ def test_malformed_deployments(pair: list[LoopbackDevice], body: bytes, wrong: s
         ({"version": 2}, "reads version 1 of the schema, not 2"),
         ({"devices": {"elsewhere": 0}}, "device: unknown name 'a'"),
         ({"links": []}, "'b' needs links in both directions"),
-        ({"links": [["a", "b", 7]]}, "links"),
+        ({"links": [["a", "b", 7]]}, "a link refers to an unknown specification"),
     ],
 )
 def test_deployments_that_do_not_fit(pair: list[LoopbackDevice], change: dict[str, Any], wrong: str) -> None:
@@ -688,5 +688,5 @@ def test_an_environment_that_cannot_be_used(environment: dict[str, str], wrong: 
 
 
 def test_nobody_there() -> None:
-    with pytest.raises(AgentGone, match="GET /health: the agent does not answer"):
+    with pytest.raises(AgentGone, match="GET /health: the agent does not respond"):
         LoopbackDevice("nobody", 9).agent.health()

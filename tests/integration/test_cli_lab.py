@@ -85,7 +85,7 @@ def test_up_refuses_a_scenario_that_is_wrong_before_anything_exists(tmp_path: Pa
 
 
 def test_down_says_what_it_wants() -> None:
-    assert "not both" in command("down", "x", "--all", expect=2).stderr
+    assert "RUN and --all cannot be combined" in command("down", "x", "--all", expect=2).stderr
 
 
 def test_images_are_listed_and_found_again() -> None:

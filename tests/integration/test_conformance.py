@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from testbed_controller.shaping.backend import LINK_BACKENDS
 from tools.bench import conformance
 from tools.bench.conformance import NamespaceLab, settled
 from tools.bench.figure import Measurement
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.root, pytest.mark.timed, pytest.mark.skipif(os.geteuid
 IN_VM = os.environ.get("TESTBED_IN_VM") == "1"
 
 
-@pytest.fixture(scope="module", params=conformance.BACKENDS)
+@pytest.fixture(scope="module", params=sorted(LINK_BACKENDS.own))
 def lab(request: pytest.FixtureRequest) -> Iterator[NamespaceLab]:
     with NamespaceLab(request.param) as made:
         yield made

@@ -152,7 +152,7 @@ def _what_is_wrong_is_said(hosts: list[str]) -> None:
     long = "-m length --length 1401:65535"
     for match, says in (
         ("", r"open UDP 4789 between h\d .* and h\d"),
-        (long, r"full frames of the overlay network.* do not: the way between carries less than 1500"),
+        (long, r"full frames of the overlay network.* do not: the path carries less than 1500"),
     ):
         rule = ["INPUT", "-p", "udp", "--dport", "4789", *match.split(), "-j", "DROP"]
         for host in ("tb-h1", "tb-h2"):

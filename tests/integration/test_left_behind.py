@@ -270,7 +270,7 @@ def test_an_engine_that_stays_away_ends_the_run_with_what_it_saw_and_its_rest_is
         outcome = emulate(prepared, dataset, see, on_stage=stages.append, accept_links=True)
         assert (outcome.status, outcome.error) == (
             "failed",
-            "the container engine has not answered for 2 s (there is no such socket)",
+            "the container engine has not answered for 2 s (the socket does not exist)",
         )
         assert any(event.event == "request" for event in outcome.events)
         assert "removed in the background" in stages[-1]

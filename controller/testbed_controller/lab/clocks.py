@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from testbed.common.errors import TestbedError
+from testbed.common.lazy import np
 
 KEPT = 256
 """Number of samples in use; they cover some minutes."""
