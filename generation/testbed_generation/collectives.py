@@ -1,4 +1,4 @@
-"""All-reduce of values over devices: the sum of what each device has, on every device.
+"""All-reduce: every device gets the sum of the values of all devices.
 
 `Star` sends everything to one device and the sum back: two messages one after the other, but all on the links of
 one device. `Ring` sends parts round a ring (Patarasuk and Yuan, 2009): each link carries 2 (n - 1) / n of the values,

@@ -1,4 +1,4 @@
-"""What a device is charged for layers of a network, and how much memory they take. Pure; no torch."""
+"""Computing costs and memory of the layers of a network on a device. Pure; no torch."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Rows:
 
 
 async def serve_rows(mailbox: Mailbox, source: str, rows: Rows) -> None:
-    """Multiply what the source sends with a worker's rows, until cancelled."""
+    """Multiply the source's values with the worker's rows, until cancelled."""
     transport, own = rows.transport, None
     while True:
         inputs = await mailbox.take(Inputs)

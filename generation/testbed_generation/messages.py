@@ -21,7 +21,7 @@ class Assign(Typed, kind="assign"):
     final: bool
     """Whether the output matrix belongs to it, so that it chooses tokens."""
     replica: str | None = None
-    """The device that gets a copy of what is added to its KV caches."""
+    """The device that receives copies of new entries of the KV caches."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The weights of the layers; empty: they are drawn from the seed, or were placed before the run."""
 
@@ -56,7 +56,7 @@ class Step(Typed, kind="step"):
 
 @dataclass(frozen=True)
 class Result(Typed, kind="result", key=("request", "attempt", "position", "assignment")):
-    """To the source: what the last stage of a way made of a step."""
+    """To the source: the result of the last stage for a step."""
 
     request: int
     attempt: int
@@ -78,7 +78,7 @@ class Release(Typed, kind="release"):
 
 @dataclass(frozen=True)
 class Copy(Typed, kind="copy"):
-    """To a neighbour: what a step added to the KV caches of a stage."""
+    """To a neighbour: the entries that a step added to the KV caches of a stage."""
 
     first: int
     """First layer of the stage."""

@@ -43,7 +43,7 @@ class StagesOptions(Options):
 
 
 class StagesDetails(Details):
-    """What a plan of ranges of layers says; in seconds."""
+    """Predicted times of a plan with ranges of layers, in seconds."""
 
     model_config = ConfigDict(extra="forbid")
     token_time: float

@@ -1,4 +1,4 @@
-"""What a report says of generated text, in the terms of the field.
+"""Metrics of text generation.
 
 TTFT is the time from the arrival of a request to its first token, TPOT the time between two tokens of one request
 after that.

@@ -93,7 +93,7 @@ class LayerShard:
     weights: Mapping[str, Tensor] = field(repr=False)
 
     def attend(self, values: Tensor, cache: Cache) -> Tensor:
-        """Return what the shard's heads add to tokens of shape (tokens, width); appends to the cache."""
+        """Return the attention output of the heads for tokens of shape (tokens, width); appends to the cache."""
         architecture = self.architecture
         normal = normalise(values, self.weights["input_layernorm"], architecture.epsilon)
         names = ("q_proj", "k_proj", "v_proj")
@@ -102,7 +102,7 @@ class LayerShard:
         return functional.linear(attended, self.weights["self_attn.o_proj"])
 
     def feed_forward(self, values: Tensor) -> Tensor:
-        """Return what the shard's hidden columns add to tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
+        """Return the output of the hidden columns for tokens of shape (tokens, width): SwiGLU (Shazeer, 2020)."""
         normal = normalise(values, self.weights["post_attention_layernorm"], self.architecture.epsilon)
         gate = functional.silu(functional.linear(normal, self.weights["mlp.gate_proj"]))
         up = functional.linear(normal, self.weights["mlp.up_proj"])

@@ -32,7 +32,7 @@ MOST_DEVICES = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What a choice of layers depends on."""
+    """Inputs for choosing devices and layers."""
 
     devices: tuple[str, ...]
     """The source first."""
@@ -40,7 +40,7 @@ class Row:
     seconds: Mapping[str, float]
     """Time of one layer on each device."""
     capacity: Mapping[str, int]
-    """Layers that fit into the memory of each device, beside what else it holds."""
+    """Number of layers that fit into the free memory of each device."""
     send: Callable[[str, str], float]
     """Seconds that a token's values take from a device to another; infinite where there is no link."""
     answer: Callable[[str, str], float] = lambda one, other: 0.0

@@ -1,4 +1,4 @@
-"""From a problem to what placement needs: rows of devices, room for layers, shards. Pure; no torch."""
+"""Rows of devices, room for layers, and shards of a planning problem. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def room(problem: GenerateProblem[Any], device: DeviceSpec) -> int:
 
 
 def row_over(problem: GenerateProblem[Any], names: Sequence[str]) -> Row:
-    """Return what a choice of layers over some devices depends on; the source is the first of them."""
+    """Return the inputs for choosing layers over some devices; the source is the first device."""
     model = problem.model
     devices = [problem.device(name) for name in names]
     position = middle_position(problem)

@@ -1,4 +1,4 @@
-"""What the programs of all methods need of a job: weights, sampling, and the record of the texts."""
+"""Weights, sampling and requests of a job, for the programs of all methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testbed_generation.workload import GenerateJob, GenerateProblem
 
 
 def weights_of(job: GenerateJob[Any, Any]) -> Source | None:
-    """Return where a device reads weights: what it was given, or the seed; None without numerics."""
+    """Return the source of a device's weights, a file or the seed; None without numerics."""
     problem = job.problem
     if not problem.workload.is_computed:
         return None
@@ -56,7 +56,7 @@ def load_seconds(problem: GenerateProblem[Any], layers: int) -> float:
 
 
 def service_of(device: Device, job: GenerateJob[Any, Any]) -> Service:
-    """Return what the source has to do; records the text of each complete request, where tokens are computed."""
+    """Return the work of the source; records the text of each complete request if tokens are computed."""
     problem = job.problem
 
     def complete(number: int, tokens: Sequence[int]) -> None:

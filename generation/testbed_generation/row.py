@@ -24,7 +24,7 @@ Planner = Callable[[Collection[str]], Layers]
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How stages are watched, and what becomes of a lost one."""
+    """Monitoring of stages, and recovery from a lost stage."""
 
     recovery: Literal["restart", "replay", "replicate"]
     """restart: all devices that are left get layers anew. Otherwise one device takes the layers of the lost one."""

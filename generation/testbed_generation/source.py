@@ -54,7 +54,7 @@ class Drive(Protocol):
         """Return the next tokens of a request, at least one, whatever is lost meanwhile."""
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a request, which is complete."""
+        """Forget a complete request."""
 
 
 class Embedder:
@@ -122,7 +122,7 @@ class AlongRow:
         return chosen[: accepted + 1]
 
     async def _choose(self, progress: Progress, drafts: Sequence[int]) -> list[int]:
-        """Return what the stages choose after the newest token of a request and after each of the drafts."""
+        """Return the tokens chosen by the stages after the newest token of a request and after each draft."""
         while True:
             await self._row.whole()
             number, losses = progress.request.number, self._row.losses
@@ -153,7 +153,7 @@ class AlongRow:
         return min([*held, newest])
 
     def forget(self, number: int) -> None:
-        """Drop what is known of a request."""
+        """Forget a request."""
         self._sent.pop(number, None)
         self._rejections.pop(number, None)
         if self._draft is not None:
@@ -162,7 +162,7 @@ class AlongRow:
 
 
 class ThroughSource:
-    """Each stage sends its values back to the source, which keeps what it sent to each stage.
+    """Each stage returns its values to the source, and the source keeps the inputs of each stage.
 
     A replacement is sent all of it at once, so a request continues with the same token (Petals; Borzunov et al.,
     2023).
@@ -192,7 +192,7 @@ class ThroughSource:
         return list(result.chosen)
 
     def forget(self, number: int) -> None:
-        """Drop what was kept of a request."""
+        """Forget the inputs of a request."""
         for key in [key for key in self._inputs if key[0] == number]:
             del self._inputs[key]
         self._row.release(number)
@@ -232,7 +232,7 @@ def post_step(mailbox: Mailbox, model: CostModel, device: str, step: Step) -> No
 
 @dataclass(frozen=True)
 class Service:
-    """What a source has to do."""
+    """The work of a source."""
 
     requests: Sequence[Request]
     concurrency: int = 1

@@ -53,7 +53,7 @@ class LayerRange:
         return self.assign.last - self.assign.first
 
     def accepts(self, step: Step) -> bool:
-        """Return whether a step continues the caches; a newer attempt drops what is beyond its first token.
+        """Return whether a step continues the caches; a newer attempt drops the cache beyond its first token.
 
         A step of an older attempt, one that was computed already, and one with a gap before it do not.
         """
@@ -72,7 +72,7 @@ class LayerRange:
         return Sequence(attempt, caches=[Cache() for _ in self._layers])
 
     def cost(self, step: Step) -> Cost:
-        """Return what a step is charged; tokens are chosen after the last one of the step only."""
+        """Return the cost of a step; the output matrix is applied to the last token only."""
         cost = self.model.layers(self.layers, step.tokens, step.position)
         return cost + self.model.output(step.scored) if self.assign.final else cost
 
@@ -115,7 +115,7 @@ class LayerRange:
 
 
 class Holder:
-    """The program of a device: holds what the source assigns, and answers when it is asked for a sign of life."""
+    """The program of a device: holds assigned layers and answers pings."""
 
     def __init__(
         self,

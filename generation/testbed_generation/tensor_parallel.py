@@ -50,7 +50,7 @@ class ShardHolder:
         mailbox.on(Release, lambda release: self.release(release.request))
 
     async def serve(self) -> None:
-        """Compute what the source asks for, until cancelled."""
+        """Compute the source's forwards, until cancelled."""
         while True:
             await self.compute(await self._mailbox.take(Forward))
 
@@ -77,7 +77,7 @@ class ShardHolder:
     async def _part(
         self, layer: int, forward: Forward, values: Tensor | None, cache: Cache, attention: bool
     ) -> Tensor | None:
-        """Return what the shard's heads, or its hidden columns, add to the values."""
+        """Return the output of the shard's heads, or of its hidden columns."""
 
         def work() -> Tensor | None:
             if values is None:

@@ -11,7 +11,7 @@ from testbed_generation.weights import Gguf, open_weights
 
 KEY = ("workload", "model", "weights")
 UNKNOWN = "\ufffd".encode()
-"""What a token without text is shown as."""
+"""Text of a token without text."""
 
 
 class Tokens(Protocol):
@@ -20,14 +20,14 @@ class Tokens(Protocol):
     end: int | None
     """The token after which a text is complete; None: there is none."""
     pieces: Sequence[bytes]
-    """What each token adds to a text, in UTF-8; a letter may be made of several tokens."""
+    """Text of each token, in UTF-8; several tokens may form one letter."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
 
 
 def text_of(tokens: Sequence[int], pieces: Sequence[bytes]) -> str:
-    """Return the text of tokens; what is no UTF-8, and tokens without text, become U+FFFD.
+    """Return the text of tokens; invalid UTF-8 and tokens without text become U+FFFD.
 
     Example:
         >>> text_of([104, 105], Bytes().pieces)
@@ -75,7 +75,7 @@ _LETTERS = _byte_letters()
 
 
 def _piece(token: str | None) -> bytes:
-    """Return what a token of a vocabulary adds to a text, whose letters stand for bytes or for themselves."""
+    """Return the text of a token of a vocabulary, whose letters stand for bytes or for themselves."""
     if token is None:
         return UNKNOWN
     if token.startswith("<0x") and len(token) == 6:

@@ -161,14 +161,14 @@ class GeneratePart(WorkloadPart):
             yield "prompts.file", self.prompts.file
 
     def title(self) -> str:
-        """Return what reports call the work."""
+        """Return the title of the work in reports."""
         model = self.model.preset or self.model.weights or f"{self.model.layers} layers of {self.model.width}"
         return f"{self.method.name}: generation by {model}"
 
 
 @dataclass(frozen=True)
 class GenerateProblem(Problem[ProblemOptions]):
-    """What planners and programs know of the work."""
+    """A planning problem of text generation."""
 
     workload: GeneratePart
     model: CostModel = field(kw_only=True)
@@ -182,7 +182,7 @@ class GenerateProblem(Problem[ProblemOptions]):
 
 @dataclass(frozen=True)
 class GenerateJob(Job[ProblemOptions, PlanDetails]):
-    """What a device's program is started with."""
+    """The arguments of a device's program."""
 
     problem: GenerateProblem[ProblemOptions]
     weights: Mapping[str, torch.Tensor] | None = None
@@ -202,7 +202,7 @@ class Generate(Workload):
     declared = GENERATION
 
     def problems(self, scenario: Scenario, method: Method | None) -> Iterator[Diagnostic]:
-        """Yield what is wrong with the model, the prompts and the files."""
+        """Yield errors in the model, the prompts and the files."""
         try:
             model, _, _ = self._described(scenario)
             _draft(_part(scenario), scenario, model)
@@ -324,7 +324,7 @@ class Generate(Workload):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read of files."""
+    """Contents of files."""
 
     pieces: Sequence[bytes]
     """The text of each token."""
@@ -336,7 +336,7 @@ class GenerateInputs(Inputs):
     """The weights of each device, and the text of tokens on the source."""
 
     def __init__(self, prepared: Prepared, loaded: Loaded) -> None:
-        """Take what was read of files."""
+        """Take the contents of files."""
         self.begins_with_weights = loaded.weights is not None
         self._plan = prepared.plan
         self._weights = loaded.weights

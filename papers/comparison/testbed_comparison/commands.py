@@ -1,4 +1,4 @@
-"""`testbed papers`: run what is missing of the papers' figures and write their tables."""
+"""`testbed papers`: run the missing figures of the papers and write their tables."""
 
 from __future__ import annotations
 

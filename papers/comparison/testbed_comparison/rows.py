@@ -1,4 +1,4 @@
-"""The file format: what a paper claims, and by which expression over metrics the testbed computes the same."""
+"""The file format: claims of a paper, each with an expression over metrics that computes the same value."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WORDS: tuple[Word, ...] = get_args(Word)
 
 @dataclass(frozen=True)
 class Ours:
-    """What our runs give for a row, in the paper's unit."""
+    """Values of our runs for a row, in the paper's unit."""
 
     low: float
     """The mean; of a range the least mean."""

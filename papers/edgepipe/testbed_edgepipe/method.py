@@ -47,7 +47,7 @@ FIGURES = (
 
 
 class EdgePipe(SlotMethod[EdgePipeOptions, SlotDetails]):
-    """Super neurons trained in fixed timeslots over casts that may be lost; what does not arrive is treated as null.
+    """Super neurons trained in fixed timeslots over casts that may be lost; missing values are treated as null.
 
     A device that restarts goes on with the slot that it is, from its first weights.
     """

@@ -1,4 +1,4 @@
-"""EdgePipe's options, and who holds what."""
+"""EdgePipe's options and placement of neurons."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ class EdgePipeOptions(SlotOptions):
 
 
 def arrangement(problem: Problem[EdgePipeOptions], plan: Plan[SlotDetails]) -> NeuronAssignment:
-    """Return who holds what by a plan."""
+    """Return the placement of neurons in a plan."""
     return problem.options.divide(neurons_of(problem), plan.details.devices)

@@ -49,7 +49,7 @@ class TreatedAsNull:
         """Layers and numbers of batches of which this device lacked inputs, where it then learns nothing of them."""
 
     def inputs(self, arrived: Arrived) -> torch.Tensor:
-        """Return the outputs of the layer before, (samples, values), with zeros for what is missing."""
+        """Return the outputs of the layer before, (samples, values), with zeros for missing values."""
         if self._learns == "with_all_transmissions" and not arrived.complete:
             self._incomplete.add((arrived.layer + 1, arrived.batch))
         return arrived.together()
@@ -59,7 +59,7 @@ class TreatedAsNull:
         return arrived
 
     async def results(self, arrived: Arrived) -> Usable:
-        """Take zeros for what is missing, if the output layer learns of such results."""
+        """Use zeros for missing values if the output layer learns from such results."""
         enough = arrived.complete or self._learns == "what_arrived"
         return self._usable(arrived.layer, arrived, arrived.together() if enough else None)
 
@@ -94,7 +94,7 @@ class TreatedAsNull:
 
 
 async def informed(mailbox: Mailbox, job: Job[EdgePipeOptions, SlotDetails]) -> NeuronAssignment:
-    """Return who holds what: as planned, on the device that coordinates, and elsewhere as that one says."""
+    """Return the placement: as planned on the coordinator, and as received from the coordinator elsewhere."""
     planned = arrangement(job.problem, job.plan)
     if not job.problem.options.informs:
         return planned

@@ -34,7 +34,7 @@ class FTPipeHDOptions(AsynchronousOptions):
 
 
 class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
-    """Knows of the devices what the run has shown: all count as equal only until it has."""
+    """Capacities of devices as measured during the run; all devices count as equal before the first measurement."""
 
     def __init__(self, problem: Problem[FTPipeHDOptions]) -> None:
         super().__init__(problem)
@@ -52,7 +52,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         self._rates[pair] = rate
 
     def forget(self, one: str, other: str) -> None:
-        """Take back what was measured between two devices: it is so no more."""
+        """Discard the measurement between two devices, since the link has changed."""
         self._rates.pop((one, other), None)
         self._rates.pop((other, one), None)
 
@@ -61,7 +61,7 @@ class AdaptivePartitioner(Partitioner[FTPipeHDOptions]):
         return [pair for pair in _both_ways(partition.devices) if pair not in self._rates]
 
     def pipeline(self, names: Sequence[str]) -> AsynchronousPipeline:
-        """Return what is known of the pipeline over these devices."""
+        """Return the pipeline over these devices with measured capacities."""
         capacities = [self._capacities.get(name, 1.0) for name in names]
         known = pipeline_over(self.problem, names, self._profile, capacities)
         return replace(known, links=self._links(names))
@@ -127,7 +127,7 @@ def worthwhile(current: float, best: float, least_gain: float = 0.02) -> bool:
 
 
 class FTPipeHD(AsynchronousMethod[FTPipeHDOptions]):
-    """Begins as PipeDream does, all devices counting as equal; what the run shows decides from then on.
+    """Begins as PipeDream does, with equal devices; measured capacities decide from then on.
 
     Normalisation by batch statistics uses those of the batch; its running averages, which only evaluation uses, follow
     the batches in the order of their updates, and are replicated and moved with the weights. Dropout draws by seed,

@@ -77,7 +77,7 @@ def candidates(profile: PairProfile, batch_size: int, least: int = 1) -> tuple[C
 
 @cache
 def choices(least: int, paper: bool) -> Choices:
-    """Return what P and N are chosen from; ``paper``: equation (14) alone says what N may be.
+    """Return the candidates for P and N; with ``paper``, equation (14) alone bounds N.
 
     The same function for equal arguments, so that the planner knows what it has worked out for a device like another.
     """

@@ -98,7 +98,7 @@ def _owned_layers(name: str, devices: Sequence[str], source: int, owners: Sequen
 MOST_TILES = 144
 """How fine a grid is looked at where a coarser one does not fit into memory."""
 _STEPS = 1000
-"""Shares that memory bounds are rounded down to thousandths of what they were."""
+"""Shares bounded by memory are rounded down to thousandths of their value."""
 
 
 @dataclass(frozen=True)

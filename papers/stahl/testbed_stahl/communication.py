@@ -143,11 +143,11 @@ class Phase:
     network: float = 0.0
     """Seconds, of the busiest link with everything that it carries."""
     gathering: Leg = Leg()
-    """What other devices than the source send."""
+    """Messages of all devices but the source."""
     own: Leg = Leg()
-    """What the source can send as soon as it has computed it."""
+    """Messages that the source sends as soon as their values are computed."""
     forwarding: Leg = Leg()
-    """What can be sent when something of the same layer has been received."""
+    """Messages that depend on received values of the same layer."""
     chunks: int = 1
     """Number of messages in which an output goes over a link."""
     layerwise: bool = False

@@ -181,7 +181,7 @@ class DistributedPlan(_Frozen):
     """The scheme as the scenario names it."""
     devices: tuple[str, ...]
     source: int
-    """Holds the image, collects and merges what the others compute, and computes its own share."""
+    """Holds the image, collects and merges the results of the others, and computes its own share."""
     layers: tuple[LayerPlan, ...]
     """One for each layer of the network."""
     tiling: Tiling | None = None

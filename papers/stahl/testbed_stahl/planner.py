@@ -40,7 +40,7 @@ class PlanFigures(BaseModel):
     longest_path: int
     """Multiplications one after the other."""
     communication: float
-    """C with what devices hold taken into account everywhere, in elements."""
+    """C, in elements, without values that the receiving devices already hold."""
     communication_bytes: float
     communication_as_printed: float
     """C by the paper's equation (9), in elements."""

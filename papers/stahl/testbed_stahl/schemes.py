@@ -19,7 +19,7 @@ from testbed.ml.models.graph import Graph, GraphLayer
 from testbed_stahl.plan import Scheme
 
 Reuse = Literal["everywhere", "paper"]
-"""Whether a layer after a LOP is sent what its devices already hold. ``everywhere``: never, only what is missing.
+"""Whether a layer after a LOP receives values already held. ``everywhere``: never, only what is missing.
 ``paper``: as printed, where only LOP after LOP has the term and equation (9) charges FUSE1 for all its input."""
 REUSES: tuple[Reuse, ...] = ("everywhere", "paper")
 

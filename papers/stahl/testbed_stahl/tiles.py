@@ -194,9 +194,9 @@ class _AxisTiles(NamedTuple):
     """A row or a column of tiles along its axis."""
 
     needed: list[Range]
-    """What is needed of every layer's input, and of the last one's output."""
+    """Required region of every layer's input, and of the last layer's output."""
     computed: list[Range]
-    """What is computed of every layer's output."""
+    """Computed region of every layer's output."""
 
 
 @dataclass(frozen=True)

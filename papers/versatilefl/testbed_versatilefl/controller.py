@@ -1,4 +1,4 @@
-"""What one device does about long-term volatility (Section V): judge the others, decide, give and take neurons.
+"""A device's reaction to long-term volatility (Section V): judge the others, decide, hand over neurons.
 
 At the end of a window each device knows which share of every sender's casts it received, and says so with its own.
 When that has come round, the first member that was heard, the coordinator, decides for all, so that there is one
@@ -40,7 +40,7 @@ class Join(Typed, kind="join"):
 
 @dataclass(frozen=True)
 class Leave(Typed, kind="leave"):
-    """From a device that is about to leave, and hands over what it holds."""
+    """From a leaving device that hands over its neurons."""
 
     announced: bool = True
 
@@ -123,7 +123,7 @@ class ArrangementController:
         return self._group
 
     def on_slot_start(self, segment: SlotSegment, action: LayerAction | None) -> bool:
-        """Do what is due as a slot begins or a segment ends; return whether the group is another now.
+        """Apply due changes as a slot begins or a segment ends; return whether the group has changed.
 
         Raises `GroupLostError` on the coordinator.
         """
@@ -155,7 +155,7 @@ class ArrangementController:
             self._post(Leave())
 
     def _report(self, segment: SlotSegment, step: int | None) -> None:
-        """Record what was counted in each window, and at the end of training."""
+        """Record the counts of each window, and those at the end of training."""
         window = (segment.batches.stop if step is None else step) // self._steps
         if not segment.tests and (step is None or window > self._reported):
             self._reported = window
@@ -197,7 +197,7 @@ class ArrangementController:
             self._forget_arrived()
 
     def _decisions(self, window: int | None) -> Iterator[Decision]:
-        """Yield what follows from who joins and leaves, and from a window whose records have come round."""
+        """Yield the changes due to joining and leaving devices, and to a window with complete records."""
         now, averages, rules = self.now, self._averages, self._rules
         for name in self._joining:
             decision = entered(now, name, averages, rules)

@@ -1,4 +1,4 @@
-"""What is said of VersatileFL's runs beside what is said of all in timeslots."""
+"""Metrics of VersatileFL, in addition to those of all methods in timeslots."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _risen(record: RunView) -> float | None:
 
 
 def _last(list_of: Callable[[RunView], list[dict[str, Any]]], name: str, record: RunView) -> dict[str, float]:
-    """Return what a list says last of each device."""
+    """Return the last entry of each device in a list."""
     return {each["device"]: each[name] for each in list_of(record)}
 
 

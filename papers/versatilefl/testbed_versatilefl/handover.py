@@ -16,7 +16,7 @@ from testbed.ml.slots.neurons import Neurons
 
 @dataclass(frozen=True)
 class Arrange(Typed, kind="arrange"):
-    """From the coordinator: who holds what from now on."""
+    """From the coordinator: the new placement of neurons."""
 
     version: int
     layers: list[dict[str, list[int]]]
@@ -67,7 +67,7 @@ class Handover:
         return self.known
 
     def carry_out(self) -> None:
-        """Do what messages have asked for since the last time."""
+        """Apply the changes requested by messages since the last call."""
         if self._arranged:
             newest = max(self._arranged, key=lambda each: each.version)
             self._arranged.clear()
@@ -124,6 +124,6 @@ class Handover:
 
 
 def _part(moved: Moved, neurons: Channels) -> Moved:
-    """Return what a message brings of some of its neurons."""
+    """Return the weights of some neurons in a message."""
     state = {name: pick(tensor, 0, neurons, moved.neurons) for name, tensor in moved.state.items()}
     return replace(moved, neurons=list(neurons), state=state)

@@ -1,4 +1,4 @@
-"""Section IV: what is done about what is missing. Substitution, the forward criterion, and saved gradients."""
+"""Section IV: substitution of missing values. Substitution, the forward criterion, and saved gradients."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class Maintenance:
         self._update.options = options.model_copy(update={key: getattr(given, key) for key in baseline})
 
     def forget(self, layer: int) -> None:
-        """Forget what was saved of a layer: its neurons are others now."""
+        """Forget the saved values of a layer after its neurons have changed."""
         self._saved.pop(layer, None)
 
     def report(self, device: Device, step: int) -> None:
-        """Record by layer what was counted since the last time: values due and missing, batches, updates."""
+        """Record counts since the last call by layer: values due and missing, batches, updates."""
         for layer, counts in sorted(self._counts.items()):
             device.record("maintenance", step=step, layer=layer, **counts)
         self._counts.clear()
@@ -157,7 +157,7 @@ class Maintenance:
         return self._substituted(arrived).together()
 
     def tested(self, arrived: Arrived) -> Arrived | None:
-        """Return what inputs are made of, as in training; without substitution None where any is missing."""
+        """Return the parts of the inputs, as in training; without substitution, None if any part is missing."""
         return self._substituted(arrived) if self._update.options.substitution or arrived.complete else None
 
     def _substituted(self, arrived: Arrived) -> Arrived:

@@ -14,7 +14,7 @@ from testbed_versatilefl.planner import VersatileDetails, VersatileOptions, plan
 
 
 class Versatile(SlotMethod[VersatileOptions, VersatileDetails]):
-    """Learning that goes on with what arrives, and neurons that move as devices and their links fail.
+    """Learning that continues with the values that arrive, and moves neurons as devices and links fail.
 
     Missing values are substituted, saved gradients are used again, and the neurons of a layer go to the devices of its
     group in proportion to how well these are heard. A device that restarts joins again, and so does one that was not

@@ -1,4 +1,4 @@
-"""VersatileFL's options, its plan, and who holds what at first."""
+"""VersatileFL's options, plan and first placement of neurons."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VersatileOptions(SlotOptions):
     rearrangement: bool = True
     """Neurons move as devices fail, leave and join, and with their credibility."""
     backward: Literal["layer", "neuron", "link"] = "link"
-    """What has to have arrived for new gradients: all transmissions to the layer, all to the neuron, or any to it."""
+    """Transmissions required for new gradients: all to the layer, all to the neuron, or any to the neuron."""
     sharing: Literal["layer", "neuron", "ideal"] = "neuron"
     """The same of the results that the output layer shares; ideal: none is lost."""
     thres_fw: Fraction | None = None
@@ -75,7 +75,7 @@ class VersatileOptions(SlotOptions):
 
 
 class VersatileDetails(SlotDetails):
-    """What a plan of VersatileFL says beyond that of every method in timeslots."""
+    """Details of a VersatileFL plan, beyond those of every method in timeslots."""
 
     threshold: float
     """Credibility below which a device's group is rearranged."""
@@ -111,7 +111,7 @@ def plan(problem: Problem[VersatileOptions]) -> Plan[VersatileDetails]:
 
 
 def arrangement(problem: Problem[VersatileOptions], details: VersatileDetails) -> NeuronAssignment:
-    """Return who holds what at first."""
+    """Return the first placement of neurons."""
     options, names = problem.options, details.devices
     sizes = planner.neurons_of(problem)
     if options.allocation != "random":

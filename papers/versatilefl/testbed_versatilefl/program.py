@@ -25,12 +25,12 @@ from testbed_versatilefl.records import ReceptionRecords
 VersatileJob = Job[VersatileOptions, VersatileDetails]
 KINDS: tuple[type[Any], ...] = (*program.KINDS, Complete, Arrange, Moved, Join, Leave)
 STARTED = "started"
-"""What a device keeps on its disk, to know when it boots that it was there before."""
+"""A device's mark on its disk, by which a booting device recognizes a restart."""
 
 
 @dataclass(frozen=True)
 class VersatileNotes:
-    """The hook `testbed.ml.slots.casts.Notes`: a device adds what it knows of the others to its casts."""
+    """The hook `testbed.ml.slots.casts.Notes`: a device adds its records of the others to its casts."""
 
     handover: Handover
     records: ReceptionRecords

@@ -25,7 +25,7 @@ class GroupLostError(TestbedError):
 
 @dataclass(frozen=True)
 class Decision:
-    """An arrangement, and what led to it."""
+    """A placement of neurons with its cause."""
 
     arrangement: NeuronAssignment
     cause: Cause
@@ -37,7 +37,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class DecisionRules:
-    """What all decisions of a run have in common."""
+    """Constants of all decisions of a run."""
 
     threshold: float
     """C_thres: the group of a device with less credibility is rearranged."""
@@ -49,7 +49,7 @@ class DecisionRules:
 def after_window(
     now: NeuronAssignment, failed: Iterable[str], averages: Mapping[str, float], rules: DecisionRules
 ) -> Iterator[Decision]:
-    """Yield what follows from a window: devices that nobody heard leave, groups with a poor device are rearranged.
+    """Yield the decisions of a window: silent devices leave, groups with a poor device are rearranged.
 
     ``averages`` are the credibilities of devices; a group with one of which there is none stays. Raises
     `GroupLostError`.
@@ -88,7 +88,7 @@ def without(now: NeuronAssignment, device: str, averages: Mapping[str, float], s
 
 
 def entered(now: NeuronAssignment, device: str, averages: Mapping[str, float], rules: DecisionRules) -> Decision:
-    """Return what follows from a device that holds nothing, and has booted or is heard again.
+    """Return the decision about a device without neurons that has booted or is heard again.
 
     The lead takes its own place.
     """
@@ -178,7 +178,7 @@ def joined(now: NeuronAssignment, device: str, seed: int) -> NeuronAssignment:
 
 
 def moves(before: NeuronAssignment, after: NeuronAssignment, gone: Collection[str] = ()) -> list[Move]:
-    """Return what changes hands; neurons that nobody held, or devices that are ``gone``, begin with new weights."""
+    """Return the neurons to hand over; those without a holder, or of ``gone`` devices, begin with new weights."""
     found = []
     for layer, (old, new) in enumerate(zip(before.layers, after.layers, strict=True)):
         held = {neuron: name for name, neurons in old.items() if name not in gone for neuron in neurons}

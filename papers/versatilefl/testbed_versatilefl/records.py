@@ -73,7 +73,7 @@ class ReceptionRecords:
         return self._lost >= SERIES
 
     def note(self, sender: str, received: bool) -> None:
-        """Note whether a cast that was due has arrived; what a device has for itself does not count."""
+        """Note whether a due cast has arrived; a device's own values do not count."""
         if sender != self._device:
             self._noted[sender].append(received)
             self._lost = 0 if received else self._lost + 1
