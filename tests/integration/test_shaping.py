@@ -333,7 +333,7 @@ def test_the_shaper_over_http(net: Network, served: str) -> None:
     [shown] = [each for each in shaper.show()["links"] if (each["source"], each["destination"]) == ("a", "b")]
     assert (shown["delay"], shown["up"]) == (0.01, True)
     assert set(shaper.statistics(reset=True)["queues"]) == {"a", "b", "c"}
-    with pytest.raises(InputError, match="no device 'x'"):
+    with pytest.raises(InputError, match="device 'x' is not attached"):
         shaper.set({("a", "x"): Link()})
     with pytest.raises(HostError, match="token"):
         Shaper(served, "wrong").facts()
