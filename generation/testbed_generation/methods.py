@@ -107,7 +107,7 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             weights_of,
         )
         from testbed_generation.row import Row, RowOptions
-        from testbed_generation.source import AlongRow, Drive, Embedder, ThroughSource, serve_requests
+        from testbed_generation.source import AlongRow, Drive, Embedder, StageCalls, ThroughSource, serve_requests
         from testbed_generation.stage import Holder
         from testbed_generation.weights import Given, assigned_weights
 
@@ -154,11 +154,12 @@ class Sequential(Method[StagesOptions, StagesDetails]):
             )
             await row.begin()
             embedder = Embedder(mailbox, model, embedding_of(source))
+            calls = StageCalls(mailbox, model, options.heartbeat)
             drive: Drive
             if self.through_source:
-                drive = ThroughSource(mailbox, model, row, embedder, options.heartbeat)
+                drive = ThroughSource(calls, row, embedder)
             else:
-                drive = AlongRow(mailbox, model, row, embedder, options.heartbeat, draft_of(device, job))
+                drive = AlongRow(device, calls, row, embedder, draft_of(device, job))
             await serve_requests(device, drive, service_of(device, job))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from testbed_generation.draft import Draft
 from testbed_generation.messages import Result, Step
 from testbed_generation.network import embed
 from testbed_generation.requests import Request
-from testbed_generation.row import Row
+from testbed_generation.row import Row, Stage
 
 
 @dataclass
@@ -76,6 +77,31 @@ class Embedder:
         return None if self._table is None else embed(torch.tensor(tokens), self._table)
 
 
+class StageCalls:
+    """Sends steps to stages and receives their results."""
+
+    def __init__(self, mailbox: Mailbox, model: CostModel, heartbeat: float) -> None:
+        """Check every ``heartbeat`` seconds whether a result may still arrive."""
+        self._mailbox = mailbox
+        self._model = model
+        self._heartbeat = heartbeat
+
+    async def call(self, device: str, step: Step, is_current: Callable[[], bool]) -> Result | None:
+        """Send a step, and return the result of the last stage of its way; None once it is not current any more.
+
+        Without numerics, the message has as many bytes as the values would take.
+        """
+        padding = self._model.message_bytes(step.tokens) if step.values is None else 0
+        self._mailbox.post(device, replace(step, padding=padding))
+        last = step.way[-1][1] if step.way else step.assignment
+        key = (step.request, step.attempt, step.position + step.tokens, last)
+        while is_current():
+            result = await self._mailbox.take(Result, key, deadline=self._mailbox.device.now() + self._heartbeat)
+            if result is not None:
+                return result
+        return None
+
+
 class AlongRow:
     """Each stage sends its values to the next one, and the last one sends the token to the source.
 
@@ -84,20 +110,12 @@ class AlongRow:
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        model: CostModel,
-        row: Row,
-        embedder: Embedder,
-        heartbeat: float,
-        draft: Draft | None = None,
+        self, device: Device, calls: StageCalls, row: Row, embedder: Embedder, draft: Draft | None = None
     ) -> None:
-        """Look every ``heartbeat`` seconds whether a stage was lost."""
-        self._mailbox = mailbox
-        self._model = model
+        self._device = device
+        self._calls = calls
         self._row = row
         self._embedder = embedder
-        self._heartbeat = heartbeat
         self._draft = draft
         self._sent: dict[int, int] = {}
         """Losses when a request was last sent, by its number."""
@@ -115,7 +133,7 @@ class AlongRow:
             accepted += 1
         number = progress.request.number
         if drafts:
-            self._mailbox.device.record("draft", request=number, proposed=len(drafts), accepted=accepted)
+            self._device.record("draft", request=number, proposed=len(drafts), accepted=accepted)
         if accepted < len(drafts):
             # A higher attempt makes the stages drop the rejected tokens from their caches.
             self._rejections[number] = self._rejections.get(number, 0) + 1
@@ -136,12 +154,13 @@ class AlongRow:
             (device, assignment), *others = way
             attempt = losses + self._rejections.get(number, 0)
             step = Step(assignment, number, attempt, position, tokens, others, values, len(drafts) + 1)
-            post_step(self._mailbox, self._model, device, step)
-            key = (number, attempt, position + tokens, way[-1][1])
-            while self._row.losses == losses:
-                result = await self._mailbox.take(Result, key, deadline=self._mailbox.device.now() + self._heartbeat)
-                if result is not None:
-                    return list(result.chosen)
+            result = await self._calls.call(device, step, partial(self._is_unchanged, losses))
+            if result is not None:
+                return list(result.chosen)
+
+    def _is_unchanged(self, losses: int) -> bool:
+        """Return whether no stage was lost since so many losses."""
+        return self._row.losses == losses
 
     def _cached(self, progress: Progress, losses: int) -> int:
         """Return how many tokens of a request all stages have in their caches."""
@@ -168,13 +187,10 @@ class ThroughSource:
     2023).
     """
 
-    def __init__(self, mailbox: Mailbox, model: CostModel, row: Row, embedder: Embedder, heartbeat: float) -> None:
-        """Look every ``heartbeat`` seconds whether a stage was lost."""
-        self._mailbox = mailbox
-        self._model = model
+    def __init__(self, calls: StageCalls, row: Row, embedder: Embedder) -> None:
+        self._calls = calls
         self._row = row
         self._embedder = embedder
-        self._heartbeat = heartbeat
         self._inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         """What each stage was sent, by request and first layer."""
         self._holders: dict[tuple[int, int], int] = {}
@@ -195,6 +211,7 @@ class ThroughSource:
         """Forget the inputs of a request."""
         for key in [key for key in self._inputs if key[0] == number]:
             del self._inputs[key]
+            del self._holders[key]
         self._row.release(number)
 
     async def _call(self, number: int, first: int, position: int, tokens: int) -> Result:
@@ -209,25 +226,19 @@ class ThroughSource:
             begin = 0 if new else position
             values = None if inputs[0] is None else torch.cat([part for part in inputs if part is not None])
             step = Step(stage.assignment, number, losses, begin, position + tokens - begin, [], values)
-            post_step(self._mailbox, self._model, stage.device, step)
-            awaited = (number, losses, position + tokens, stage.assignment)
-            while self._row.stage(first).assignment == stage.assignment:
-                deadline = self._mailbox.device.now() + self._heartbeat
-                result = await self._mailbox.take(Result, awaited, deadline=deadline)
-                if result is not None:
-                    return result if result.values is None else keep_last(result, tokens)
+            result = await self._calls.call(stage.device, step, partial(self._is_held, stage))
+            if result is not None:
+                return result if result.values is None else keep_last(result, tokens)
+
+    def _is_held(self, stage: Stage) -> bool:
+        """Return whether a stage still has its layers."""
+        return self._row.stage(stage.first).assignment == stage.assignment
 
 
 def keep_last(result: Result, tokens: int) -> Result:
     """Return a result with the values of its last tokens only."""
     assert result.values is not None
     return replace(result, values=result.values[-tokens:])
-
-
-def post_step(mailbox: Mailbox, model: CostModel, device: str, step: Step) -> None:
-    """Send a step; without numerics as many bytes as the values would take."""
-    padding = model.message_bytes(step.tokens) if step.values is None else 0
-    mailbox.post(device, replace(step, padding=padding))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from testbed_generation.network import Cache, LayerShard, embed, score
 from testbed_generation.requests import Request
 from testbed_generation.row import Row, RowOptions
 from testbed_generation.sampling import Sampling
-from testbed_generation.source import AlongRow, Embedder, Service, ThroughSource, serve_requests
+from testbed_generation.source import AlongRow, Drive, Embedder, Service, StageCalls, ThroughSource, serve_requests
 from testbed_generation.stage import Holder
 from testbed_generation.weights import EMBEDDING, NORM, OUTPUT, Seeded, read_layer
 from tests.helpers.worlds import events, world
@@ -76,8 +76,10 @@ def serve(
                 row = Row(mailbox, "abcd", row_over, lambda name: 4, options, lambda name, assign: {})
                 await row.begin()
                 table = None if seeded is None else seeded.read(EMBEDDING)
-                way = ThroughSource if recovery == "replay" else AlongRow
-                drive = way(mailbox, MODEL, row, Embedder(mailbox, MODEL, table), 0.1)
+                calls, embedder = StageCalls(mailbox, MODEL, 0.1), Embedder(mailbox, MODEL, table)
+                drive: Drive = AlongRow(device, calls, row, embedder)
+                if recovery == "replay":
+                    drive = ThroughSource(calls, row, embedder)
                 await serve_requests(device, drive, Service(REQUESTS, concurrency, None, texts.__setitem__))
 
         return run
