@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -305,21 +305,14 @@ class Generate(Workload):
         assert isinstance(problem, GenerateProblem)
         return GenerateJob(problem, plan, weights=weights, on_weights=on_weights, pieces=data or ())
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        import torch
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-
     def computing(self, problem: Problem) -> AbstractContextManager[None]:
         """Keep torch on one thread."""
         assert isinstance(problem, GenerateProblem)
-        return self._computing() if problem.workload.is_computed else super().computing(problem)
+        if not problem.workload.is_computed:
+            return super().computing(problem)
+        from testbed.ml import kernels
+
+        return kernels.one_thread()
 
 
 @dataclass(frozen=True)

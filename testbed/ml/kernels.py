@@ -60,6 +60,17 @@ def chosen(reproducible: bool) -> Iterator[None]:
         switch(False)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Restrict torch to one thread within the block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def computing() -> dict[str, Any] | None:
     """Return the environment numerics depend on: processor, instruction set and torch version; None without torch.
 

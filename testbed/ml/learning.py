@@ -164,14 +164,10 @@ class Learning(Workload):
 
     @contextmanager
     def _fixed_computation(self, problem: Problem) -> Iterator[None]:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with torch.random.fork_rng(devices=[]), kernels.chosen(problem.workload.reproducible):
-                torch.manual_seed(derive(problem.seed, "torch"))
-                yield
-        finally:
-            torch.set_num_threads(threads)
+        reproducible = problem.workload.reproducible
+        with kernels.one_thread(), torch.random.fork_rng(devices=[]), kernels.chosen(reproducible):
+            torch.manual_seed(derive(problem.seed, "torch"))
+            yield
 
     def computing(self, problem: core.Problem) -> AbstractContextManager[None]:
         """Seed torch, restrict torch to one thread, and fix its kernels if the scenario asks for them."""
