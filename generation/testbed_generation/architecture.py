@@ -10,7 +10,7 @@ RMSNorm and the output matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from testbed.common.errors import InputError, nearest
 from testbed_generation.formats import Format, stored_bytes
@@ -130,10 +130,6 @@ class Architecture:
     def output_flops(self, tokens: int) -> float:
         """Return the FLOPs of the output matrix for so many tokens."""
         return 2.0 * tokens * self.embedding_values
-
-    def with_layers(self, layers: int) -> Architecture:
-        """Return the same architecture with another number of layers."""
-        return replace(self, layers=layers)
 
 
 PRESETS: dict[str, Architecture] = {

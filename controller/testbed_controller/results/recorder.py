@@ -261,11 +261,6 @@ def numbered(folder: Path) -> Path:
     return place
 
 
-def scenario_yaml(scenario: Scenario) -> str:
-    """Return the scenario as YAML with all defaults; loading the text yields an equal scenario."""
-    return written(_scenario_keys(scenario))
-
-
 def facts_of(trial: Trial) -> dict[str, Any]:
     """Return the scenario of a run as plain values by key."""
     return _scenario_keys(trial.scenario)
