@@ -120,8 +120,9 @@ def test_a_model_of_a_package_is_listed_and_trained(packages: Path, tmp_path: Pa
     assert 0 < 3 * flops[0] < flops[1]
 
 
-def test_the_text_of_a_model_travels_to_devices_without_the_package(packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "extended.yaml").write_text(SCENARIO.replace("mlp", "narrow"))
+def read_on_a_device(packages: Path, folder: Path, scenario: str, facts: str) -> str:
+    """Deploy a scenario of packages, and return facts of its problem from a process without them."""
+    (folder / "extended.yaml").write_text(scenario)
     write = (
         "from pathlib import Path\n"
         "from testbed.prepare import prepare\n"
@@ -135,14 +136,19 @@ def test_the_text_of_a_model_travels_to_devices_without_the_package(packages: Pa
         "from pathlib import Path\n"
         "from testbed.deployment import read\n"
         "method, problem = read(Path('body').read_bytes()).problem()\n"
-        "print(method.name, problem.model.parameters)\n"
+        f"print(method.name, {facts})\n"
     )
     for program, path in ((write, f"{packages}:{ROOT}"), (read, str(ROOT))):
         environment = {**os.environ, "PYTHONPATH": path}
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert done.stdout == "idle 682\n"
+    return done.stdout
+
+
+def test_the_text_of_a_model_travels_to_devices_without_the_package(packages: Path, tmp_path: Path) -> None:
+    read = read_on_a_device(packages, tmp_path, SCENARIO.replace("mlp", "narrow"), "problem.model.parameters")
+    assert read == "idle 682\n"
 
 
 def test_metrics_of_a_package_are_computed_and_expected(packages: Path, tmp_path: Path) -> None:
@@ -314,25 +320,5 @@ def test_keys_of_a_workload_of_a_package_are_checked(packages: Path, tmp_path: P
 
 
 def test_the_text_of_a_workload_travels_to_devices_without_the_package(packages: Path, tmp_path: Path) -> None:
-    (tmp_path / "extended.yaml").write_text(TALK)
-    write = (
-        "from pathlib import Path\n"
-        "from testbed.prepare import prepare\n"
-        "from testbed.scenario.expand import trials\n"
-        "from testbed.scenario.loading import load\n"
-        "from tests.helpers.deployed import bodies\n"
-        "body = next(iter(bodies(prepare(trials(load('extended.yaml'))[0])).values()))\n"
-        "Path('body').write_bytes(body)\n"
-    )
-    read = (
-        "from pathlib import Path\n"
-        "from testbed.deployment import read\n"
-        "method, problem = read(Path('body').read_bytes()).problem()\n"
-        "print(method.name, *problem.workload.prompts)\n"
-    )
-    for program, path in ((write, f"{packages}:{ROOT}"), (read, str(ROOT))):
-        environment = {**os.environ, "PYTHONPATH": path}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert done.stdout == "echo how are you fine\n"
+    read = read_on_a_device(packages, tmp_path, TALK, "*problem.workload.prompts")
+    assert read == "echo how are you fine\n"

@@ -9,12 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from testbed.ml.data import load as load_data
-from testbed.prepare import Prepared, prepare
-from testbed.scenario.expand import trials
-from testbed.simulation import simulate
+from testbed.prepare import Prepared
 from testbed.trace.outcome import Outcome
-from testbed_controller.api import load
+from tests.helpers.partly_frozen import module, prepare_with, run
 
 WIDTH = 96
 FROZEN = 4 * (WIDTH * WIDTH + WIDTH) + 4 * 10
@@ -64,23 +61,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ready(folder: Path, method: str, **changes) -> Prepared:
     options = {"name": method, **OPTIONS.get(method, {})}
-    keys = {"workload.method": options, **{key.replace("__", "."): value for key, value in changes.items()}}
-    if method in ROUNDS:
-        keys["workload.data"] = {"name": "digits", "train": 96, "test": 40, "split": "iid"}
-        options |= {"local_steps": 2}
-    (trial,) = trials(load(folder / "frozen.yaml", keys))
-    return prepare(trial)
+    return prepare_with(folder / "frozen.yaml", options, changes, in_rounds=method in ROUNDS)
 
 
 @cache
 def run_of(folder: Path, method: str, exchange: str) -> Outcome:
     return run(ready(folder, method, workload__training__exchange=exchange))
-
-
-def run(prepared: Prepared, weights=None) -> Outcome:
-    outcome = simulate(prepared, load_data(prepared.scenario.workload.data), weights=weights)
-    assert outcome.status == "finished", outcome.error
-    return outcome
 
 
 def sent(outcome: Outcome) -> int:
@@ -89,11 +75,6 @@ def sent(outcome: Outcome) -> int:
 
 def carrying(outcome: Outcome, *kinds: str) -> int:
     return sum(event.fields["message"] in kinds for event in outcome.events.of("send"))
-
-
-def module(prepared: Prepared) -> torch.nn.Module:
-    problem = prepared.problem
-    return problem.model.build(0, len(problem.model.units), problem.seed)
 
 
 def frozen_of(prepared: Prepared) -> set[str]:

@@ -10,13 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from testbed.common.errors import InputError
-from testbed.ml.data import load as load_data
 from testbed.ml.models.lora import AdaptedLinear, Lora, adapt
-from testbed.prepare import Prepared, prepare
-from testbed.scenario.expand import trials
-from testbed.simulation import simulate
-from testbed.trace.outcome import Outcome
-from testbed_controller.api import load
+from testbed.prepare import Prepared
+from tests.helpers.partly_frozen import module, prepare_with, run
 
 NETWORK = """
 from torch import nn
@@ -60,23 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ready(folder: Path, method: str, **changes: object) -> Prepared:
     options = {"name": method, **({"split": 3} if method == "split-learning" else {})}
-    keys = {"workload.method": options, **{key.replace("__", "."): value for key, value in changes.items()}}
-    if method in ROUNDS:
-        keys["workload.data"] = {"name": "digits", "train": 96, "test": 40, "split": "iid"}
-        options |= {"local_steps": 2}
-    (trial,) = trials(load(folder / "adapters.yaml", keys))
-    return prepare(trial)
-
-
-def run(prepared: Prepared) -> Outcome:
-    outcome = simulate(prepared, load_data(prepared.scenario.workload.data))
-    assert outcome.status == "finished", outcome.error
-    return outcome
-
-
-def module(prepared: Prepared) -> nn.Module:
-    problem = prepared.problem
-    return problem.model.build(0, len(problem.model.units), problem.seed)
+    return prepare_with(folder / "adapters.yaml", options, changes, in_rounds=method in ROUNDS)
 
 
 def test_adapted_network_begins_as_the_network() -> None:
